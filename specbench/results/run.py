@@ -29,6 +29,9 @@ LOSSY = " (NOT lossless)"
 PLAIN = "plain decoding"
 """What speedups are over, in words, where it is no server."""
 
+BUSY_WARNINGS = frozenset({"machine-busy", "steal"})
+"""Warnings of ``results.advice`` that other programs use the machine."""
+
 RIVALS = ("speculative", "server")
 """Kinds of configurations among which the fastest is looked for; one that is its own baseline is none of them."""
 

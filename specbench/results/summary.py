@@ -22,14 +22,13 @@ from specbench.results import stats
 from specbench.results.pairs import paired_generations, paired_groups
 from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
 from specbench.results.results import Results
-from specbench.results.run import RIVALS, Mismatch, Run, RunConfig
+from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run, RunConfig
 from specbench.results.steps import Steps
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _NAN = math.nan
-_OTHERS = frozenset({"machine-busy", "steal"})
 _MOST_DISTURBED = 0.5
 """Share of disturbed generations above which pairing within a round no longer makes up for it."""
 
@@ -242,7 +241,7 @@ class Categories:
 def disturbance(results: Results) -> str:
     """Return why verdicts are provisional, if other programs used the machine most of the time; otherwise empty."""
     warnings = results.generations["warnings"]
-    busy = sum(not _OTHERS.isdisjoint(names) for names in warnings)
+    busy = sum(not BUSY_WARNINGS.isdisjoint(names) for names in warnings)
     if busy <= _MOST_DISTURBED * len(warnings):
         return ""
     return f"Verdicts are provisional: other programs used the processor during {busy} of {len(warnings)} generations."

@@ -29,14 +29,13 @@ from specbench.bench.runner import finish_run
 from specbench.results.lines import Generation, Group
 from specbench.tune.candidates import MIN_SHARE, Selection
 from specbench.tune.race import Block, Ending, Race, Timing
-from specbench.tune.search import Found, StoredSearch
+from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, Found, StoredSearch
 
 if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
-_TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
 _SHORT = 2
 """Draft length of the shorter try of a family; the other is its longest."""
 
@@ -46,9 +45,6 @@ _LENGTHS = 3
 _TRYING, _RACING, _BATCHING = 0.35, 0.85, 0.25
 """Shares of the time: no further tries after the first, the race ends by the second, or by that minus the third if
 batches are to be measured."""
-
-_BLOCKS = 8
-"""Blocks that the time should suffice for."""
 
 _GROUPS = 3
 """Groups of requests that each setting decodes at a batch size, at most."""
@@ -137,7 +133,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
     def _try(self) -> tuple[dict[str, list[Generation]], dict[str, str]]:
         """Return short generations by setting, and errors by family."""
         names = [self._plain, *tries_of(self._settings)]
-        number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
+        number = min(TRIED_PROMPTS, len(self._sweep.prompts))
         tried: dict[str, list[Generation]] = {name: [] for name in names}
         failed: dict[str, str] = {}
         together = self._engine.fits(names)
@@ -152,7 +148,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             self._report(f"trying {name}", done, len(pairs))
             place = self._sweep.prompts[prompt].id
             cell = Cell(name, place, 0, 0, 0, warmup=True, seed=self._seed(place, "try"))
-            measured = self._measure(cell, _TRIED_TOKENS)
+            measured = self._measure(cell, TRIED_TOKENS)
             if isinstance(measured.result, Generation):
                 tried[name].append(measured.result)
             else:
@@ -171,12 +167,12 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         best = max([1.0, *predicted.values()])
         start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
         spent_s, left_s = (
-            _BLOCKS * plain_s,
+            BLOCKS * plain_s,
             max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)),
         )
         for name in sorted(predicted, key=lambda name: -predicted[name]):
             family = self._settings[name].family
-            needed_s = _BLOCKS * plain_s / predicted[name]
+            needed_s = BLOCKS * plain_s / predicted[name]
             needed_s += 0.0 if name in self._engine.running else start_s
             if family in failed:
                 left_out[name] = f"failed: {failed[family]}"
@@ -185,7 +181,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             elif taken.get(family, 0) >= _LENGTHS:
                 left_out[name] = "other draft lengths are predicted to be faster"
             elif raced and spent_s + needed_s > left_s:
-                left_out[name] = f"no time for {_BLOCKS} blocks with it; more --minutes allow it"
+                left_out[name] = f"no time for {BLOCKS} blocks with it; more --minutes allow it"
             else:
                 raced.append(name)
                 taken[family] = taken.get(family, 0) + 1

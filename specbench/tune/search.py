@@ -25,7 +25,7 @@ from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.run import Tuning
+from specbench.results.run import BUSY_WARNINGS, Tuning
 from specbench.tune.candidates import (
     BATCHES,
     Probe,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
-_TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
+TRIED_PROMPTS, TRIED_TOKENS = 4, 32
 _COST_ROUNDS = 3
 """Rounds of timing single passes, if these are short."""
 
@@ -55,14 +55,11 @@ selected so that their blocks fit into the third."""
 _BATCHING = 0.05
 """Share of the time reserved for passes that several requests share."""
 
-_BLOCKS = 8
+BLOCKS = 8
 """Blocks that the time should suffice for."""
 
 _USUALLY_RACED = 5
 """Typical number of candidates in a race."""
-
-_BUSY_WARNINGS = frozenset({"machine-busy", "steal"})
-"""Warnings of ``results.advice`` that other programs use the machine."""
 
 _PLAIN_FAILURES = 3
 """Failures of plain decoding, without a success before, that end the search."""
@@ -268,14 +265,14 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         costs = self._measure_costs()
         expected = predict(self._sweep.configs, probes, costs)
         predicted = {name: round(value, 4) for name, value in expected.items()}
-        plain = self._measure(self._try_cell(self._sweep.configs[0], 0), _TRIED_TOKENS).result
+        plain = self._measure(self._try_cell(self._sweep.configs[0], 0), TRIED_TOKENS).result
         return predicted, select(
             self._sweep.configs,
             predicted,
             plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
             first_s=plain.ttft_s if isinstance(plain, Generation) else 0.0,
             seconds=_RACING * self._seconds,
-            blocks=_BLOCKS,
+            blocks=BLOCKS,
             failed=failed,
             kept=self._kept,
         )
@@ -284,7 +281,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         """Return the steps of short generations by configuration, and errors by drafter."""
         plain = self._sweep.configs[0]
         tried = [plain, *probes_of(self._sweep.configs)]
-        number = min(_TRIED_PROMPTS, len(self._sweep.prompts))
+        number = min(TRIED_PROMPTS, len(self._sweep.prompts))
         began = self._clock.now()
         steps: dict[str, list[StepLists]] = {config.id: [] for config in tried}
         failed: dict[str, str] = {}
@@ -294,7 +291,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 if (prompt and late) or self._clock.now() > self._until:
                     break
                 self._report("trying drafters", prompt * len(tried) + place, number * len(tried))
-                measured = self._measure(self._try_cell(config, prompt), _TRIED_TOKENS)
+                measured = self._measure(self._try_cell(config, prompt), TRIED_TOKENS)
                 if isinstance(measured.result, Generation):
                     steps[config.id].append(measured.result.steps)
                 else:
@@ -332,9 +329,9 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         if not done:
             return RunError("The time was too short to try anything.", "Add --resume and more --minutes.")
         each_s = sum(output.total_s for each in done for _, output in each.outputs()) / len(done)
-        needed = len(probes_of(self._sweep.configs)) + 1 + _BLOCKS * _USUALLY_RACED
+        needed = len(probes_of(self._sweep.configs)) + 1 + BLOCKS * _USUALLY_RACED
         minutes = math.ceil(needed * each_s / 60 / _RACING)
-        busy = sum(not _BUSY_WARNINGS.isdisjoint(each.line.warnings) for each in done)
+        busy = sum(not BUSY_WARNINGS.isdisjoint(each.line.warnings) for each in done)
         message = "The time was too short to compare anything."
         if 2 * busy > len(done):
             message = (
