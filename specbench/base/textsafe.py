@@ -31,7 +31,9 @@ def visible(text: str, encoding: str = "utf-8") -> str:
     """
     unicode = _is_unicode(encoding)
     marks = _MARKS if unicode else _ASCII_MARKS
-    shown = "".join(marks.get(x) or (x if _is_seen(x) else _escaped(x)) for x in text)
+    shown = "".join(
+        marks.get(x) or (x if x.isprintable() and not _UNSEEN.match(x) else _escaped(x)) for x in text
+    )
     if not unicode:
         return _encodable(shown, encoding)
     return f"◌{shown}" if shown and unicodedata.category(shown[0]).startswith("M") else shown
@@ -67,10 +69,6 @@ def counted(number: int, noun: str, plural: str | None = None, *, form: str = ""
 
 def _is_unicode(encoding: str) -> bool:
     return encoding.lower().startswith("utf")
-
-
-def _is_seen(letter: str) -> bool:
-    return letter.isprintable() and not _UNSEEN.match(letter)
 
 
 def _escaped(letter: str) -> str:

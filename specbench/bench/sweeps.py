@@ -20,7 +20,6 @@ from specbench.specs.models import parse_model
 if TYPE_CHECKING:
     from specbench.bench.runner import Event
     from specbench.results.results import Results
-    from specbench.specs.policies import PolicySpec
 
 
 def sweep(
@@ -110,11 +109,9 @@ def sweep(
     RunStore.check_writable(folder)
     engine = load_engine(base, specs, options)
 
-    def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
-        return engine.calibrated(policy, drafter, temperature)[0]
-
+    fitted = lambda *each: engine.calibrated(*each)[0]  # noqa: E731
     configs = build_configs(
-        options, engine.specs, engine.fingerprints, calibrated, base=base, dtypes=engine.drafter_dtypes
+        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
     )
     grid = Sweep(options, chosen, tuple(configs))
     named = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}

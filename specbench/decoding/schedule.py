@@ -309,7 +309,8 @@ class Scheduler:
             candidates = self._active
             if len(candidates) > 1:
                 candidates = [job for job in self._active if job.drafts] or candidates
-            model = _runner_of(min(candidates, key=_waited).due.scorer)
+            longest = min(candidates, key=lambda job: (job.since, job.number))
+            model = _runner_of(longest.due.scorer)
             self._reserve(self._waiting_for(model), events)
             if group := self._waiting_for(model):
                 return self._shares(group)
@@ -401,10 +402,6 @@ class Scheduler:
 
 def _number(job: _Job) -> int:
     return job.number
-
-
-def _waited(job: _Job) -> tuple[int, int]:
-    return job.since, job.number
 
 
 def _experts_of(outputs: Sequence[ForwardOutput]) -> float | None:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
     from specbench.options import CacheKind, ModelOptions
     from specbench.specs.models import ModelSpec
-    from specbench.specs.policies import PolicySpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 _CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
@@ -184,10 +183,7 @@ def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
 
 def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
     """Return the grid of all loaded drafters; static trees only for drafters with a calibrated tree."""
-
-    def fitted(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
-        return engine.calibrated(policy, drafter, temperature)[0]
-
+    fitted = lambda *each: engine.calibrated(*each)[0]  # noqa: E731
     grid = build_configs(
         options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
     )
