@@ -100,6 +100,10 @@ def test_the_form_is_that_of_the_chat_template():
     [
         (CHAT_TEMPLATE, "takes no tools"),
         (template("''", "call.function.name", "''"), "does not write tool calls as names and JSON"),
+        (
+            template("''", f"call.function.name + '\\n' + {ARGUMENTS}", "''"),
+            "nothing in front of a tool call",
+        ),
         ("{{ raise_exception('never') }}", "takes no tools"),
     ],
 )

@@ -139,7 +139,13 @@ def call_form(tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> Cal
             texts = opening + middle + (between or "") + closing
             marks = {text: number for text, number in tokenizer.get_added_vocab().items() if text in texts}
             hidden = any(not tokenizer.decode([mark], skip_special_tokens=True) for mark in marks.values())
-            return CallForm(opening, middle, between, closing, marks, as_text, hidden)
+            form = CallForm(opening, middle, between, closing, marks, as_text, hidden)
+            if form.later:
+                return form
+            raise UsageError(
+                "The model's chat template writes nothing in front of a tool call, so text cannot be told from calls.",
+                "Leave tools out.",
+            )
     raise UsageError(
         "The model's chat template does not write tool calls as names and JSON.", "Leave tools out."
     )
