@@ -186,6 +186,15 @@ def test_a_checkpoints_own_layer_on_the_command_line(cli, folder):
         assert figures["drafted"] > 0
 
 
+def test_a_recurrent_target_keeps_states_beside_its_layer(cli, folder):
+    made = checkpoint("qwen3.5", folder)
+    words = ("generate", "the thing", "--target", made.folder, "--dtype", "float32", "-n", 6, "--json")
+    plain = cli(*words, "--drafter", "none").json()["token_ids"]
+    for drafter in ("mtp", "lookup+mtp"):
+        kept = cli(*words, "--drafter", drafter, "--state-checkpoints", 4)
+        assert kept.json()["token_ids"] == plain, kept.err
+
+
 def test_the_spec_is_a_word_and_the_second_of_a_cascade():
     assert parse_drafter("mtp") == Mtp()
     assert str(parse_drafter("mtp")) == "mtp"

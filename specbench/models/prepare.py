@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
@@ -134,7 +135,7 @@ def prepare(
 
 
 def _keep_checkpoints(target: Target, drafters: Sequence[LoadedDrafter], interval: int) -> None:
-    """Keep recurrent states of the target and of drafter models."""
+    """Keep recurrent states of the target and of drafter models; heads have none."""
     if not target.scorer.keep_checkpoints(interval):
         raise UsageError(
             "--state-checkpoints needs a target with recurrent layers and --cache dynamic.", "Leave it out."
@@ -142,7 +143,7 @@ def _keep_checkpoints(target: Target, drafters: Sequence[LoadedDrafter], interva
     for each in drafters:
         if isinstance(each.outcome, Drafter):
             for model in models_of(each.outcome):
-                if model.scorer.cache is not target.scorer.cache:
+                if isinstance(model.scorer, Scorer) and model.scorer.cache is not target.scorer.cache:
                     model.scorer.keep_checkpoints(interval)
 
 
