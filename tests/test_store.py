@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import multiprocessing
 import os
@@ -115,6 +116,38 @@ def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path, kept):
         store.append(measurement(row(repeat=2)))
     assert lines(tmp_path) == whole
     assert load_results(tmp_path).problems == []
+
+
+def test_a_packed_run_reads_the_same_and_is_unpacked_to_continue(tmp_path):
+    fill(tmp_path)
+    file, packed = tmp_path / "generations.jsonl", tmp_path / "generations.jsonl.gz"
+    whole, before = lines(tmp_path), load_results(tmp_path)
+    packed.write_bytes(gzip.compress(b"".join(whole)))
+    file.unlink()
+    assert load_results(tmp_path).generations.astype(str).equals(before.generations.astype(str))
+    assert find_runs(packed) == [tmp_path]
+    with RunStore.open(tmp_path) as store:
+        assert len(store.done_keys()) == 3
+        assert not packed.exists()
+        store.append(measurement(row(repeat=3)))
+    assert lines(tmp_path)[:3] == whole
+    assert len(load_results(tmp_path).generations) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b"x" * 10**6), "is much larger than its size says"),
+        (gzip.compress(b"x" * 300)[:-9], "is damaged"),
+        (b"no gzip", "is damaged"),
+    ],
+)
+def test_a_packed_run_that_is_damaged_is_refused(tmp_path, content, said):
+    fill(tmp_path)
+    (tmp_path / "generations.jsonl").unlink()
+    (tmp_path / "generations.jsonl.gz").write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        load_results(tmp_path)
 
 
 def test_a_last_line_that_lacks_only_its_break_counts(tmp_path):

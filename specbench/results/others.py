@@ -19,7 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json, not_json, ratio
 from specbench.base.textsafe import one_line
 from specbench.results.stats import decimals
-from specbench.results.store import GENERATIONS, RUN
+from specbench.results.store import GENERATIONS, PACKED, RUN
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,7 +76,7 @@ def other_file(path: Path) -> Path | None:
     """Return the file of another tool that a path means; ``None`` if it is for a run of specbench."""
     if path.is_dir() and (path / _AIPERF_FILE).is_file():
         return path / _AIPERF_FILE
-    return path if path.is_file() and path.name not in (RUN, GENERATIONS) else None
+    return path if path.is_file() and path.name not in (RUN, GENERATIONS, PACKED) else None
 
 
 def read_other(path: Path) -> list[LoadFigures]:

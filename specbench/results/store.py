@@ -6,8 +6,10 @@ synchronized before the next one begins. docs/results-format.md describes the fi
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -17,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_text
+from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_bytes, write_text
 from specbench.base.record import to_json, wrong_field
+from specbench.base.textsafe import one_line
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
 from specbench.results.upgrade import rename_fields, upgraded
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", ".lock"
+PACKED = f"{GENERATIONS}.gz"
+"""In place of ``GENERATIONS``, for runs that are kept; it is unpacked to continue the run."""
+
+_MOST_PACKED = 100
+"""How many times larger than its file the content of ``PACKED`` may be; that of real runs is 4 to 6 times."""
 
 # -- writing ---------------------------------------------------------------------------------------
 
@@ -114,7 +122,7 @@ class RunStore:
     @staticmethod
     def exists(path: str | Path) -> bool:
         """Return whether the folder holds any results."""
-        return any((Path(path) / name).exists() for name in (RUN, GENERATIONS))
+        return any((Path(path) / name).exists() for name in (RUN, GENERATIONS, PACKED))
 
     @classmethod
     def _locked(cls, path: Path, *, make: bool) -> RunStore:
@@ -124,7 +132,7 @@ class RunStore:
                     path.mkdir(parents=True, exist_ok=True)
                 except (FileExistsError, NotADirectoryError):
                     raise UsageError(f"{str(path)!r} is not a folder.", "Give another --out.") from None
-            for name in (RUN, GENERATIONS, COSTS, LOCK):
+            for name in (RUN, GENERATIONS, PACKED, COSTS, LOCK):
                 refuse_link(path / name)
             lock = try_lock(path / LOCK)
         if lock is None:
@@ -134,6 +142,10 @@ class RunStore:
         return cls(path, lock)
 
     def _open_lines(self) -> None:
+        if not (self.path / GENERATIONS).exists() and (self.path / PACKED).exists():
+            with _writing(self.path):
+                write_bytes(self.path / GENERATIONS, b"".join(_unpacked(self.path / PACKED)))
+                (self.path / PACKED).unlink()
         with _writing(self.path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = self._file = os.open(self.path / GENERATIONS, flags, 0o644)
@@ -296,7 +308,7 @@ def find_runs(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             raise UsageError(
                 f"There are no results at {str(given)!r}: it does not exist.", "Run `specbench sweep` first."
             )
-        folder = path.parent if path.is_file() and path.name in (RUN, GENERATIONS) else path
+        folder = path.parent if path.is_file() and path.name in (RUN, GENERATIONS, PACKED) else path
         if RunStore.exists(folder):
             runs = [folder]
         else:
@@ -387,22 +399,42 @@ def _check_version(version: object, file: Path) -> None:
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
     """Yield the usable lines of ``generations.jsonl``, and add to ``problems`` what is wrong with others."""
     path = folder / GENERATIONS
+    for number, line in enumerate(_stored_lines(folder), 1):
+        measurement = parse_line(line)
+        if measurement is None:
+            what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
+            problems.append(f"Line {number} of {folder.name}/{GENERATIONS} {what} and is not used.")
+            continue
+        if measurement.line.schema > VERSION:
+            _check_version(measurement.line.schema, path)
+        yield measurement
+
+
+def _stored_lines(folder: Path) -> Iterator[bytes]:
+    """Yield the lines of a run, packed or not; none after a crash right at the start."""
+    path = folder / GENERATIONS
     try:
-        file = path.open("rb")
-    except FileNotFoundError:  # a crash right at the start
-        return
+        with path.open("rb") as file:
+            yield from file
+    except FileNotFoundError:
+        if (folder / PACKED).exists():
+            yield from _unpacked(folder / PACKED)
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be read ({reason(error)}).") from error
-    with file:
-        for number, line in enumerate(file, 1):
-            measurement = parse_line(line)
-            if measurement is None:
-                what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
-                problems.append(f"Line {number} of {folder.name}/{GENERATIONS} {what} and is not used.")
-                continue
-            if measurement.line.schema > VERSION:
-                _check_version(measurement.line.schema, path)
-            yield measurement
+
+
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a packed file."""
+    left = _MOST_PACKED * path.stat().st_size
+    try:
+        with gzip.open(path) as file:
+            while line := file.readline(left + 1):
+                left -= len(line)
+                if left < 0:
+                    raise UsageError(f"{str(path)!r} is much larger than its size says.", "Restore it.")
+                yield line
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{str(path)!r} is damaged: {one_line(error)}.", "Restore it.") from error
 
 
 def distinct(measurements: Iterable[Measurement], problems: list[str]) -> Iterator[Measurement]:
