@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import save_tiny
 
 import specbench
 from specbench.backends.torch.kernels import huge_pages
@@ -200,6 +201,51 @@ def test_the_commands_of_readme_and_tutorial_run(commands, tmp_path, monkeypatch
         assert captured.out or arguments[0] not in ("generate", "drafters", "trace")
         if arguments[0] == "generate" and "--drafter" in arguments:
             assert accepted(captured.out, captured.err) > 0, shlex.join(arguments)
+
+
+def commands_of(page: str) -> tuple[str, list[list[str]]]:
+    """Return a page of docs/, and the commands on it."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL))
+    return text, [shlex.split(line)[1:] for line in blocks.splitlines()]
+
+
+@pytest.mark.real
+def test_the_commands_for_own_prompts_run(tmp_path, monkeypatch, capsys):
+    text, commands = commands_of("prompts.md")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
+    (lines,) = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    Path("mine.jsonl").write_text(lines, encoding="utf-8")
+    assert [each[0] for each in commands] == ["generate", "sweep", "check", "tune"]
+    for arguments in commands:
+        shortened = small(arguments, tmp_path / "run")
+        if shortened is not None:
+            assert run([each for each in shortened if each != "-v"]) == 0, capsys.readouterr().err
+
+
+def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
+    """On a CPU in place of each GPU; the engine's command is taken, but there is no such program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    places = {"org/big": str(save_tiny(tmp_path / "big")), "org/small": str(save_tiny(tmp_path / "small", 1))}
+    _, commands = commands_of("two-gpus.md")
+    assert [each[0] for each in commands] == ["generate", "generate", "sweep", "tune"]
+    for arguments in commands:
+        code = run([places.get(each, re.sub(r"cuda:\d", "cpu", each)) for each in _short(arguments)])
+        captured = capsys.readouterr()
+        if "--engine" in arguments:
+            assert (code, "vllm: No such file or directory" in captured.err) == (1, True), captured.err
+        else:
+            assert code == 0, captured.err
+
+
+def _short(arguments: list[str]) -> list[str]:
+    more = {
+        "generate": ["--raw"],
+        "sweep": ["--limit", "1", "--repeats", "1", "--warmup", "0", "--gamma", "1"],
+    }
+    return arguments + ([*more[arguments[0]], "-n", "4"] if arguments[0] in more else [])
 
 
 def test_drafters_are_shown():
