@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
 from typing import Any
 
 import pytest
+import relaxed as frontier
 import torch
 from cli_runs import Result
 from scripted import ScriptedScorer, enumerate_outcomes, random_table
@@ -295,6 +297,31 @@ def test_a_sweep_says_so_everywhere(cli, models, tmp_path, monkeypatch):
     assert any(label in row for row in report.tables[SUMMARY].rows)
     assert "not-lossless" in {each.id for each in report.warnings}
     cli("export", out, "--to", "vllm", "--setting", label).refused(2, "NOT LOSSLESS", "not exported")
+
+
+def test_the_frontier_is_measured_and_goes_on(folder, tmp_path, capsys):
+    asked = [
+        "--target",
+        str(folder),
+        "--drafter",
+        "self:layers=1",
+        "--tokens",
+        "12",
+        "--out",
+        str(tmp_path / "rows"),
+    ]
+    asked += ["--rule", "top-k:1", "--rule", "top-k:500"]
+    for prompts in (1, 2):
+        assert frontier.main([*asked, "--prompts", str(prompts)]) == 0
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1  # the prompts before are taken from the file
+    figures = json.loads(said.out.splitlines()[-1])
+    assert figures["prompts"] == 2
+    assert figures["top-k:500"]["tokens_per_step"] > figures["lossless"]["tokens_per_step"]
+    assert figures["top-k:500"]["other_tokens"] > 0.2
+    assert figures["top-k:500"]["log_probability"] < -0.1
+    for same in ("lossless", "top-k:1"):
+        assert figures[same]["other_outputs"] == 0 == figures[same]["log_probability"]
 
 
 @pytest.mark.parametrize(
