@@ -9,6 +9,7 @@ import pytest
 
 from specbench import UsageError
 from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.options import DecodingOptions
 from specbench.serve.protocol import BaseRequest, ChatRequest, Reply, TextRequest, Usage, parse
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -214,3 +215,5 @@ def test_a_response_format_is_a_json_schema(given, schema):
     request = parse(json.dumps({"messages": SAID, "response_format": given}).encode(), ChatRequest)
     text = request.decoding.get("json_schema")
     assert (None if text is None else json.loads(text)) == schema
+    served = DecodingOptions(min_new_tokens=5).with_changes(**request.decoding)
+    assert served.min_new_tokens == (5 if schema is None else 0)

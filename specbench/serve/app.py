@@ -230,7 +230,10 @@ class _Api:
         if "json_schema" in parsed.decoding:
             raise UsageError("tools: these calls do not go with a response_format.", "Leave one of them out.")
         try:
-            decoding = decoding.with_changes(json_schema=None, regex=None, grammar=grammar)
+            least = parsed.min_tokens or 0  # the server's own does not go with a format
+            decoding = decoding.with_changes(
+                json_schema=None, regex=None, grammar=grammar, min_new_tokens=least
+            )
             self._engine.target.language_model.formats.compile(Format("grammar", grammar))
         except UsageError as error:
             raise UsageError(f"tools: {error.message}", error.hint) from error

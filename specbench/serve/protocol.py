@@ -155,6 +155,7 @@ class BaseRequest(_Body):
             self.response_format is not None and self.response_format.type != "text"
         ):  # in place of the server's own format
             given |= {"json_schema": self.response_format.schema_text, "regex": None, "grammar": None}
+            given.setdefault("min_new_tokens", 0)  # the server's own does not go with a format
         return given
 
     @property
