@@ -169,6 +169,8 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 UNLISTED_ENCODERS = ("bert-generation",)
 _OF_GEMMA = "it drafts from the keys and values of a Gemma 4 target, which specbench gives to no drafter"
 UNSUITABLE = {
+    "inkling_text": "with a KV cache its logits are others than without one",
+    "inkling2_text": "with a KV cache its logits are others than without one",
     "cpmant": "its cache counts positions of its own",
     "gemma4_assistant": _OF_GEMMA,
     "gemma4_unified_assistant": _OF_GEMMA,
