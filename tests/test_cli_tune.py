@@ -318,7 +318,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
 
 
 def test_the_time_is_kept_to(tune, monkeypatch):
-    tune("--minutes", 0.01).refused(1, "The time was too short to try anything", "--resume")
+    tune("--minutes", 0.01).refused(1, "The time was too short to try anything", "--resume --minutes 1")
     tune("--minutes", 0, "--results", "other").refused(2, "--minutes is 0.")
 
 

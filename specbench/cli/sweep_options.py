@@ -295,7 +295,8 @@ class SearchOptions:
         tuple[str, ...],
         drafters_option(
             MODELS,
-            "Drafter to try too: a model, a trained head, or a word of `specbench drafters`; repeatable.",
+            "Drafter to try as well: a model, a trained head, or a word of `specbench drafters`; repeatable. To measure"
+            " given drafters alone: `specbench sweep --until sure`.",
         ),
     ] = ()
     prompts: Annotated[tuple[str, ...], prompts_option()] = ()

@@ -58,6 +58,9 @@ _BATCHING = 0.05
 BLOCKS = 8
 """Blocks that the time should suffice for."""
 
+_SHARES_OF_LOADING = 4
+"""Time to advise where loading took all of it, as a multiple of that."""
+
 _USUALLY_RACED = 5
 """Typical number of candidates in a race."""
 
@@ -327,7 +330,12 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         """
         done = [each for each in self._stored.values() if isinstance(each.result, Generation)]
         if not done:
-            return RunError("The time was too short to try anything.", "Add --resume and more --minutes.")
+            spent = self._seconds - (self._until - self._clock.now())
+            minutes = math.ceil(max(2 * self._seconds, _SHARES_OF_LOADING * spent) / 60)
+            return RunError(
+                "The time was too short to try anything: loading and testing the models took all of it.",
+                f"Give them more with --resume --minutes {minutes}.",
+            )
         each_s = sum(output.total_s for each in done for _, output in each.outputs()) / len(done)
         needed = len(probes_of(self._sweep.configs)) + 1 + BLOCKS * _USUALLY_RACED
         minutes = math.ceil(needed * each_s / 60 / _RACING)
