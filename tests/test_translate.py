@@ -33,6 +33,7 @@ from specbench.models.drafters import wrap_drafter
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.target import Target, wrap_target
+from specbench.policies import FixedLength
 from specbench.options import DecodingOptions
 from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup
@@ -339,7 +340,7 @@ def test_the_note_gives_the_share_of_the_targets_tokens():
     for drafting in (drafter, cascade, several):
         (note,) = tokenizer_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
         assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
-        assert facts(target, drafting, DecodingOptions()) == [note]
+        assert facts(target, drafting, DecodingOptions(), FixedLength(1)) == [note]
     assert tokenizer_notes([LookupDrafter(Lookup(None, 2))]) == []
 
 

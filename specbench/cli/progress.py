@@ -14,7 +14,7 @@ from specbench.base.textsafe import terminal_safe
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters", "timing passes")
+_PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
 _REDRAW_S = 0.1
 
 
