@@ -33,7 +33,6 @@ from specbench.models.drafters import wrap_drafter
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.target import Target, wrap_target
-from specbench.policies import FixedLength
 from specbench.options import DecodingOptions
 from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup

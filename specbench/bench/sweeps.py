@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_policies
-from specbench.bench.grid import Sweep, SweepOptions, build_configs
+from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.options import DecodingOptions, ModelOptions
@@ -109,10 +109,7 @@ def sweep(
     RunStore.check_writable(folder)
     engine = load_engine(base, specs, options)
 
-    fitted = lambda *each: engine.calibrated(*each)[0]  # noqa: E731
-    configs = build_configs(
-        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
-    )
+    configs, _ = engine.configs(options, base)
     grid = Sweep(options, chosen, tuple(configs))
     named = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
     sources = {**describe_models(base, specs), **named}

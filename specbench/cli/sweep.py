@@ -128,14 +128,8 @@ def sweep(
     prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
     notes += left_out_prompts
 
-    def calibrated(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
-        fitted, note = engine.calibrated(policy, drafter, temperature)
-        notes.extend([note] if note else [])
-        return fitted
-
-    configs = build_configs(
-        options, engine.specs, engine.fingerprints, calibrated, base=base, dtypes=engine.drafter_dtypes
-    )
+    configs, calibrations = engine.configs(options, base)
+    notes += calibrations
     if options.costs is not None:
         from specbench.policies import parse_costs
 

@@ -16,7 +16,6 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.estimate import estimate_memory
-from specbench.bench.grid import build_configs
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
@@ -183,10 +182,7 @@ def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
 
 def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
     """Return the grid of all loaded drafters; static trees only for drafters with a calibrated tree."""
-    fitted = lambda *each: engine.calibrated(*each)[0]  # noqa: E731
-    grid = build_configs(
-        options, engine.specs, engine.fingerprints, fitted, base=base, dtypes=engine.drafter_dtypes
-    )
+    grid, _ = engine.configs(options, base)
     return [
         each
         for each in grid

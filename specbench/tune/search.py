@@ -258,8 +258,9 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
     def _finish(self, race: Race) -> tuple[RunWarning, ...]:
         if race.verdict == "faster":
             self._batches = self._batch_ratios(race)
-        in_time = lambda: self._clock.now() < self._until  # noqa: E731
-        return finish_run(self._sweep, self._store, self._engine, in_time=in_time)
+        return finish_run(
+            self._sweep, self._store, self._engine, in_time=lambda: self._clock.now() < self._until
+        )
 
     # -- what to race ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from specbench.bench.encoding import encode_conversation
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
-from specbench.bench.grid import SweepConfig, SweepOptions
+from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
@@ -126,6 +126,20 @@ class ModelEngine:
             return policy, None
         weights = self.fingerprints.get(drafter, "")
         return calibrated_tree(policy, self.target, loaded, weights, Sampling(temperature=temperature))
+
+    def configs(self, options: SweepOptions, base: Recipe) -> tuple[list[SweepConfig], list[str]]:
+        """Return the grid of the loaded drafters with calibrated policies, and notes about calibrations."""
+        notes: list[str] = []
+
+        def fitted(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
+            found, note = self.calibrated(policy, drafter, temperature)
+            notes.extend([note] if note else [])
+            return found
+
+        grid = build_configs(
+            options, self.specs, self.fingerprints, fitted, base=base, dtypes=self.drafter_dtypes
+        )
+        return grid, notes
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
