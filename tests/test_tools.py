@@ -257,6 +257,27 @@ def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, cl
     assert again.choices[0].message.tool_calls
 
 
+def test_a_stop_string_inside_a_call_is_the_reason_for_its_end(serving, client):
+    """Arguments that are cut must not be run; a stop after them cuts nothing."""
+    asked: Any = {
+        "model": serving.engine.target.name,
+        "messages": ASKED,
+        "tools": [NOW, GET],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    }
+    for stop, reason, whole in (("days", "stop", False), ("</tool_call>", "tool_calls", True)):
+        (choice,) = client.chat.completions.create(**asked, stop=stop).choices
+        written = choice.message.tool_calls[0].function.arguments
+        assert (choice.finish_reason, written.endswith("}")) == (reason, whole)
+        chunks = client.chat.completions.create(**asked, stop=stop, stream=True)
+        parts = [chunk.choices[0] for chunk in chunks]
+        calls = [call for part in parts for call in part.delta.tool_calls or ()]
+        assert (parts[-1].finish_reason, "".join(call.function.arguments for call in calls)) == (
+            reason,
+            written,
+        )
+
+
 def test_required_calls_may_be_several_and_other_choices_are_kept(serving, client):
     asked: Any = {
         "model": serving.engine.target.name,

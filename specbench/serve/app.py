@@ -313,6 +313,11 @@ class _RecordStream(AsyncIterator["Prefill | Step"]):
         self._ended = event.finish_reason is not None
         return event
 
+    @property
+    def called(self) -> bool:
+        """Whether the answer so far has tool calls, the last one whole."""
+        return self.parser is not None and self.parser.called
+
     def close(self) -> None:
         """Cancel the request if it has not ended."""
         if not self._ended:
@@ -385,7 +390,9 @@ async def _whole(reply: Reply, records: _RecordStream, first: Prefill | Step) ->
     by_record = [each async for each in _parts(records, first, usage)]
     reason = by_record[-1][1]
     assert reason is not None
-    return reply.whole([part for parts, _ in by_record for part in parts], reason, usage)
+    return reply.whole(
+        [part for parts, _ in by_record for part in parts], reason, usage, called=records.called
+    )
 
 
 async def _events(reply: Reply, records: _RecordStream, first: Prefill | Step) -> AsyncGenerator[str]:
@@ -398,8 +405,7 @@ async def _events(reply: Reply, records: _RecordStream, first: Prefill | Step) -
                 for part in parts:
                     yield _event(reply.part_chunk(part))
                 if reason is not None:
-                    called = records.parser is not None and records.parser.calls > 0
-                    yield _event(reply.finish_chunk(reason, called=called))
+                    yield _event(reply.finish_chunk(reason, called=records.called))
         if reply.request.wants_usage:
             yield _event(reply.usage_chunk(usage))
     except Exception as error:  # the status has been sent

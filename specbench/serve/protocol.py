@@ -440,8 +440,15 @@ class Reply:
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, parts: Sequence[str | CallDelta], finish_reason: FinishReason, usage: Usage) -> Json:
-        """Return the answer without a stream."""
+    def whole(
+        self,
+        parts: Sequence[str | CallDelta],
+        finish_reason: FinishReason,
+        usage: Usage,
+        *,
+        called: bool = False,
+    ) -> Json:
+        """Return the answer without a stream; see ``finish_chunk`` for ``called``."""
         text = "".join(part for part in parts if isinstance(part, str))
         calls: list[Json] = []
         for part in parts:
@@ -456,7 +463,7 @@ class Reply:
         content: Json = {"message": message} if self.is_chat else {"text": text}
         return {
             **self._head(self.request.kind),
-            "choices": [_choice(content, finish_reason, called=bool(calls))],
+            "choices": [_choice(content, finish_reason, called=called)],
             "usage": usage.body(),
             "metrics": usage.metrics(),
         }
@@ -474,7 +481,7 @@ class Reply:
         return self._chunk({"tool_calls": [{"index": part.index, **begun}]})
 
     def finish_chunk(self, finish_reason: FinishReason, *, called: bool) -> Json:
-        """Return the chunk that says why the answer ends; ``called`` is whether it has tool calls."""
+        """Return the chunk that says why the answer ends; ``called``: after whole tool calls."""
         return self._chunk({}, finish_reason, called=called)
 
     def usage_chunk(self, usage: Usage) -> Json:

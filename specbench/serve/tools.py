@@ -203,6 +203,11 @@ class CallParser:
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0
 
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, and the last one has all of its arguments."""
+        return self.calls > 0 and self._state != self._arguments
+
     def push(self, text: str) -> list[str | CallDelta]:
         """Add text; return the parts that are certain now."""
         self._held += text
