@@ -526,7 +526,13 @@ def test_the_command_says_what_it_is_from(cli):
     result = cli("export", RUNS / "qwen2.5-coder-int4", "--to", "vllm")
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
-    assert "# Fastest setting of the run: qwen2.5-coder-0.5b (int4) auto: 1.89 × [1.61, 2.34]" in result.out
+    assert (
+        "# Measured: qwen2.5-coder-0.5b (int4) γ=5: 1.74 × [1.40, 2.12] over plain decoding, in specbench."
+        in result.out
+    )
+    assert (
+        "# It replaces the fastest setting of the run, qwen2.5-coder-0.5b (int4) auto: 1.89 ×" in result.out
+    )
     assert "# Not supported: Draft policy auto: replaced by a fixed γ of 5" in result.out
     assert "# To verify: " in result.out
     code = [line for line in result.out.splitlines() if line and not line.startswith("#")]
@@ -546,6 +552,27 @@ def test_the_command_says_what_is_not_exported(cli, tmp_path):
     named = cli("export", run_of_two, "--to", "transformers", "--setting", "self:int8 γ=2")
     named.refused(2, "does not support the drafter self:int8", "Leave --setting out")
     cli("export", run_of_two, "--to", "mlx-lm").refused(2, "supports none of the measured drafters")
+
+
+def test_the_heading_has_the_figure_of_what_is_exported(cli):
+    """Not the one of a policy, or of another γ, that is not."""
+    int4, batched = (RUNS / f"qwen2.5-coder-{name}" for name in ("int4", "by-batch"))
+
+    def heading(run: Path, *more: object) -> str:
+        found = cli("export", run, "--to", "vllm", *more).out
+        return " ".join(line.lstrip("# ") for line in found.splitlines() if line.startswith("#"))
+
+    three = heading(int4, "--gamma", 3)
+    assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.66 ×" in three
+    assert "It replaces the fastest setting of the run, qwen2.5-coder-0.5b (int4) auto: 1.89 ×" in three
+    named = heading(int4, "--gamma", 3, "--setting", "qwen2.5-coder-0.5b (int4) γ=8")
+    assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.66 ×" in named
+    assert "It replaces qwen2.5-coder-0.5b (int4) γ=8: 1.56 ×" in named
+    assert "in specbench. The exported fixed γ of 11 was not measured." in heading(int4, "--gamma", 11)
+    assert "in specbench. The exported fixed γ of 4 was not measured." in heading(batched)
+    measured = cli("export", int4, "--to", "vllm", "--json").json()["measured"]
+    assert measured["at_gamma"]["config"] == "qwen2.5-coder-0.5b (int4)@5"
+    assert measured["at_gamma"]["speedup"] < measured["speedup"]
 
 
 @pytest.mark.smoke

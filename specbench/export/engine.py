@@ -195,6 +195,10 @@ class ExportEngine(ABC):
             )
         return support
 
+    def replaces_policy(self, setting: Setting) -> bool:
+        """Return whether the export has a fixed γ in place of the setting's draft policy."""
+        return bool(setting.gamma_from) and setting.policy.word not in self.policies
+
     def _missing(self, setting: Setting) -> Iterator[str]:
         """Yield what the engine lacks of the draft policy, the drafter and the dtypes."""
         policy = setting.policy

@@ -36,8 +36,7 @@ def export_fastest(
     """
     fixed = {setting.drafter for setting in settings if not setting.gamma_from}
     for setting in settings:
-        is_replaced = setting.gamma_from and setting.policy.word not in engine.policies
-        if is_replaced and setting.drafter in fixed and setting is not settings[0]:
+        if engine.replaces_policy(setting) and setting.drafter in fixed and setting is not settings[0]:
             continue
         try:
             export = engine.export(setting)
@@ -73,14 +72,25 @@ def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
     measured = setting.measured
     if measured is None:
         return
+    is_replaced = engine.replaces_policy(setting)
     if setting.replaces is not None:
+        what = "with a supported drafter" if is_replaced else "supported one"
         yield (
             f"The fastest setting of the run is not supported by {engine.title}: {setting.replaces.fastest}. This is"
-            f" the fastest supported one, {setting.replaces}."
+            f" the fastest {what}, {setting.replaces}."
         )
-    which = "Fastest setting of the run" if measured.best else "Measured"
+    own = setting.at_gamma if is_replaced else None
+    which = "Fastest setting of the run" if measured.best and own is None else "Measured"
     at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
-    yield f"{which}{at}: {measured}, in specbench. Costs differ by engine and machine: measure there too."
+    unsure = (
+        f" The exported fixed γ of {setting.gamma} was not measured." if is_replaced and own is None else ""
+    )
+    yield (
+        f"{which}{at}: {own or measured}, in specbench.{unsure} Costs differ by engine and machine: measure there too."
+    )
+    if own is not None and own.config != measured.config:
+        yield f"It replaces {'the fastest setting of the run, ' if measured.best else ''}{measured}."
+    measured = own or measured
     if measured.verdict == "slower":
         yield "It was slower than plain decoding: better leave speculation off."
     elif measured.verdict != "faster":
@@ -120,6 +130,14 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
             "low": measured.speedup.low,
             "high": measured.speedup.high,
             "verdict": measured.verdict,
+            "at_gamma": None
+            if setting.at_gamma is None
+            else {
+                "config": setting.at_gamma.config,
+                "speedup": setting.at_gamma.speedup.value,
+                "low": setting.at_gamma.speedup.low,
+                "high": setting.at_gamma.speedup.high,
+            },
             "in_place_of": None
             if replaces is None
             else {

@@ -115,6 +115,7 @@ class Setting:
         gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
         gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
         temperature: Measured temperature; ``None`` if not measured.
+        at_gamma: Measurements of that γ as a fixed one with the same drafter, if it is not the policy's own.
         replaces: The fastest setting of the run, if this one is exported in its place.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
@@ -130,6 +131,7 @@ class Setting:
     drafter_dtype: str | None = None
     temperature: float | None = None
     measured: MeasuredSetting | None = None
+    at_gamma: MeasuredSetting | None = None
     replaces: Replaced | None = None
     head: TrainingMetadata | None = None
     head_unknown: bool = False
@@ -331,21 +333,38 @@ class RunSettings:
         policy = parse_policy(config.draft_policy)
         policy.require_lossless(f"{one_line(config.label)} is not exported")
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
+        same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
         target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe))
-        sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
-        best = config.id in self._winners
         return Setting(
             target=Model.of(self._placed(recipe.target)),
             drafter=with_models(recipe.drafter, self._placed),
             policy=policy,
             gamma=own,
             gamma_from=reason,
+            at_gamma=self._measured(max(same, key=_speedup)) if same else None,
             dtype=target.dtype,
             drafter_dtype=config.drafter_dtype,
             temperature=config.temperature,
-            measured=MeasuredSetting(config.id, config.label, row.speedup, "faster" if best else sure, best),
+            measured=self._measured(row),
             head=self._run.heads.get(config.drafter),
         )
+
+    def _measured(self, row: SummaryRow) -> MeasuredSetting:
+        sure: stats.Verdict = "cannot tell" if row.provisional or row.verdict is None else row.verdict
+        best = row.config.id in self._winners
+        return MeasuredSetting(row.config.id, row.config.label, row.speedup, "faster" if best else sure, best)
+
+    def _with_fixed_gamma(self, row: SummaryRow) -> list[SummaryRow]:
+        """Return the measured rows of the same drafter that have a fixed γ, at the same batch size and context."""
+
+        def place(config: RunConfig) -> tuple[object, ...]:
+            return config.kind, config.drafter, config.temperature, config.batch, config.context
+
+        return [
+            other
+            for other in self._rows
+            if other.measured and other.config.gamma is not None and place(other.config) == place(row.config)
+        ]
 
     def _placed(self, model: ModelSpec) -> ModelSpec:
         """Return a model with its path, where that is given."""
@@ -356,16 +375,9 @@ class RunSettings:
         config = row.config
         if policy.word == "fixed" and config.gamma is not None:
             return config.gamma, ""
-        others = [
-            other
-            for other in self._rows
-            if other.measured
-            and other.config.gamma is not None
-            and other.config.kind == "speculative"
-            and (other.config.drafter, other.config.temperature) == (config.drafter, config.temperature)
-        ]
+        others = self._with_fixed_gamma(row)
         if others:
-            best = max(others, key=lambda other: other.speedup.value)
+            best = max(others, key=_speedup)
             ratio = stats.ratio_text(best.speedup, " ×")
             return (
                 best.config.gamma or 1,
@@ -379,6 +391,10 @@ class RunSettings:
             return predicted, f"predicted from acceptance by position and forward pass times; {none}"
         mean = float(np.mean(steps["accepted"])) if len(steps) else 1.0
         return max(1, round(mean)), f"the mean accepted length, {mean:.1f} tokens; {none}"
+
+
+def _speedup(row: SummaryRow) -> float:
+    return row.speedup.value
 
 
 def _costs(run: Run, config: RunConfig) -> PassCosts:

@@ -468,6 +468,11 @@ def exports_text(found: Sequence[Exported]) -> str:
         unsure = ", not certain to be faster than that" if low is None or low <= 1.0 else ""
         lines.append(f"  {same[0].measured}{unsure}{'' if replaces is None else f'; {replaces}'}")
         lines += [f"    {each.command}" for each in same]
+    engines = load_engines()
+    if any(engines[each.engine].replaces_policy(each.setting) for each in found):
+        lines.append(
+            "Where an engine does not have the draft policy, its export names a fixed γ and that γ's speed."
+        )
     without = [name for name in ENGINES if name not in {each.engine for each in found}]
     if without:
         lines.append(f"No setting faster than plain decoding: {', '.join(without)}.")
