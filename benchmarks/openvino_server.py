@@ -12,18 +12,19 @@ are greedy and streamed, and requests share forward passes (continuous batching)
 from __future__ import annotations
 
 import argparse
-import json
 import queue
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from engine_server import serve
 
-class Engine:
+
+class OpenVino:
     """A pipeline in a thread of its own, which takes requests and hands out their tokens as they come."""
+
+    name = "openvino"
 
     def __init__(self, given: argparse.Namespace) -> None:
         import openvino_genai
@@ -38,9 +39,21 @@ class Engine:
         elif given.max_ngram_size:
             properties["prompt_lookup"] = True
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(given.model, scheduler, "CPU", properties)
-        self.tokenizer = self._pipeline.get_tokenizer()
+        self._tokenizer = self._pipeline.get_tokenizer()
         self._new: queue.Queue[tuple[str, Any, queue.Queue[list[int] | None]]] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
+
+    def chat(self, messages: Sequence[Any]) -> str:
+        """Return the prompt of a conversation by the model's template."""
+        return str(self._tokenizer.apply_chat_template(messages, True))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return [int(each) for each in self._tokenizer.encode(text).input_ids.data[0]]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(ids))
 
     def tokens(self, prompt: str, length: int, ignore_eos: bool) -> Iterator[list[int]]:
         """Yield new tokens of a request as they come."""
@@ -75,60 +88,6 @@ class Engine:
                     running.remove((handle, came))
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The model's name, completions and chat, always as a stream."""
-
-    protocol_version = "HTTP/1.1"
-    engine: Engine
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Write no line for each request."""
-
-    def do_GET(self) -> None:
-        """List the model; nothing else is there to read."""
-        found = self.path == "/v1/models"
-        body = json.dumps({"data": [{"id": "m", "object": "model", "owned_by": "openvino"}]} if found else {})
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def do_POST(self) -> None:
-        """Answer a request."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        tokenizer, chat = self.engine.tokenizer, "messages" in body
-        prompt = tokenizer.apply_chat_template(body["messages"], True) if chat else body["prompt"]
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        ids: list[int] = []
-        said = ""
-        for new in self.engine.tokens(prompt, body["max_tokens"], body.get("ignore_eos", False)):
-            ids += new
-            text = tokenizer.decode(ids)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                piece, said = text[len(said) :], text
-                self._send({"delta": {"content": piece}} if chat else {"text": piece})
-        reason = "length" if len(ids) >= body["max_tokens"] else "stop"
-        self._send({**({"delta": {}} if chat else {"text": ""}), "finish_reason": reason})
-        read = tokenizer.encode(prompt).input_ids.shape[1]
-        usage = {"prompt_tokens": read, "completion_tokens": len(ids), "total_tokens": read + len(ids)}
-        self._event(json.dumps({"choices": [], "usage": usage}))
-        self._event("[DONE]")
-        self.close_connection = True
-
-    def _send(self, choice: dict[str, Any]) -> None:
-        self._event(
-            json.dumps({"created": int(time.time()), "model": "m", "choices": [{"index": 0, **choice}]})
-        )
-
-    def _event(self, text: str) -> None:
-        self.wfile.write(f"data: {text}\n\n".encode())
-        self.wfile.flush()
-
-
 def main(arguments: Sequence[str]) -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(
@@ -141,9 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--port", type=int, default=8080)
     given = parser.parse_args(arguments)
-    Handler.engine = Engine(given)
-    print(f"The server listens at http://127.0.0.1:{given.port}/v1", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
+    serve(OpenVino(given), given.port)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
+import engine_server
 import openvino_server
 import pytest
 
@@ -20,7 +21,7 @@ class Tokenizer:
     """A token is a letter."""
 
     def encode(self, prompt: str) -> Any:
-        return SimpleNamespace(input_ids=SimpleNamespace(shape=(1, len(prompt))))
+        return SimpleNamespace(input_ids=SimpleNamespace(data=[[*map(ord, prompt)]]))
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -83,7 +84,7 @@ def server(monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino_genai", module)
     started: list[ThreadingHTTPServer] = []
     monkeypatch.setattr(
-        openvino_server, "ThreadingHTTPServer", lambda *where: started.append(quiet := Quiet(*where)) or quiet
+        engine_server, "ThreadingHTTPServer", lambda *where: started.append(quiet := Quiet(*where)) or quiet
     )
 
     def start(*options: str) -> tuple[str, Pipeline]:
