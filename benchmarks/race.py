@@ -51,6 +51,7 @@ CommandLine = Callable[[int], Sequence[str]]
 OURS = "specbench"
 LENGTHS = (32, 512, 4096)
 SERVER = Path(__file__).with_name("llama_server.py")
+VLLM = "-m vllm.entrypoints.openai.api_server"
 _GAMMA = 4
 
 
@@ -76,7 +77,7 @@ def sides_of(given: argparse.Namespace) -> tuple[dict[str, CommandLine], dict[st
     pythons = dict(each.split("=", 1) for each in given.python)
     for name, target, drafter, command in (
         ("llama.cpp", given.gguf, given.draft_gguf, str(SERVER)),
-        ("vllm", given.target, given.drafter, f"-m vllm.entrypoints.openai.api_server --dtype {given.dtype}"),
+        ("vllm", given.target, given.drafter, f"{VLLM} --dtype {given.dtype} --model"),
     ):
         if name not in pythons or not target:
             left_out[name] = "no --gguf" if name in pythons else f"no --python {name}=PYTHON"
@@ -236,7 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result["first_token_ms"] = first_tokens(
             measure(given.out / "prompts", sides, long, given, starts, tokens=4)
         )
-    result |= {"starts": starts, "left_out": left_out}
+    failures = single.generations[single.generations["status"] == "failed"]
+    failed = failures.groupby("drafter")["error"].first().to_dict()
+    for name, why in failed.items():
+        print(f"{name} failed: {why}")
+    result |= {"starts": starts, "left_out": left_out, "failed": failed}
     for name in sides:
         row, start = result["single"].get(name, {}), starts.get(name, {})
         speed, ratio = row.get("tokens_per_second", math.nan), str(row.get("ours_over_it", ""))

@@ -41,6 +41,16 @@ def test_a_race_is_measured_once_and_ours_is_set_against_the_others(sides, model
     assert (again["single"], again["first_token_ms"]) == (found["single"], found["first_token_ms"])
 
 
+def test_a_side_that_fails_is_named_with_its_error(sides, models, tmp_path, capsys):
+    made, _ = race.sides_of(None)
+    made["broken"] = lambda port: [sys.executable, "-c", "raise SystemExit('no such model')"]
+    asked = ["--out", str(tmp_path), "--target", str(models / "target"), "--limit", "1", "-n", "4"]
+    assert race.main([*asked, "--lengths", "--batch", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "broken failed: broken: the server ended with code 1: no such model" in said
+    assert json.loads(said.splitlines()[-1])["failed"].keys() == {"broken"}
+
+
 def test_prompts_have_the_length_and_begin_differently(models):
     prompts = race.prompts_of_length(str(models / "target"), (16, 64), 2)
     tokenizer = race.load_tokenizer(race.parse_model(str(models / "target")))
@@ -71,3 +81,8 @@ def test_the_sides_of_a_command_line(tmp_path):
     assert words[0] == "/x/python"
     assert words[-1] == "81"
     assert sum(name.startswith("llama.cpp ") for name in sides) > 2
+    given.python = ["vllm=/y/python"]
+    sides, _ = race.sides_of(given)
+    words = [*sides["vllm plain"](81)]
+    assert words[:6] == ["/y/python", *race.VLLM.split(), "--dtype", "bfloat16", "--model"]
+    assert "smollm2" in words[6].lower()
