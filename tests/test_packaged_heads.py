@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
+import pack_head
 import pytest
+import torch
 from cli_runs import refusal, write_prompts
 from head_files import eagle_tensors, speculators_settings, write_head
+from safetensors.torch import load_file, save_file
 from test_heads import PLAIN, tiny_target
 from tiny import save_tiny
 
@@ -20,15 +24,24 @@ from specbench.config import Config
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import training_metadata
 from specbench.models.drafters import load_drafter
+from specbench.models.head_files import find_head
+from specbench.models.heads import load_head
 from specbench.models.load import load_config
-from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS, is_packaged, read_metadata
+from specbench.models.training_metadata import (
+    PACKED_WEIGHTS,
+    TRAINING_FILE,
+    WEIGHTS,
+    is_packaged,
+    read_metadata,
+)
 from specbench.results.results import load_results
 from specbench.specs import models as specs
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 
 ALIAS = "smollm2-135m-head"
-LARGEST = 10_000_000
+LARGEST = 6_000_000
+CHECKOUT = 15_000_000
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -75,6 +88,69 @@ def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path):
     assert "Copy the whole folder again" in refusal(
         load_drafter, str(folder), tiny_target(), PLAIN, kind=RunError
     )
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = find_head(ModelSpec("folder", str(folder)))
+    assert files is not None
+    return dict(load_head(files).tensors)
+
+
+@pytest.fixture
+def compact(tmp_path) -> Path:
+    """A head whose matrices are in int8: one with a step too coarse to be rounded, the others with fine ones."""
+    folder = write_head(tmp_path / "compact", speculators_settings(), eagle_tensors())
+    tensors = load_file(folder / WEIGHTS)
+    for name, tensor in list(tensors.items()):
+        if tensor.dim() == 2 and tensor.is_floating_point():
+            scales = tensor.float().abs().amax(dim=1) / (5 if name == "fc.weight" else 127)
+            tensors[name] = (tensor.float() / scales[:, None]).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scales
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    (folder / TRAINING_FILE).write_text(json.dumps({"sha256": sha256(folder / WEIGHTS)}))
+    return folder
+
+
+def test_packed_weights_are_those_of_the_head_but_for_the_step(compact, tmp_path):
+    whole = tensors_of(compact)
+    for bits, error in ((8, 0.0), (5, 4.001)):  # half a step of 8 old ones
+        out = tmp_path / f"bits{bits}"
+        pack_head.pack(compact, out, bits)
+        assert {each.name for each in out.iterdir()} == {"config.json", PACKED_WEIGHTS, TRAINING_FILE}
+        read, coarse = tensors_of(out), 0
+        assert read.keys() == whole.keys()
+        for name, tensor in whole.items():
+            step = tensor.float().abs().amax(dim=-1, keepdim=True) / 127
+            far = (read[name].float() - tensor.float()).abs()
+            assert bool((far <= error * step + 1e-7).all()), name
+            coarse += bool(far.any())
+        assert torch.equal(read["fc.weight"], whole["fc.weight"])
+        assert (coarse > 3) == (bits == 5)
+    assert load_drafter(str(out), tiny_target(), PLAIN).takes_trees
+
+
+def test_packed_weights_that_are_damaged_are_refused(compact):
+    pack_head.pack(compact, compact, 8)
+    file = compact / PACKED_WEIGHTS
+    content = file.read_bytes()
+    for wrong, said in (
+        (content[:-9], "are damaged"),
+        (b"no gzip", "are damaged"),
+        (pack_head.packed(b"no tensors"), "are damaged"),
+        (pack_head.zlib.compress(bytes(10_000_000), wbits=31), "they unpack to too much"),
+    ):
+        file.write_bytes(wrong)
+        assert "are not those" in refusal(load_drafter, str(compact), tiny_target(), PLAIN, kind=RunError)
+        (compact / TRAINING_FILE).write_text(json.dumps({"sha256": sha256(file)}))
+        assert said in refusal(load_drafter, str(compact), tiny_target(), PLAIN, kind=RunError)
+
+
+def test_the_checkout_is_small():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    files = [ROOT / name for name in listed.decode().split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) <= CHECKOUT
 
 
 def test_where_it_is_missing_that_is_said(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ head must have, with their shapes; all others are refused.
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -25,12 +26,15 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, safetensors_elements, weight_files
 from specbench.models.head_files import HeadFiles
-from specbench.models.training_metadata import check_weights
+from specbench.models.training_metadata import PACKED_WEIGHTS, check_weights
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """Tensors that training leaves in a head's file."""
 
 _FETCH_AGAIN = "Fetch it again."
+
+_MOST_UNPACKED = 8
+"""Bytes for each packed one, at most: Huffman codes have at least one bit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +137,8 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
     check_weights(files.folder, files.name)
     paths = _weight_files(files, allow_pickle)
-    check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
+    sizes = (path.stat().st_size * (_MOST_UNPACKED if path.suffix == ".gz" else 1) for path in paths)
+    check_memory(2 * sum(sizes), name=files.name)
     found: dict[str, torch.Tensor] = {}
     for path in paths:
         found |= _read(path, files.name)
@@ -165,7 +170,10 @@ def widened(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.T
 
 
 def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:
-    """Return the files of the weights; Medusa's authors use other file names than the usual ones."""
+    """Return the files of the weights; packaged heads and Medusa's authors use other file names than the usual ones."""
+    packed = files.folder / PACKED_WEIGHTS
+    if packed.is_file():
+        return [packed]
     named = files.folder / "medusa_lm_head.safetensors"
     if files.kind == "medusa" and named.is_file():
         return [named]
@@ -180,6 +188,12 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             safetensors_elements(path)
             return load_file(path)
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                content = file.read(_MOST_UNPACKED * path.stat().st_size)
+                if file.read(1):
+                    raise ValueError("they unpack to too much")
+            return load(content)
         read = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
             raise ValueError("it has no named tensors")
