@@ -321,7 +321,8 @@ def test_a_server_without_chat_continues_texts(cli):
 @pytest.mark.parametrize(
     ("words", "code", "fragment"),
     [
-        (["http://127.0.0.1:9/v1"], 1, "cannot be reached"),
+        (["http://127.0.0.1:9/v1"], 1, "The server at 127.0.0.1:9 cannot be reached"),
+        (["near=http://127.0.0.1:9/v1"], 1, "The server near cannot be reached"),
         (["nowhere"], 2, "no http:// or https:// address"),
         (["http://h", "--body", "[1]"], 2, "not a JSON object"),
         (["http://h", "--body", "{"], 2, "--body is not JSON"),

@@ -118,6 +118,40 @@ def test_a_sweep_outlives_its_tracker(cli, models, tmp_path, monkeypatch):
     assert len((tmp_path / "run" / "generations.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("command", ["sweep", "train"])
+def test_a_tracker_that_cannot_begin_is_refused_before_anything_is_loaded(
+    cli, models, tmp_path, monkeypatch, command
+):
+    from specbench.bench.engines import own
+    from specbench.models import prepare
+
+    def refuse(**_: object) -> None:
+        raise ValueError("no key")
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("loads")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
+    monkeypatch.setattr(own, "load_engine", load)
+    monkeypatch.setattr(prepare, "prepare", load)
+    monkeypatch.chdir(tmp_path)
+    training = (
+        "train",
+        "--target",
+        models / "target",
+        "--minutes",
+        1,
+        "--out",
+        "head",
+        "--log-to",
+        "wandb",
+        "-q",
+    )
+    said = cli(*(sweep_of(models) if command == "sweep" else training))
+    said.refused(1, "wandb cannot begin a run (ValueError: no key)")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_stored(
     cli, models, tmp_path, monkeypatch
 ):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -28,6 +29,8 @@ _option = panel("Options")
 _LABELS = {"problem": "PROBLEM", "advice": "advice", "note": "note", "ok": "ok"}
 _STYLES = {"problem": "bold red", "advice": "yellow", "note": "dim", "ok": "green"}
 _WIDTH = 11
+_UNNAMED = "server"
+"""The name of a server that has none, for the variable with its key."""
 
 
 def doctor(
@@ -112,7 +115,7 @@ def doctor(
 def _spec(text: str) -> ServerSpec:
     from specbench.specs.servers import parse_server
 
-    return parse_server(text if re.match(r"[\w.-]+=", text) else f"server={text}")
+    return parse_server(text if re.match(r"[\w.-]+=", text) else f"{_UNNAMED}={text}")
 
 
 def _fields(body: str | None) -> Json:
@@ -140,7 +143,9 @@ async def _examine(
     from specbench.cli.sweep_servers import server_keys
     from specbench.doctor.probes import Examination
 
-    key = server_keys([spec]).get(spec.name)
+    key, variable = server_keys([spec]).get(spec.name), spec.key_variable
+    if spec.name == _UNNAMED:
+        spec = replace(spec, name=f"at {urlsplit(spec.url).netloc}")
     client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=seconds), list[ListedModel]()
     try:
         listed = await client.models()
@@ -148,7 +153,7 @@ async def _examine(
         owner = next((each.owner for each in listed if each.name == model), "")
         return await Examination(client, model, owner, api=api, body=body, seconds=seconds).run()
     except ServerError as error:
-        raise explain(error, spec, listed, has_key=key is not None) from error
+        raise explain(error, spec, listed, variable, has_key=key is not None) from error
     finally:
         await client.close()
 

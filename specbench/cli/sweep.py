@@ -97,7 +97,7 @@ def sweep(
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, build_configs, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_run import SweepJob, run_folder, show_dry_run
+    from specbench.cli.sweep_run import SweepJob, run_folder, show_dry_run, tracking
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -117,27 +117,28 @@ def sweep(
         grid = build_configs(options, {str(spec): spec for spec in drafters})
         show_dry_run(Sweep(options, chosen.prompts, tuple(grid), text=text), base, drafters, folder, start)
         return
-    with starting(quiet) as progress:
-        from specbench.bench.engines.own import check_engine, load_engine
+    from specbench.bench.engines.own import check_engine, load_engine
 
-        check_engine(base, drafters, options, progress)
-        RunStore.check_writable(folder)
-        engine = load_engine(base, drafters, options, progress)
-    notes += _notes_of(engine, decoding)
-    check_contexts(options, engine.target.language_model.context_limit)
-    prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
-    notes += left_out_prompts
+    with tracking(results, folder, str(base.target)) as track:
+        with starting(quiet) as progress:
+            check_engine(base, drafters, options, progress)
+            RunStore.check_writable(folder)
+            engine = load_engine(base, drafters, options, progress)
+        notes += _notes_of(engine, decoding)
+        check_contexts(options, engine.target.language_model.context_limit)
+        prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
+        notes += left_out_prompts
 
-    configs, calibrations = engine.configs(options, base)
-    notes += calibrations
-    if options.costs is not None:
-        from specbench.policies import parse_costs
+        configs, calibrations = engine.configs(options, base)
+        notes += calibrations
+        if options.costs is not None:
+            from specbench.policies import parse_costs
 
-        for name in engine.drafters:  # refused if they lack one
-            parse_costs(options.costs, name)
-    sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
-    job.run(sources, start, notes)
+            for name in engine.drafters:  # refused if they lack one
+                parse_costs(options.costs, name)
+        sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
+        job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, track=track, **shown)
+        job.run(sources, start, notes)
 
 
 def _compared_models(

@@ -21,7 +21,7 @@ from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.base.trackers import check_tracker, open_tracker
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
-from specbench.cli.console import duration
+from specbench.cli.console import duration, say
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
@@ -65,6 +65,28 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
     if results.resume:
         return _unfinished(sources, options, retry_failed=results.retry_failed)
     return new_folder(sources["target"])
+
+
+@contextmanager
+def tracking(results: ResultsOptions, folder: Path, target: str) -> Iterator[Callable[[Event], None]]:
+    """Yield what gives events to the tracker of ``--log-to``, which begins before models are loaded.
+
+    Raises:
+        RunError: It cannot begin.
+    """
+    if results.log_to is None:
+        yield lambda _: None
+        return
+    from specbench.bench.tracking import tracked
+
+    name = folder.resolve().name
+    tracker = open_tracker(
+        results.log_to, name, {"target": target}, warn=lambda text: say(f"warning: {text}")
+    )
+    try:
+        yield tracked(tracker)
+    finally:
+        tracker.end()
 
 
 def new_folder(target: str, ending: str = "") -> Path:
@@ -198,6 +220,7 @@ class SweepJob(RunJob):
         sweep, engine, folder: What is measured, with what, and into which folder.
         results: Which run is continued.
         minutes: Time limit of ``--until``.
+        track: Takes the events too.
         quiet: Print no progress.
         verbose: Print the notes of tables.
     """
@@ -214,8 +237,10 @@ class SweepJob(RunJob):
         quiet: bool,
         verbose: bool,
         minutes: float | None = None,
+        track: Callable[[Event], None] = lambda _: None,
     ) -> None:
         super().__init__(sweep, engine, folder, quiet)
+        self._track = track
         self._results, self._minutes, self._verbose = results, minutes, verbose
         self._cells = "batches" if sweep.options.batches else "generations"
 
@@ -242,14 +267,11 @@ class SweepJob(RunJob):
             warnings: Sequence[RunWarning] = ()
             for problem in store.problems:
                 self.say(problem)
-            with (
-                self._tracker() as track,
-                SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display,
-            ):
+            with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
 
                 def on_event(event: Event) -> None:
                     display.handle(event)
-                    track(event)
+                    self._track(event)
 
                 try:
                     result = run_sweep(
@@ -271,24 +293,6 @@ class SweepJob(RunJob):
                 self._say_at_end(warnings, failed, self._stored(store) if interrupted else None)
         if interrupted or failed:
             raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
-
-    @contextmanager
-    def _tracker(self) -> Iterator[Callable[[Event], None]]:
-        """Yield what gives events to the tracker of ``--log-to``."""
-        if self._results.log_to is None:
-            yield lambda _: None
-            return
-        from specbench.bench.tracking import tracked
-
-        settings = {"target": self.sweep.configs[0].recipe and str(self.sweep.configs[0].recipe.target)}
-        name = self.folder.resolve().name
-        tracker = open_tracker(
-            self._results.log_to, name, settings, warn=lambda text: self.say(f"warning: {text}")
-        )
-        try:
-            yield tracked(tracker)
-        finally:
-            tracker.end()
 
     def _stored(self, store: RunStore) -> str:
         """Return how many of the generations to measure are stored; empty if none is."""

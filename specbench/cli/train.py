@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -174,24 +175,25 @@ def train(
         check_tracker(log_to)
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
-    with starting(quiet) as progress:
-        from specbench.base.progress import quiet_transformers
-        from specbench.models.devices import resolve_device
-        from specbench.models.prepare import prepare
-        from specbench.train.run import Training, processes
-        from specbench.train.state import check_folder
-        from specbench.train.tracking import TrackedTraining
+    with ExitStack() as ended:
+        with starting(quiet) as progress:
+            from specbench.base.progress import quiet_transformers
+            from specbench.models.devices import resolve_device
+            from specbench.models.prepare import prepare
+            from specbench.train.run import Training, processes
+            from specbench.train.state import check_folder
+            from specbench.train.tracking import TrackedTraining
 
-        check_folder(out, resume=resume)
-        group = processes(cpu=resolve_device(models.device).type == "cpu")
-        with quiet_transformers():
-            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-    display = _Display(quiet or not group.is_main_process)
-    tracker = None
-    if log_to is not None and group.is_main_process:
-        settled = {"target": target, **vars(training), "kind": lessons.kind}
-        tracker = open_tracker(log_to, out.resolve().name, settled, warn=say)
-    try:
+            check_folder(out, resume=resume)
+            group = processes(cpu=resolve_device(models.device).type == "cpu")
+            tracker = None
+            if log_to is not None and group.is_main_process:  # before anything is loaded
+                settled = {"target": target, **vars(training), "kind": lessons.kind}
+                tracker = open_tracker(log_to, out.resolve().name, settled, warn=say)
+                ended.callback(tracker.end)
+            with quiet_transformers():
+                loaded, _ = prepare(parse_model(target), (), models, progress=progress)
+        display = _Display(quiet or not group.is_main_process)
         job = Training(
             loaded,
             chosen,
@@ -205,9 +207,6 @@ def train(
         )
         with display:
             best = job.run()
-    finally:
-        if tracker is not None:
-            tracker.end()
     if group.is_main_process:
         _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
 

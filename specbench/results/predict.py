@@ -85,7 +85,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
             for tree in grown:
                 tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
         # Siblings have no acceptance rate of their own.
-        gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).sum()
+        gained = mine.gained.sum()
         verify = v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum()
         cost = (mine["passes"].sum(), c, verify)
         by_position.append(predicted_speedup(by_length[mine["drafted"]].sum() + gained, *cost))
@@ -123,7 +123,7 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
         requests = len(np.unique(mine.row))
         verified = float((mine["nodes"] + mine["siblings"]).mean()) + 1.0
         alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        gained = np.maximum(mine["emitted"] - mine["accepted"] - 1, 0).mean()
+        gained = mine.gained.mean()
         readings, more_s = _prompts_read(mine, repeats, batch)
         by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]]) + gained
         step_s = timed.draft_s(config.drafter, batch, mine["passes"].tolist())

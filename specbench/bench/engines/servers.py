@@ -208,7 +208,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             )
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
-            raise explain(error, spec, listed, has_key=spec.name in self._keys) from error
+            raise explain(error, spec, listed, spec.key_variable, has_key=spec.name in self._keys) from error
         return MeasuredServer(spec, model, owner, has_counters, tuple(self._notes(spec, answer)))
 
     def _notes(self, spec: ServerSpec, answer: StreamedAnswer) -> list[str]:
@@ -463,10 +463,10 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
 
 def explain(
-    error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel], *, has_key: bool
+    error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel], variable: str, *, has_key: bool
 ) -> SpecbenchError:
-    """Return an error of the first connection, with a hint what to change."""
-    variable, status = spec.key_variable, error.status
+    """Return an error of the first connection, with a hint what to change; ``variable`` is that of the key."""
+    status = error.status
     if status in (401, 403):
         if has_key:
             what = f"The server {spec.name} refuses the key in {variable} (status {status})."
@@ -501,7 +501,7 @@ def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
     names = ", ".join(one_line(each.name) for each in listed[:_MAX_LISTED])
     raise UsageError(
         f"The server {spec.name} lists {len(listed)} models{': ' if names else ''}{names}.",
-        "Name one after a # of its --server.",
+        "Name one after a # of its address.",
     )
 
 
