@@ -163,6 +163,13 @@ def test_servers_without_speculation_have_no_problem(examine, cli, models):
     plain = Manner(owner="llamacpp", facts={"timings": {"predicted_n": 64, "cache_n": 5}})
     done, findings = examine(plain, Counts(None), "--expect", "off", *target)
     assert (done.code, problems(findings)) == (0, set()), findings
+    # vLLM has no draft counters then, but others.
+    for metrics, said in (("vllm:num_requests_running 0.0", "is off"), ("", "does not report")):
+        with ScriptedServer(Manner(owner="vllm", named=True, metrics=metrics)) as server:
+            done = cli("doctor", server.url, "--json", *target)
+        findings = json.loads(done.out)["findings"]
+        assert problems(findings) == set()
+        assert said in next(each["text"] for each in findings if each["check"] == "speculation")
     with ScriptedServer() as unknown:
         done = cli("doctor", unknown.url, "--json", *target)
     findings = json.loads(done.out)["findings"]

@@ -98,7 +98,9 @@ class Examined:
         """Draft tokens over all answers; ``None`` if unknown."""
         if self.reported is not None:
             return self.reported[0]
-        return None if self.seen.counted is None else self.seen.counted.drafted
+        if self.seen.counted is None:
+            return 0 if self.seen.uncounted and self.seen.dialect.counts_if_on else None
+        return self.seen.counted.drafted
 
     @property
     def accepted(self) -> int:

@@ -51,6 +51,7 @@ class Observations:
         answers: Answers to different prompts, greedy.
         counted: Increase of the server's counters over ``answers``; ``None`` without counters.
         before: Counters before the first request.
+        uncounted: Whether there is a page of metrics, without such counters.
         idle: Increase of the counters while nothing was asked.
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
         plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
@@ -68,6 +69,7 @@ class Observations:
     answers: list[StreamedAnswer] = field(default_factory=list)
     counted: SpeculationCounters | None = None
     before: SpeculationCounters | None = None
+    uncounted: bool = False
     idle: SpeculationCounters | None = None
     again: list[str] = field(default_factory=list)
     plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Examination:
             seen.about = await client.page(seen.dialect.about)
         await self._first()
         seen.before = await client.counters()
+        seen.uncounted = seen.before is None and bool(await client.metrics())
         await self._acceptance()
         await self._attempt("repeat", self._repeat())
         await self._attempt("cache", self._turns())

@@ -339,11 +339,15 @@ class ServerClient:
 
     async def counters(self) -> SpeculationCounters | None:
         """Return the server's draft counts since its start; ``None`` if it does not report them."""
+        return speculation_counters(await self.metrics())
+
+    async def metrics(self) -> str:
+        """Return the server's page `/metrics`; empty if there is none."""
         try:
             response = await self._http.get(f"{self._url.removesuffix('/v1')}/metrics")
         except (httpx2.HTTPError, httpx2.InvalidURL):
-            return None
-        return speculation_counters(response.text) if response.status_code == 200 else None
+            return ""
+        return response.text if response.status_code == 200 else ""
 
     async def _read(self, response: httpx2.Response, began: float) -> StreamedAnswer:
         pieces: list[Chunk] = []
