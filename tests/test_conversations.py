@@ -32,15 +32,18 @@ class Caching:
 
     Args:
         loses: Returns whether the cache is lost before an answer to a body.
+        block: Words in a block.
     """
 
-    def __init__(self, loses: Callable[[Mapping[str, Any]], bool] = lambda body: False) -> None:
+    def __init__(
+        self, loses: Callable[[Mapping[str, Any]], bool] = lambda body: False, block: int = BLOCK
+    ) -> None:
         self.seen: list[list[str]] = []
-        self.loses = loses
+        self.loses, self.block = loses, block
 
     def __call__(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         words = " ".join(texts_of(body)).split()
-        known = max((common(words, each) for each in self.seen), default=0) // BLOCK * BLOCK
+        known = max((common(words, each) for each in self.seen), default=0) // self.block * self.block
         self.seen.append(words)
         return {
             "usage": {
@@ -172,6 +175,15 @@ def test_a_cache_that_is_lost_now_and_then_is_named_by_comparison(sweep):
     chance = random.Random(3)
     with server() as plain, server(loses=lambda body: chance.random() < 0.4) as drafting:
         assert named(sweep(plain=plain, drafting=drafting)) == {"loses its prompt cache"}
+
+
+def test_a_cache_of_large_blocks_is_not_lost(sweep, tmp_path):
+    large = [Manner(owner="llamacpp", facts=Caching(block=48)) for _ in range(2)]
+    with ScriptedServer(large[0]) as plain, ScriptedServer(large[1]) as drafting:
+        assert named(sweep("-n", 30, plain=plain, drafting=drafting)) == set()
+    results = load_results(tmp_path / "run")
+    later = results.answers["cached_tokens"][results.done["turn"] > 0]
+    assert (later == 0).mean() == 0.5  # the turn after a first one, which fills no block
 
 
 def test_answers_that_decay_are_named(sweep):

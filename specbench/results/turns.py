@@ -29,6 +29,9 @@ LOST = 0.5
 CHANCE = 0.025
 """Probability of a sign test from which a difference between servers is named."""
 
+_BLOCKS = 16
+"""Blocks of prompt caches are multiples of so many tokens."""
+
 _PHRASE = 3
 _WORDS = 30
 _DISTINCT = 0.3
@@ -102,7 +105,8 @@ def _answers(results: Results) -> pd.DataFrame:
     """Return all answers with what is known of them.
 
     ``known`` is the number of tokens of the turn before, prompt and answer; ``lost`` says whether less than half of its
-    prompt was found in the cache; ``broken`` see ``is_broken``.
+    prompt was found in the cache, and two blocks or more are missing (vLLM reads the last one again for a head);
+    ``broken`` see ``is_broken``.
     """
     columns = ["config", "prompt", "turn", "repeat", "prompt_tokens", "new_tokens", "ttft_s", "tokens_per_second",
                "finish_reason"]  # fmt: skip
@@ -114,13 +118,22 @@ def _answers(results: Results) -> pd.DataFrame:
     before["turn"] += 1
     rows = rows.merge(before, on=key, how="left", suffixes=("", "_before"))
     rows["known"] = rows["prompt_tokens_before"] + rows["new_tokens_before"]
-    rows["lost"] = rows["cached_tokens"] < LOST * rows["prompt_tokens_before"]
+    blocks = rows.groupby("config")["cached_tokens"].transform(_block)
+    rows["lost"] = (rows["cached_tokens"] < LOST * rows["prompt_tokens_before"]) & (
+        rows["cached_tokens"] + 2 * blocks <= rows["known"]
+    )
     expected = {prompt.id: prompt.expects for prompt in results.run.prompts}
     rows["broken"] = [
         isinstance(text, str) and is_broken(text, expected.get(prompt) if reason == "stop" else None)
         for text, prompt, reason in zip(rows["text"], rows["prompt"], rows["finish_reason"], strict=True)
     ]
     return rows
+
+
+def _block(cached: pd.Series[float]) -> int:
+    """Return the size of the blocks that a server caches, as its cached tokens show it; 1 if they show none."""
+    common = math.gcd(*map(int, cached.dropna()))
+    return 1 if common % _BLOCKS else common
 
 
 # -- answers -------------------------------------------------------------------------------------------
