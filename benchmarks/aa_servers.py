@@ -2,12 +2,15 @@
 
     python benchmarks/aa_servers.py                                  # 20 sweeps over a `specbench serve` of its own
     python benchmarks/aa_servers.py --server http://host:8000/v1     # over one that runs; URL#MODEL, if it has several
+    python benchmarks/aa_servers.py --server URL --conversations     # as `sweep --prompt-cache keep`
     python benchmarks/aa_servers.py --resume aa.jsonl --minutes 6    # in parts: repeat until done
 
 Each sweep sends 8 new prompts 4 times to one server under two names, 32 tokens each, back to back, in opposite order
 in every other repeat, and judges as `specbench compare` does. Goal: the 95% interval of one name over the other
-covers 1 in at least 17 of 20 sweeps. Its own server listens on a free port of this machine. Prints one line of JSON
-at the end; exit code 1 if the goal is missed or an answer failed, 3 if sweeps are left.
+covers 1 in at least 17 of 20 sweeps. With --conversations all turns of 8 conversations are sent, which find earlier
+turns in the prompt cache, and in at least 19 of 20 sweeps nobody is said to lose its cache or to decay. Its own server
+listens on a free port of this machine. Prints one line of JSON at the end; exit code 1 if a goal is missed or an answer
+failed, 3 if sweeps are left.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from specbench.bench.prompts import Prompt, load_prompts
 from specbench.options import DecodingOptions
 from specbench.specs.servers import parse_servers
 
+QUIET = 19 / 20
 _ADDRESS = re.compile(r"http://\S+/v1")
 
 
@@ -49,7 +53,8 @@ def make_sweep(
         policies=(),
         decoding=DecodingOptions(max_new_tokens=arguments.tokens, ignore_eos=True),
         repeats=arguments.repeats,
-        turns=1,
+        turns=None if arguments.conversations else 1,
+        prompt_cache="keep" if arguments.conversations else "avoid",
         seed=arguments.seed + number,
         cache="none",
         servers=(X, ITSELF),
@@ -92,6 +97,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server", metavar="URL", help="of a server that runs; else one is started")
     parser.add_argument("--target", default="smollm2-135m", help="of the server that is started")
     parser.add_argument("--drafter", default="lookup", help="its drafter")
+    parser.add_argument("--conversations", action="store_true", help="all turns, with the prompt cache")
     parser.add_argument("--sweeps", type=int, default=20)
     parser.add_argument("--limit", type=int, default=8, help="prompts in a sweep")
     parser.add_argument("--tokens", type=int, default=32)
@@ -99,7 +105,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.conversations and not given.server:
+        parser.error(
+            "--conversations needs a --server with a prompt cache, which specbench's own does not have"
+        )
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     until = time.monotonic() + 60 * given.minutes
     whose = ("server",) if given.server else ("target", "drafter")
-    names = (*whose, "limit", "tokens", "repeats", "seed")
+    names = (*whose, "conversations", "limit", "tokens", "repeats", "seed")
     settings = {name: getattr(given, name) for name in names}
     parts = Parts(given.resume, settings)
     for number, part in enumerate(parts.done[: given.sweeps]):
@@ -118,12 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _run(given, parts, address, until)
         except SpecbenchError as error:
             sys.exit(str(error))
-    result = coverage(parts.done[: given.sweeps])
+    done = parts.done[: given.sweeps]
+    result = {**coverage(done), "quiet": sum(not part["named"] for part in done)}
     complete = result["sweeps"] == given.sweeps
     print(json.dumps({"benchmark": "aa_servers", **settings, "complete": complete, **result}))
     if not complete:
         return 3
-    return int(result["covered"] < COVERED * given.sweeps or result["failed_generations"] > 0)
+    missed = result["covered"] < COVERED * given.sweeps or result["quiet"] < QUIET * given.sweeps
+    return int(missed or result["failed_generations"] > 0)
 
 
 def _serve(given: argparse.Namespace) -> list[str]:
@@ -133,9 +146,15 @@ def _serve(given: argparse.Namespace) -> list[str]:
 
 def _run(given: argparse.Namespace, parts: Parts, address: str, until: float) -> None:
     """Run the missing sweeps within the time limit."""
-    prompts = load_prompts(["all"])
+    prompts = load_prompts(["agent", "multi-turn-code"] if given.conversations else ["all"])
     servers = parse_servers([f"{X}={address}", f"{ITSELF}={address}"])
-    with closing(ServerEngine(servers, keys={}, decoding=DecodingOptions(ignore_eos=True))) as engine:
+    made = ServerEngine(
+        servers,
+        keys={},
+        decoding=DecodingOptions(ignore_eos=True),
+        prompt_cache="keep" if given.conversations else "avoid",
+    )
+    with closing(made) as engine:
         target = engine.describe_target(DecodingOptions())
 
         def one(number: int, folder: Path) -> dict[str, Any]:
