@@ -16,6 +16,7 @@ import aa
 import aa_servers
 import batch
 import crowd
+import engines
 import gpu
 import many
 import overhead
@@ -41,9 +42,12 @@ from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
-from specbench.options import DecodingOptions
+from specbench.export.start import EngineDrafter
+from specbench.models.target import load_target
+from specbench.options import DecodingOptions, LoadOptions
 from specbench.policies import FixedLength
 from specbench.results.results import load_results
+from specbench.specs.drafters import parse_drafter
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -301,6 +305,21 @@ def test_aa_continues_from_its_file(models, tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
 
 
+# --- Exports to engines -----------------------------------------------------------------------------
+
+
+def test_the_last_step_is_complete_beside_engines_that_draft_beyond_the_end(models):
+    target = load_target(str(models / "target"), LoadOptions(dtype="float32", device="cpu"))
+    itself = EngineDrafter(parse_drafter(str(models / "target")))
+    prompts = load_prompts(("all",), (), 2)
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for beyond, kept in ((False, [1, 1, 0, 0]), (True, [1, 1, 1, 1])):
+        for each in engines.ours(target, itself, "", prompts, 4, 4, beyond=beyond):
+            assert (each.tokens, each.kept_at) == (4, kept)
+            texts[beyond].append(each.text)
+    assert texts[False] == texts[True]
+
+
 # --- A/A over servers ------------------------------------------------------------------------------
 
 
@@ -326,6 +345,19 @@ def test_aa_over_a_server_continues_from_its_file(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
 
 
+def test_aa_over_conversations_says_who_is_named(tmp_path, capsys):
+    forgets = {"timings": {"draft_n": 0, "draft_n_accepted": 0, "cache_n": 0}}
+    arguments = ["--conversations", "--sweeps", "1", "--limit", "3", "--tokens", "6", "--repeats", "1"]
+    for facts, quiet in (({}, 1), (forgets, 0)):
+        with ScriptedServer(Manner(owner="llamacpp", facts=facts)) as server:
+            code = aa_servers.main(["--server", server.url, *arguments])
+            assert max(len(body["messages"]) for body in server.asked) > 1
+        printed = capsys.readouterr().out.splitlines()
+        assert json.loads(printed[-1])["quiet"] == quiet
+        assert ("cache-lost" in printed[0]) == (quiet == 0)
+        assert quiet or code == 1
+
+
 def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path):
     with ScriptedServer(Manner(models=b"<html>")) as server, pytest.raises(SystemExit) as ended:
         aa_servers.main(["--server", server.url, "--sweeps", "1"])
@@ -335,7 +367,7 @@ def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path):
 def test_aa_over_servers_counts_intervals_that_cover_1():
     def part(low: float | None, high: float | None, failed: int = 0) -> dict[str, Any]:
         judged = {"ratio": 1.0, "low": low, "high": high, "verdict": "cannot tell"}
-        return {aa.ITSELF: judged, "failed": failed, "warnings": []}
+        return {aa.ITSELF: judged, "failed": failed, "named": [], "warnings": []}
 
     figures = aa.coverage([part(0.9, 1.1), part(1.01, 1.2), part(None, None, failed=2)])
     assert (figures["sweeps"], figures["covered"], figures["failed_generations"]) == (3, 2, 2)
