@@ -39,6 +39,10 @@ USUAL: dict[str, Any] = PLAIN | {
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FALCON: dict[str, Any] = PLAIN | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LATENT: dict[str, Any] = {
@@ -62,6 +66,10 @@ ZOO: dict[str, tuple[str, Callable[[], Any]]] = {
         "Gemma3ForCausalLM",
         lambda: hf.Gemma3TextConfig(**USUAL, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
     ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        lambda: hf.Gemma4TextConfig(**USUAL | GEMMA4, layer_types=["sliding_attention", "full_attention"] * 2),
+    ),
     "mistral": usual("Mistral", sliding_window=WINDOW),
     "phi3": usual("Phi3"),
     "olmo2": usual("Olmo2"),
@@ -80,7 +88,7 @@ ZOO: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 EVERY_LAYER_SLIDES = ("mistral",)
 DYNAMIC_ALONE = ("lfm2",)
-NO_EARLY_EXIT = ("lfm2",)  # convolution states know no length
+NO_EARLY_EXIT = ("lfm2", "gemma4")  # convolution states know no length; embeddings of every layer
 
 
 def build(class_name: str, config: Any, seed: int = 0) -> Any:

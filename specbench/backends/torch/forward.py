@@ -82,6 +82,18 @@ class HFForward(Forward):
         self._model, self._cache = model, cache
         self._limits_logits = takes_logits_to_keep(model)
         self._recurrent = keep_states(model)
+        text = model.config.get_text_config(decoder=True)
+        self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
+
+    def _kept_logits(self, rows: int, ids: Tensor) -> int | Tensor:
+        """Return which logits are wanted, by number or by index.
+
+        Given a number, Gemma 4 reads only these tokens in layers that share keys. Several are causal no more then if
+        there is no mask, which it knows of the attention of ``transformers`` alone.
+        """
+        if rows == 1 or not self._shares_keys:
+            return rows
+        return torch.arange(max(0, ids.shape[1] - rows), ids.shape[1], device=ids.device)
 
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
@@ -95,7 +107,7 @@ class HFForward(Forward):
         if mask is not None:
             arguments["attention_mask"] = mask
         if self._limits_logits:
-            arguments["logits_to_keep"] = rows
+            arguments["logits_to_keep"] = self._kept_logits(rows, ids)
         if layers:
             arguments["output_hidden_states"] = [*layers]
         output = self._model(input_ids=ids, **arguments)
