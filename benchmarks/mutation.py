@@ -925,7 +925,7 @@ MUTANTS = (
     ),
     Mutant(
         "a configuration may say anything of layers and windows",
-        "models/checkpoints.py:read_config",
+        "models/checkpoints.py:read_any_config",
         "msgspec.convert(read, _Facts)",
         "None",
         ("tests/test_ill_typed.py", "-k", "fields_of_a_model"),
@@ -1237,6 +1237,27 @@ MUTANTS = (
         "gradients[2] += difference.T @ inputs[part].to(head.dtype)",
         "gradients[2] = difference.T @ inputs[part].to(head.dtype)",
         ("tests/test_train.py", "-k", "a_bias_learns"),
+    ),
+    Mutant(
+        "Gemma 4's assistant sees a position more than its window",
+        "backends/torch/assistant.py:shared_layers",
+        "text.sliding_window - 1",
+        "text.sliding_window",
+        ("tests/test_assistant.py", "-k", "chain"),
+    ),
+    Mutant(
+        "Gemma 4's assistant drafts from a cache that is to be read again",
+        "backends/torch/assistant.py:AssistantScorer._is_cached",
+        "self.target_cache.length == len(context) - 1",
+        "True",
+        ("tests/test_assistant.py", "-k", "read_again"),
+    ),
+    Mutant(
+        "Gemma 4 reads only the last tokens of a prompt in layers that share keys",
+        "backends/torch/forward.py:HFForward._kept_logits",
+        "rows == 1",
+        "rows",
+        ("tests/test_zoo.py", "-k", "gemma4-pairs"),
     ),
     Mutant(
         "an MTP layer reads the hidden state where the embedding belongs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
-from specbench.models.load import load_config
 from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
@@ -299,11 +297,3 @@ def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, 
         huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(made.folder / "config.json")
     )
     assert default_drafter("org/model@1") == "mtp"
-
-
-def test_gemma_4s_assistant_is_refused_in_a_sentence(tmp_path):
-    text = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
-    settings = {"model_type": "gemma4_assistant", "text_config": {**text, "num_hidden_layers": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    message = refusal(load_config, parse_model(str(tmp_path)), kind=UsageError)
-    assert "it drafts from the keys and values of a Gemma 4 target" in message

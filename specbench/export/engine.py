@@ -27,6 +27,7 @@ HEAD_KINDS: Mapping[str, str] = {
     "dspark": "DSpark",
     "medusa": "Medusa",
     "mtp": "MTP",
+    "assistant": "Gemma 4 assistant",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
@@ -145,6 +146,8 @@ class ExportEngine(ABC):
 
     def head_support(self, kind: str) -> HeadSupport | str:
         """Return how a kind of trained head is loaded, or why it is not."""
+        if kind == "assistant":
+            return "Gemma 4's assistant is not exported"
         return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
 
     def method(self, setting: Setting, otherwise: str) -> str:

@@ -83,6 +83,13 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
         UsageError: The folder is not a model, or the model cannot be decoded speculatively.
         RunError: Its config.json is damaged, or has impossible values.
     """
+    config = read_any_config(folder, name)
+    check_config(config, name)
+    return config
+
+
+def read_any_config(folder: Path, name: str) -> PreTrainedConfig:
+    """Read the configuration in a model folder, also of a model that cannot be decoded; see ``read_config``."""
     path, raw = folder / "config.json", read_settings(folder, name)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -112,7 +119,6 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
         wrong = wrong_field(error)
         raise RunError(f"The file {str(path)!r} is damaged: {wrong} has an invalid value.") from None
     config.name_or_path = str(folder)
-    check_config(config, name)
     return config
 
 
@@ -167,7 +173,7 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 UNLISTED_ENCODERS = ("bert-generation",)
-_OF_GEMMA = "it drafts from the keys and values of a Gemma 4 target, which specbench gives to no drafter"
+_OF_GEMMA = "it drafts from the keys and values of a Gemma 4 target, so it can only be its drafter"
 UNSUITABLE = {
     "inkling_text": "with a KV cache its logits are others than without one",
     "inkling2_text": "with a KV cache its logits are others than without one",

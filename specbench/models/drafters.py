@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from specbench.backends.torch.assistant import AssistantScorer
 from specbench.backends.torch.block_scorers import BlockScorer
-from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.caches import NoKVCache, make_cache
 from specbench.backends.torch.head_scorers import (
     AnyHeadScorer,
     EagleScorer,
@@ -40,6 +41,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation
 from specbench.drafters.window import SINKS, WindowDrafter
+from specbench.models.assistant import layers_of_target
 from specbench.models.block_files import BLOCK_KINDS
 from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_counted
 from specbench.models.checkpoints import text_config
@@ -471,17 +473,32 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
     else:
         several = isinstance(module, MtpLayers)
-        scorer_of = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
+        scorer_of: Any = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
+        if head.files.kind == "assistant":
+            scorer_of = partial(AssistantScorer, **_shared_with(head, target))
         scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
     require_states(target, layers)
     return HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
 
 
 def _context_limit(head: TrainedHead, target: Target) -> int | None:
-    """Return the longest context of a head, in tokens; that of an MTP layer is its target's."""
-    if head.files.kind == "mtp":
+    """Return the longest context of a head, in tokens; that of an MTP layer or assistant is its target's."""
+    if head.files.kind in ("mtp", "assistant"):
         return target.language_model.context_limit
     return int(head.files.layer.max_position_embeddings)
+
+
+def _shared_with(head: TrainedHead, target: Target) -> dict[str, Any]:
+    """Return what an assistant reads of its target, see ``AssistantScorer``."""
+    cache = target.scorer.cache
+    if isinstance(cache, NoKVCache):
+        raise UsageError(
+            f"The head {head.name} attends to the target's keys and values, which --cache none does not keep.",
+            "Choose another cache.",
+        )
+    config = target.language_model.model.config
+    shared = layers_of_target(head.files.folder, head.name, config)
+    return {"target_cache": cache, "shared": shared}
 
 
 def _head_of(target: Target) -> torch.Tensor:

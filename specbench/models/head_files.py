@@ -24,14 +24,15 @@ from specbench.backends.torch.heads import (
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
+from specbench.models.assistant import ASSISTANTS, layers_of_target, make_assistant
 from specbench.models.block_files import BLOCK_KINDS, BlockSettings, block_head
-from specbench.models.checkpoints import MAX_HEADER, read_settings, text_config
+from specbench.models.checkpoints import MAX_HEADER, read_any_config, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
 
-HEAD_KINDS = ("eagle3", "eagle", "peagle", *BLOCK_KINDS, "medusa", "mtp")
-"""The supported kinds of heads; ``eagle`` is EAGLE-1 and 2."""
+HEAD_KINDS = ("eagle3", "eagle", "peagle", *BLOCK_KINDS, "medusa", "mtp", "assistant")
+"""The supported kinds of heads; ``eagle`` is EAGLE-1 and 2, ``assistant`` Gemma 4's."""
 
 _NOT_READ = {"mlp_speculator": "MLP speculator"}
 """Kinds of heads that are recognized and not supported."""
@@ -68,6 +69,7 @@ class HeadFiles:
     def layer_settings(self) -> Mapping[str, Any]:
         """The part of its configuration that describes its decoder layer."""
         nested = self.settings.get("model") if self.settings.get("model_type") == "eagle" else None
+        nested = self.settings.get("text_config") if self.kind == "assistant" else nested
         given = self.settings.get("transformer_layer_config", nested or self.settings)
         return given if isinstance(given, dict) else {}
 
@@ -103,6 +105,8 @@ class HeadFiles:
     @property
     def sizes(self) -> PreTrainedConfig:
         """Return a configuration with the head's sizes, as far as they are known without its weights."""
+        if self.kind == "assistant":
+            return text_config(read_any_config(self.folder, self.name))
         known: dict[str, Any] = {
             key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")
         }
@@ -203,6 +207,8 @@ class HeadFiles:
         if self.is_eagle or self.is_block:
             self._check_layer()
         self.layers(target)
+        if self.kind == "assistant":
+            layers_of_target(self.folder, self.name, target)
         for what, own, others in (
             ("hidden states", self._width(text.hidden_size), text.hidden_size),
             ("tokens", self.number("vocab_size", text.vocab_size), text.vocab_size),
@@ -227,7 +233,8 @@ class HeadFiles:
         return part if isinstance(part, dict) else {}
 
     def _width(self, default: int | None = None) -> int:
-        return self.number("target_hidden_size", self.number("hidden_size", default))
+        width = self.number("hidden_size", default)
+        return self.number("backbone_hidden_size", self.number("target_hidden_size", width))
 
     def _check_layer(self) -> None:
         given, odd = {**self.layer_settings}, None
@@ -252,6 +259,9 @@ class HeadFiles:
             names: Names of its tensors.
             states: Hidden states at each position.
         """
+        if self.kind == "assistant":
+            with torch.device("meta"):
+                return make_assistant(self.folder, self.name)
         layer, settings = self.layer, self.settings
         # A block drafter's own parts also have layers called gate_proj.
         own = ("markov_head.", "confidence_head.")
@@ -322,7 +332,9 @@ class HeadFiles:
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
-_READ = "EAGLE, P-EAGLE, DFlash, DFlash 2, DSpark, Medusa and MTP heads are supported."
+_READ = (
+    "EAGLE, P-EAGLE, DFlash, DFlash 2, DSpark, Medusa and MTP heads and Gemma 4's assistants are supported."
+)
 
 _LAYER = (
     "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
@@ -372,6 +384,8 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     named = settings.get("speculators_model_type")
     if isinstance(named, str):
         return named
+    if settings.get("model_type") in ASSISTANTS:
+        return "assistant"
     architectures = settings.get("architectures")
     words = [str(settings.get("model_type", ""))]
     words += [str(each) for each in architectures] if isinstance(architectures, list) else []

@@ -116,6 +116,21 @@ class TrainedHead:
                 )
 
 
+class AssistantHead(TrainedHead):
+    """The weights of Gemma 4's assistant."""
+
+    def with_layers(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> Any:  # noqa: ARG002
+        """Make its module; see ``TrainedHead.with_layers``. It has an output head of its own."""
+        module = self.files.with_layers()
+        order = self.tensors.get("masked_embedding.token_ordering")
+        if order is not None and not torch.equal(order.flatten().sort().values, torch.arange(order.numel())):
+            raise UsageError(
+                f"The tensor token_ordering of the head {self.name} is no order of all tokens.", _FETCH_AGAIN
+            )
+        self._fill(module, self.tensors)
+        return module
+
+
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -147,8 +162,11 @@ def load_head(files: HeadFiles, *, allow_pickle: bool = False) -> TrainedHead:
         own = _medusa_name(name) if files.kind == "medusa" else _eagle_name(name)
         if own not in _UNUSED:
             tensors[own] = tensor.flatten() if own == "mask_hidden" else tensor
+    if files.kind == "assistant" and (tied := tensors.pop("embed_tokens.weight", None)) is not None:
+        tensors.setdefault("lm_head.weight", tied)
     tokens_of = _medusa_tokens if files.kind == "medusa" else draft_tokens
-    return TrainedHead(
+    made = AssistantHead if files.kind == "assistant" else TrainedHead
+    return made(
         files,
         tensors,
         tokens_of(files, tensors),

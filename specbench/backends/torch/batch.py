@@ -207,7 +207,7 @@ class RequestFactory:
         def scorer_like(loaded: _AnyScorer) -> _AnyScorer:
             if isinstance(loaded, HeadScorer):
                 batch = None if self._tokens is None else self._heads.setdefault(loaded, HeadBatch(loaded))
-                return loaded.clone_for(batch)
+                return loaded.clone_for(batch, scorer.cache)
             shares = loaded.cache is self._target.cache
             return self._opened(loaded, scorer.cache if shares else None)
 

@@ -76,6 +76,13 @@ class KVCache:
         """Move the entries at these positions to ``start`` and after it, in every layer; only if trees are possible."""
         raise NotImplementedError
 
+    def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the last ``count`` keys and values of a layer, or all if it has fewer, [1, heads, positions, size]."""
+        held: Any = self._cache.layers[layer]
+        end = getattr(held, "used", held.keys.shape[-2])
+        kept = slice(max(0, end - count), end)
+        return held.keys[:, :, kept], held.values[:, :, kept]
+
     def model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments that pass this cache to a ``transformers`` model."""
         return {"past_key_values": self._cache, "use_cache": True}

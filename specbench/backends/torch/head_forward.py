@@ -54,21 +54,22 @@ class HeadForward:
         """Run a forward over the tokens of several requests;
         weights are read once for all, and attention is separate.
         """
-        tokens, spans = (
-            [len(each.embedded) for each in inputs],
-            [_span(each, self.head.window) for each in inputs],
-        )
+        tokens = [len(each.embedded) for each in inputs]
         embedded, features = (
             concat([*parts])[None].to(self._dtype)
             for parts in zip(*((each.embedded, each.features) for each in inputs), strict=True)
         )
         positions = torch.as_tensor(_positions(inputs), device=embedded.device)[None]
-        attends = [self._attend_by_request(layer, inputs, spans) for layer in range(len(self.head.layers))]
-        out = self.head.read(embedded, features, positions, attends)[0]
+        out = self.head.read(embedded, features, positions, self.attends(inputs))[0]
         parts = zip(inputs, out.split(tokens), strict=True)
         logits = self.head.logits(concat([part[-each.wanted :] for each, part in parts]))
         outputs = self.head.recurring(out).split(tokens), logits.split([each.wanted for each in inputs])
         return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
+
+    def attends(self, inputs: Sequence[HeadInput]) -> list[Attend]:
+        """Return how each layer attends."""
+        spans = [_span(each, self.head.window) for each in inputs]
+        return [self._attend_by_request(layer, inputs, spans) for layer in range(len(self.head.layers))]
 
     def _attend_by_request(self, layer: int, inputs: Sequence[HeadInput], spans: Sequence[_Span]) -> Attend:
         """Compute a layer's attention of each request's tokens to its

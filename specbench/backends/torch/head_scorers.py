@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
+from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_forward import (
     HeadInput,
@@ -46,6 +47,7 @@ class HeadScorer(Generic[Input, Output]):
             epoch: Number of contexts begun so far.
             longest: Maximum length of a branch of its drafts; ``None`` for no limit.
             predicts_acceptance: Whether it has a confidence head.
+            target_cache: The target's cache; ``None`` if it does not attend to that.
             acceptance: For each row of its last pass the predicted probability that the token drawn from it is
                 accepted, [rows]; ``None`` without a confidence head.
     """
@@ -56,6 +58,7 @@ class HeadScorer(Generic[Input, Output]):
     reads_in_parts = False
     longest: int | None = None
     acceptance: Tensor | None = None
+    target_cache: KVCache | None = None
     _caches: Sequence[Any] = ()  # a PreallocatedLayer for each layer that has keys and values
 
     def __init__(
@@ -91,9 +94,15 @@ class HeadScorer(Generic[Input, Output]):
         """Return true: a head needs no memory from a pool."""
         return True
 
-    def clone_for(self, batch: Batch | None = None) -> Self:
-        """Return a scorer of the same head for another request, whose forward passes a batch may run."""
+    def clone_for(self, batch: Batch | None = None, target_cache: KVCache | None = None) -> Self:
+        """Return a scorer of the same head for another request.
+
+        Args:
+            batch: May run its forward passes.
+            target_cache: The cache of the request's target; ``None`` for a head that does not attend to it.
+        """
         clone = copy.copy(self)
+        clone.target_cache = target_cache
         clone._caches = [PreallocatedLayer() for _ in self._caches]
         clone.batch, clone.epoch = batch, 0
         clone._reset()

@@ -242,6 +242,12 @@ class PooledCache(KVCache):
     def takes_trees(self) -> bool:
         return self.recurrent is None and not any(layer.is_sliding for layer in self._own_layers)
 
+    def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        own = self.layers[layer]
+        assert own is not None
+        view = view_of(self.indices(max(0, own.used - count), own.used), own.buffers.keys.device)
+        return view(own.buffers.keys), view(own.buffers.values)
+
     def model_kwargs(self) -> dict[str, Any]:
         return cache_arguments(self._cache, self.pool.config)
 
