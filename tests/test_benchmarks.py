@@ -14,6 +14,7 @@ from typing import Any
 
 import aa
 import aa_servers
+import auto_regret
 import batch
 import crowd
 import engines
@@ -560,3 +561,53 @@ def test_verdicts_are_compared_on_the_same_drafts(tmp_path, capsys):
     arguments[-1] += "-chain"
     assert verdicts.main([*arguments, "--shape", "chain", "--steps", "6"]) == 0
     assert not any(key.startswith("tree") for key in last_json(capsys))
+
+
+# --- auto beside fixed draft lengths ----------------------------------------------------------------
+
+
+def test_auto_is_held_against_each_length_in_rounds_that_can_be_resumed(tmp_path):
+    """A step takes 1 s without drafts; of the lengths 2 is best for prompts 0 to 2, and 4 for the last one."""
+    seconds = {None: 1.0, "auto": 0.5, "fixed:gamma=2": 0.4, "fixed:gamma=4": 0.6}
+    order: list[str | None] = []
+
+    def decode(prompt: Sequence[int], plan: Any) -> Any:
+        name = None if plan is None else plan.name
+        order.append(name)
+        slower = 2.0 if prompt == [3] and name == "fixed:gamma=2" else 1.0
+        times = SimpleNamespace(total_s=slower * seconds[name])
+        return SimpleNamespace(
+            steps=[SimpleNamespace(times=times, tokens=(1, 1), gamma=0 if plan is None else 2)]
+        )
+
+    makers = auto_regret.policies((2, 4))
+    done = parts.Parts(tmp_path / "rounds.jsonl", {})
+    auto_regret.play(done, 2, [[0], [1], [2], [3]], makers, decode, until=-math.inf)
+    assert not done.done
+    auto_regret.play(done, 1, [[0], [1], [2], [3]], makers, decode)
+    again = parts.Parts(tmp_path / "rounds.jsonl", {})
+    auto_regret.play(again, 2, [[0], [1], [2], [3]], makers, decode)
+    assert [(part["prompt"], part["repeat"]) for part in again.done] == [
+        (p, r) for r in (0, 1) for p in range(4)
+    ]
+    turns = [tuple(order[at : at + 4]) for at in range(0, len(order), 4)]
+    assert len(set(turns)) > 1, "the order differs by round"
+    assert all(set(turn) == set(seconds) for turn in turns)
+    found = auto_regret.summarize(again.done, list(makers))
+    assert found["best"] == "γ=2"
+    assert found["speedup"]["auto"].value == pytest.approx(2.0)
+    assert found["over"]["γ=4"].value == pytest.approx(1.2)
+    assert found["over_best"].value == pytest.approx((0.8**3 * 1.6) ** 0.25)
+    assert found["over_held_out"].value == pytest.approx((0.8**3 * 1.6) ** 0.25)
+    assert "auto over γ=2, the best here: 0.95" in auto_regret.text_of(found)
+
+
+def test_the_comparison_of_auto_runs_with_real_models(tmp_path, capsys):
+    save_tiny(tmp_path / "target")
+    sizes = ["--limit", "2", "--tokens", "8", "--rounds", "1", "--gammas", "1,3", "--drafter", "lookup"]
+    code = auto_regret.main(["--target", str(tmp_path / "target"), *sizes])
+    found = last_json(capsys)
+    assert code == (0 if found["over_best"][0] >= 0.97 else 1)
+    assert found["rounds"] == 2
+    assert set(found["over"]) == {"γ=1", "γ=3"}
+    assert auto_regret.main(["--target", str(tmp_path / "none"), *sizes]) == 2

@@ -228,7 +228,7 @@ def test_auto_reads_costs_that_follow_the_context():
         policy.start(context, ContextReach())
         k = 0
         policy.begin(8)
-        while k < 8 and policy._worth(k, 0.8, policy._costs.next_draft_s(k)):
+        while k < 8 and policy._promise(k, 0.8, 0.8, policy._after(k)) > 0.0:
             k += 1
         longest[context] = k
     assert longest[8000] < longest[100] == 8

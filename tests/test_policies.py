@@ -798,13 +798,38 @@ def test_a_passes_time_is_the_drafts_over_its_passes():
     assert measured.draft_s == pytest.approx(
         0.5, rel=0.02
     )  # the step was as long as is usual, but for the slope
-    measured.observe(timed(4, 1.6, 1.0), caught_up=True)
-    assert measured.draft_s == pytest.approx(0.4, rel=0.02)
+    measured.observe(timed(4, 2.0, 1.0), caught_up=True)
+    assert measured.drafts_s(4) == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0], rel=0.03)
     measured.observe(timed(1, 3.0, 1.0), caught_up=False)
     assert measured.timings == 2, "a pass that also catches up says nothing"
-    measured.observe(timed(1, 0.1, 1.0), caught_up=False)
-    assert measured.draft_s == pytest.approx(0.4, rel=0.02)
+    measured.observe(timed(1, 0.3, 1.0), caught_up=False)
     assert measured.timings == 3, "unless it was quicker all the same"
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (1, 4), (1, 1, 1, 3), (1, 2, 5)])
+@pytest.mark.parametrize(("first", "later"), [(0.5, 0.1), (0.5, 0.0), (0.2, 0.2)])
+def test_a_drafts_first_pass_has_its_own_price(first, later, lengths):
+    measured = MeasuredCosts()
+    for index in range(36):
+        gamma = lengths[index % len(lengths)]
+        slow = 4.0 if index % 9 == 5 else 1.0
+        measured.observe(timed(gamma, slow * (first + (gamma - 1) * later), 1.0), caught_up=True)
+    assert measured.drafts_s(3)[1:] == pytest.approx([first + k * later for k in range(3)], rel=0.15)
+    assert measured.next_draft_s(2) == pytest.approx(later, abs=0.06)
+
+
+def test_drafts_of_one_length_have_passes_of_one_price():
+    measured = MeasuredCosts()
+    for _ in range(4):
+        measured.observe(timed(3, 0.6, 1.0), caught_up=True)
+    assert measured.drafts_s(3) == pytest.approx([0.0, 0.2, 0.4, 0.6], rel=0.03)
+
+
+def test_later_passes_are_never_thought_dearer_than_the_first():
+    measured = MeasuredCosts()
+    for gamma, seconds in ((1, 0.1), (4, 4.0)) * 9:
+        measured.observe(timed(gamma, seconds, 1.0), caught_up=True)
+    assert measured.next_draft_s(1) == pytest.approx(measured.draft_s)
 
 
 def test_single_disturbed_steps_do_not_count():
@@ -995,6 +1020,23 @@ def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, giv
         gammas = simulate(policy, [alpha] * 500, c, v, seed=seed)[200:]
         reached.append(rate(gammas, alpha, c, v))
     assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
+
+
+@pytest.mark.parametrize(("alpha", "least"), [(0.7, 2.0), (0.9, 4.0)])
+def test_auto_drafts_on_where_only_a_steps_first_pass_is_dear(alpha, least):
+    """As beside a busy core: who takes all passes to be as dear as the first drafts one token or none."""
+    found = []
+    for seed in range(3):
+        policy, generator, gammas = AutoLength(), random.Random(seed), []
+        for index in range(80):
+            gamma = drafted_by(policy)
+            gammas.append(gamma)
+            accepted = next((i for i in range(gamma) if generator.random() >= alpha), gamma)
+            draft_s = (0.7 + 0.1 * (gamma - 1)) * math.exp(generator.gauss(0.0, 0.2)) if gamma else 0.0
+            step = a_step(gamma, accepted, index=index)
+            policy.observe(replace(step, times=StepTimes(draft_s=draft_s, verify_s=1.0)))
+        found.append(sum(gammas[40:]) / 40)
+    assert sum(found) / 3 >= least
 
 
 def test_auto_does_better_where_the_drafter_knows():
@@ -1305,7 +1347,7 @@ def test_auto_counts_passes_and_not_tokens():
     costs = MeasuredCosts()
     for kinds, draft_s in (("mm", 0.4), ("fff", 0.001), ("ffm", 0.2), ("mff", 0.2), ("", 0.0)):
         costs.observe(a_step(len(kinds), len(kinds), draft_s=draft_s, verify_s=1.0), True, kinds.count("m"))
-    assert costs.draft_s == pytest.approx(0.2, rel=0.01)
+    assert costs.draft_s == pytest.approx(0.2, rel=0.05)
     assert costs.timings == 3
     assert costs.samples(4) == 3
 

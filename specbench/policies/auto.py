@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
 from specbench.decoding.reach import ContextReach
-from specbench.decoding.theory import best_length, expected_tokens_by_position
+from specbench.decoding.records import LONGEST_DRAFT
+from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
 from specbench.policies.costs import CostSource, MeasuredCosts
@@ -45,18 +47,21 @@ _ASKED = 0.97
 _PRIOR_STEPS = 3.0
 """The weight of the prior rate, in steps."""
 
+_FREE = (0.0,) * (LONGEST_DRAFT + 1)
+"""The times of drafts without passes."""
+
 
 class AutoLength(ChainPolicy):
     """Drafts the next token iff the output tokens expected from it are worth more than its time.
 
     Let R be the tokens per second that this policy reaches, P the chance that all k draft tokens so far are accepted, a
-    the chance that the next one is accepted if they are, d the time of a drafter's pass, and v(n) the time of the rest
-    of a step in which n tokens are verified. Another token is drafted iff for some j ≥ 1
+    the chance that the next one is accepted if they are, D(k) the time of a draft of k passes, and v(n) the time of the
+    rest of a step in which n tokens are verified. Another token is drafted iff for some j ≥ 1
 
-        P·(a + a² + ... + a^j)  >  R·(j·d + v(k+1+j) - v(k+1))
+        P·(a + a² + ... + a^j)  >  R·(D(k+j) - D(k) + v(k+1+j) - v(k+1))
 
     This maximizes R (Dinkelbach 1967): at the optimum, a longer draft earns exactly R per second. P and a are learned
-    from the drafter's confidence and what was accepted, d and v from recorded times, unless costs are given. If a first
+    from the drafter's confidence and what was accepted, D and v from recorded times, unless costs are given. If a first
     token does not pay, nothing is drafted, except while too little is known, and for tests now and then at a bounded
     loss. A drafter without a model needs no tests: it is asked in every step, and its token is compared even if it was
     not drafted. In a cascade a token without a forward pass is weighed against the model's pass in the same way.
@@ -84,8 +89,9 @@ class AutoLength(ChainPolicy):
         self._drafted.reset()
         self._matched.reset()
         self._upcoming.reset()
-        self._tokens = self._passes = 0.0
-        self._widths: dict[int, float] = {}
+        self._tokens = 0.0
+        self._passes: defaultdict[int, float] = defaultdict(float)  # of steps: the drafter's passes
+        self._widths: defaultdict[int, float] = defaultdict(float)  # and tokens verified
         self._last = 2.0  # log-odds of the last tested token
         self._credit = 0.0
         self._idle = 0  # steps since the last draft
@@ -131,13 +137,13 @@ class AutoLength(ChainPolicy):
             self._costs.timings > 0
             and self._limit > 0
             and not self._copies
-            and not self._pays(self._upcoming.chance(self._last), budget, self._draft_s)
+            and not self._pays(self._upcoming.chance(self._last), budget)
         ):
             self._idle += 1
             self._probing = (
                 self._costs.timings < TIMINGS
                 or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
-                or self._pays(self._upcoming.upper_chance(self._last), budget, self._draft_s)
+                or self._pays(self._upcoming.upper_chance(self._last), budget)
             )
             self._paused = not self._probing  # except for tokens without a forward pass
         elif (tried := self._untimed_length()) is not None:
@@ -157,18 +163,19 @@ class AutoLength(ChainPolicy):
         """What a test costs, with the reading of a prompt that the drafter has not read."""
         return self._probe_s + (self._unread_s if self._blind else 0.0)
 
-    def _pays(self, chance: float, budget: int, draft_s: float) -> bool:
-        """Return whether the next draft token earns its time.
+    def _pays(self, chance: float, budget: int, faster: float = 1.0) -> bool:
+        """Return whether the next draft token earns its time, if the drafter is ``faster`` than measured.
 
         If the drafter must catch up first, the whole draft must earn that time too. All of it is paid now, so the gain
         must also hold at the lower chance of acceptance.
         """
-        if self._promise(0, chance, draft_s, chance, draft_s) <= 0.0:
+        draft_s = [seconds / faster for seconds in self._drafts_s]
+        if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
         if not (catching_up_s := self._costs.catching_up_s):
             return True
         feared = self._upcoming.lower_chance(self._last)
-        gain = self._promise(0, feared, draft_s, feared, draft_s)
+        gain = self._promise(0, feared, feared, draft_s)
         return gain > 0.0 and gain * budget / (1.0 + gain) >= self._rate * catching_up_s
 
     def _unsure(self, budget: int) -> bool:
@@ -176,7 +183,7 @@ class AutoLength(ChainPolicy):
         timings = self._costs.timings
         if timings >= _SURE or self._idle < 2 ** (timings - 2):
             return False
-        return self._pays(self._upcoming.chance(self._last), budget, self._draft_s / _DISTURBED)
+        return self._pays(self._upcoming.chance(self._last), budget, _DISTURBED)
 
     def _untimed_length(self) -> int | None:
         """Return a draft length to try, as another one may be faster."""
@@ -205,46 +212,50 @@ class AutoLength(ChainPolicy):
         else:
             chance = self._upcoming.chance(self._log_odds[-1])
         if free:
-            return self._worth(k, chance, 0.0)
+            return self._promise(k, chance, chance, _FREE) > 0.0
         passes = k if draft.passes is None else draft.passes
         if self._copies:
-            pass_s = self._costs.next_draft_s(passes) if self._costs.timings else 0.0
-            return self._exactly is not None or self._worth(k, chance, pass_s)
+            times: Sequence[float] = self._after(passes) if self._costs.timings else _FREE
+            return self._exactly is not None or self._promise(k, chance, chance, times) > 0.0
         if self._probing:
             return passes == 0
         forced = self._exactly is not None or self._costs.timings == 0
-        return not self._paused and (forced or self._worth(k, chance, self._costs.next_draft_s(passes)))
+        return not self._paused and (forced or self._promise(k, chance, chance, self._after(passes)) > 0.0)
 
     def prefers_model(self, draft: Draft) -> bool:
         if self._paused or self._probing or self._costs.timings == 0:
             return False
         assert draft.match_confidence is not None
-        k, d = len(draft.tokens), self._draft_s
+        k, passes = len(draft.tokens), draft.passes or 0
         self._read(draft, k)
         matched = self._matched.chance(log_odds(draft.match_confidence[k]))
         drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
         # After a match either model passes or the copy continue.
-        taken = max(self._promise(k, matched, 0.0, drawn, d), self._promise(k, matched, 0.0, matched, 0.0))
-        return self._promise(k, drawn, d, drawn, d) > taken
+        model = self._after(passes)
+        taken = max(
+            self._promise(k, matched, drawn, [0.0, *model]), self._promise(k, matched, matched, _FREE)
+        )
+        return self._promise(k, drawn, drawn, model) > taken
 
-    def _worth(self, k: int, chance: float, pass_s: float) -> bool:
-        """Return whether drafts after the first ``k``, each accepted with ``chance``, earn more than their time."""
-        return self._promise(k, chance, pass_s, chance, pass_s) > 0.0
+    def _after(self, passes: int) -> Sequence[float]:
+        """Return the times of 0, 1, ... further passes of the drafter after so many in this step."""
+        times = self._drafts_s
+        return [seconds - times[passes] for seconds in times[passes:]]
 
-    def _promise(self, k: int, chance: float, pass_s: float, later: float, later_s: float) -> float:
+    def _promise(self, k: int, chance: float, later: float, draft_s: Sequence[float]) -> float:
         """Return the expected tokens of the best draft after the first ``k``, less what its time earns otherwise.
 
         Args:
             k: Length of the draft so far.
             chance: The chance that the next token is accepted if the draft so far is.
-            pass_s: Seconds to draft the next token.
-            later, later_s: The same for each later token.
+            later: The same for each later token.
+            draft_s: Seconds to draft j more tokens, as item j.
         """
         survival, tokens, best = self._survival * chance, 0.0, -math.inf
         for j in range(1, self._limit - k + 1):
             tokens += survival
             survival *= later
-            seconds = pass_s + (j - 1) * later_s + self._verify_s[k + 1 + j] - self._verify_s[k + 1]
+            seconds = draft_s[j] + self._verify_s[k + 1 + j] - self._verify_s[k + 1]
             best = max(best, tokens - self._rate * seconds)
         return best
 
@@ -278,9 +289,10 @@ class AutoLength(ChainPolicy):
         self._asked = True
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
-        self._passes = _MEMORY * self._passes + passes
-        self._widths = {n: _MEMORY * count for n, count in self._widths.items()}
-        self._widths[step.verified] = self._widths.get(step.verified, 0.0) + 1
+        for counts, made in ((self._passes, passes), (self._widths, step.verified)):
+            for each in counts:
+                counts[each] *= _MEMORY
+            counts[made] += 1.0
         self._weigh()
 
     def _learn_reach(self, step: Step, passes: int) -> None:
@@ -314,14 +326,15 @@ class AutoLength(ChainPolicy):
 
     def _weigh(self) -> None:
         """Update costs and rate."""
-        d = self._draft_s = self._costs.draft_s
+        d = self._drafts_s = self._costs.drafts_s(max(self.gamma_max, *self._passes, 0))
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
-        self._probe_s = d + v[2] - v[1] + self._costs.catching_up_s
+        self._probe_s = d[1] + v[2] - v[1] + self._costs.catching_up_s
         tokens = expected_tokens_by_position([self._upcoming.chance(self._last)] * self.gamma_max)
-        gamma = best_length(tokens, d, v)
-        spent = self._passes * d + sum(count * v[n] for n, count in self._widths.items())
-        seconds = gamma * d + v[gamma + 1]
-        reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * seconds)
+        steps_s = [drafting + v[gamma + 1] for gamma, drafting in enumerate(d[: len(tokens)])]
+        gamma = max(range(len(tokens)), key=lambda each: tokens[each] / steps_s[each])
+        spent = sum(count * d[k] for k, count in self._passes.items())
+        spent += sum(count * v[n] for n, count in self._widths.items())
+        reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * steps_s[gamma])
         self._rate = self._costs.rate(_ASKED * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:

@@ -120,7 +120,9 @@ class AutoTree(TreePolicy, AutoLength):
             return []
         self._survival = sum(self._reached[node] for node in chosen)
         chance = sum(promised[node] for node in chosen) / self._survival
-        if not self._worth(nodes, chance, pass_s[len(chosen)]):
+        times = self._after(tree.depths[fresh[0]])
+        wider = pass_s[len(chosen)] - times[1]
+        if self._promise(nodes, chance, chance, [0.0, *(each + wider for each in times[1:])]) <= 0.0:
             return []
         self._rows_read += len(chosen)
         return sorted(chosen)

@@ -6,14 +6,14 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from statistics import median_low
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.decoding.theory import PassCosts
-from specbench.policies.width_times import INSTANT, WidthTimes
+from specbench.policies.width_times import INSTANT, LATEST_STEPS, WidthTimes, fit_drafts
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
@@ -53,7 +53,7 @@ class CostSource:
 
     @property
     def draft_s(self) -> float:
-        """The time of a drafter's pass, including the draw of a token."""
+        """The time of a draft's first pass, including the draw of a token."""
         raise NotImplementedError
 
     @property
@@ -83,6 +83,10 @@ class CostSource:
     def next_draft_s(self, passes: int, rows: int = 1) -> float:
         """Return the time of a drafter's pass over ``rows`` tree nodes, after ``passes`` others in this step."""
         raise NotImplementedError
+
+    def drafts_s(self, most: int) -> Sequence[float]:
+        """Return the times of drafts of chains: item k is for k passes, up to ``most``."""
+        return list(accumulate(map(self.next_draft_s, range(most)), initial=0.0))
 
     def rate(self, reached: float, plain: float) -> float:
         """Return how many tokens a second is worth, at least ``plain`` decoding's.
@@ -171,9 +175,10 @@ class GivenCosts(CostSource):
 class MeasuredCosts(CostSource):
     """Costs from the times of recorded steps, see ``WidthTimes``.
 
-    A drafter's pass takes the median of its latest samples, converted to one row, each scaled by how much faster or
-    slower than usual the rest of its step was: a slow machine slows both models, and while nothing is drafted only the
-    target's passes show that it has recovered. First steps of later prompts are left out: they may read the prompt.
+    Drafts are timed by number of passes, since a draft's first pass often takes longer than the next ones; without
+    evidence all take equally long. A sample is converted to one row, and scaled by how much faster or slower than usual
+    the rest of its step was: a slow machine slows both models, and while nothing is drafted only the target's passes
+    show that it has recovered. First steps of later prompts are left out: they may read the prompt.
 
     Args:
         history: Samples of an earlier run (``to_dict()["steps"]``) to use in place of this run's times. Steps after
@@ -186,23 +191,30 @@ class MeasuredCosts(CostSource):
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        # By step: drafter pass seconds, its rows, seconds of the rest, verified tokens.
-        self._drafts: deque[tuple[float, int, float, int]] = deque(maxlen=LATEST_PASSES)
+        # By passes, of each step: seconds per pass, rows, seconds of the rest, verified tokens.
+        self._drafts: dict[int, deque[tuple[float, int, float, int]]] = {}
+        self._first_s = self._later_s = 0.0
         self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
         self._one = 0.0  # experts that one token reads
-        self._draft_s = ASSUMED_C
 
     @property
     def draft_s(self) -> float:
-        return self._draft_s if self._drafts else ASSUMED_C * self._steps.first_s
+        return self._passes_s(1)
 
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
-        return self.draft_s * (self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0)
+    def _passes_s(self, passes: int) -> float:
+        """Return the time of a draft of so many passes over one row each."""
+        if not self._drafts:
+            return passes * ASSUMED_C * self._steps.first_s
+        return self._first_s + (passes - 1) * self._later_s if passes else 0.0
+
+    def next_draft_s(self, passes: int, rows: int = 1) -> float:
+        slower = self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0
+        return (self._passes_s(passes + 1) - self._passes_s(passes)) * slower
 
     @property
     def timings(self) -> float:
-        return len(self._drafts)
+        return sum(map(len, self._drafts.values()))
 
     @property
     def reach(self) -> float:
@@ -226,14 +238,20 @@ class MeasuredCosts(CostSource):
         self._steps.add(step.verified, verify_s, experts=None if read is None else read.ratio)
         self._one = 0.0 if read is None else read.one
         if draft_s is not None:
-            width = 1 if rows is None or not passes else max(1, round(rows / passes))
+            width = 1 if rows is None else max(1, round(rows / passes))
             self._draft_rows.add(width, draft_s)
-            self._drafts.append((draft_s, width, max(verify_s, INSTANT), step.verified))
+            made = self._drafts.setdefault(passes, deque(maxlen=LATEST_STEPS))
+            made.append((draft_s, width, max(verify_s, INSTANT), step.verified))
         if self._drafts:
             one = self._draft_rows(1)
-            self._draft_s = median_low(
-                seconds * one / self._draft_rows(width) * self._steps(n) / rest
-                for seconds, width, rest, n in self._drafts
+            self._first_s, self._later_s = fit_drafts(
+                {
+                    k: [
+                        k * seconds * one / self._draft_rows(width) * self._steps(n) / rest
+                        for seconds, width, rest, n in made
+                    ]
+                    for k, made in self._drafts.items()
+                }
             )
 
     def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
@@ -250,7 +268,7 @@ class MeasuredCosts(CostSource):
         if passes < 1:
             return None, verify_s
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
-        return draft_s if caught_up or draft_s < self.draft_s else None, verify_s
+        return draft_s if caught_up or passes * draft_s < self._passes_s(passes) else None, verify_s
 
     def to_dict(self) -> Json:
         draft_s, steps = self.draft_s if self._drafts else None, self._steps

@@ -1,17 +1,17 @@
-"""Times of forward passes by number of tokens, or by the experts that they read, from samples."""
+"""Times of forward passes by number of tokens, or by the experts that they read, and of drafts, from samples."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median_low
 from typing import NamedTuple
 
 from specbench.decoding.theory import SLOPE, interpolate, never_falling
 
-_STEPS = 9
-"""How many of the latest steps count, for each number of verified tokens."""
+LATEST_STEPS = 9
+"""How many of the latest steps count, for each number of verified tokens, and of a draft's passes."""
 
 _FAR = 4
 """The assumed slope weighs as much as one step with one token and one with this many more."""
@@ -22,6 +22,9 @@ _EXPERTS_SHARE = 0.7
 _EXPERTS_PULL = 9.0
 """How many samples a number of tokens needs for half of its distance from a line over experts to count: such a line
 holds better than one over tokens (in simulations ``auto`` gains 1% by 9 over 1)."""
+
+_EQUAL = 0.1
+"""The weight, in samples, of the assumption that a draft's first pass takes as long as each later one."""
 
 _GROWTH = 0.9
 """The r of ``ExpertRows`` before several tokens were seen."""
@@ -73,6 +76,28 @@ class ExpertRows:
 def _series(ratio: float, n: int) -> float:
     """Return 1 + ratio + ... over ``n`` terms."""
     return float(n) if ratio >= 1.0 else (1.0 - ratio**n) / (1.0 - ratio)
+
+
+def fit_drafts(seconds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """Return the time of a draft's first pass and of each later one, not above it, from times by number of passes k.
+
+    A draft's first pass also reads what was accepted, and next to other programs finds its core taken.
+    The two are drawn towards equal ones, which is what they are while all times are of one k.
+    """
+    # Least squares of the relative errors of more + k · later; a long time, as disturbed ones are, weighs little.
+    ones = k1 = kk = t1 = kt = 0.0
+    for k, made in seconds.items():
+        median = max(median_low(made), INSTANT)
+        weight = len(made) / median**2
+        ones += weight
+        k1 += weight * k
+        kk += weight * k * k
+        t1 += weight * median
+        kt += weight * k * median
+    ones += _EQUAL * (kk / kt) ** 2
+    more = max(0.0, (kk * t1 - k1 * kt) / (kk * ones - k1 * k1))
+    later = (kt - more * k1) / kk
+    return (more + later, later) if later >= 0.0 else (t1 / ones, 0.0)
 
 
 class _Sample(NamedTuple):
@@ -129,7 +154,7 @@ class WidthTimes:
         place, slope = step * -(-n // step), self.slope_s
         self._latest[place] = when
         own = self._place(n) if experts is None else experts - 1.0
-        self._samples.setdefault(place, deque(maxlen=_STEPS)).append(_Sample(n, own, seconds))
+        self._samples.setdefault(place, deque(maxlen=LATEST_STEPS)).append(_Sample(n, own, seconds))
         self.widest = max(self.widest, n)
         self.count += 1
         if step == 1 and self.experts is None:
