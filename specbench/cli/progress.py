@@ -15,19 +15,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
+_KEPT = "(the result is kept)"
+"""In the names of stages that take long once, and are printed too."""
+
 _REDRAW_S = 0.1
 
 
 @contextmanager
-def starting(quiet: bool = False) -> Iterator[StageProgress]:
+def starting(quiet: bool = False, *, every: bool = False) -> Iterator[StageProgress]:
     """Show the stages of a start, from imports to loaded models, with the garbage collector off.
 
-    A start makes millions of objects that stay; collecting among them would take a quarter longer.
+    For ``every`` see ``StageProgress``. A start makes millions of objects that stay; collecting among them would take
+    a quarter longer.
     """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with StageProgress(quiet) as progress:
+        with StageProgress(quiet, every=every) as progress:
             progress.update("starting", 0, None)
             yield progress
     finally:
@@ -43,14 +47,15 @@ class StageProgress(AbstractContextManager["StageProgress"]):
     Args:
         quiet: Draw and print nothing.
         animated: Draw from a thread. Not while something is measured: then only ``update`` draws.
+        every: Whether all stages are printed without a terminal.
     """
 
-    def __init__(self, quiet: bool = False, *, animated: bool = True) -> None:
+    def __init__(self, quiet: bool = False, *, animated: bool = True, every: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
         self._console = Console(stderr=True, highlight=False)
-        self._quiet = quiet
+        self._quiet, self._every = quiet, every
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
@@ -95,5 +100,6 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             self._bar.remove_task(self._stage[1])
         shown = " ".join(terminal_safe(stage, self._console.encoding).split())
         self._stage = stage, self._bar.add_task(shown, total=total)
-        if not self._console.is_terminal and not self._quiet and stage.startswith(_PRINTED_ONCE):
+        is_long = stage.startswith(_PRINTED_ONCE) or stage.endswith(_KEPT)
+        if not self._console.is_terminal and not self._quiet and (is_long or self._every):
             self._console.print(f"{shown} ...", markup=False, soft_wrap=True)

@@ -58,7 +58,7 @@ def tune_engine(
     assert search.minutes is not None
     clock, start = WallClock(), load_snapshot()
     began, seconds = clock.now(), 60 * search.minutes
-    with starting(quiet) as progress, quiet_transformers():
+    with starting(quiet, every=True) as progress, quiet_transformers():
         chosen = choose_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
         planned = EngineServers.of(

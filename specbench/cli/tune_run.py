@@ -95,7 +95,7 @@ def run_tune(
         turns=1,
         seed=search.seed,
     )
-    with starting(quiet) as progress, quiet_transformers():
+    with starting(quiet, every=True) as progress, quiet_transformers():
         from specbench.bench.engines.own import check_engine
         from specbench.decoding.sampling import Sampling
         from specbench.tune.loading import configurations, load_candidates
