@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from specbench.backends.torch import forward as ways
-from specbench.backends.torch import trials
+from specbench.backends.torch import head_forward, trials
 from specbench.backends.torch.batch import BatchedModel, RequestFactory
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
@@ -26,6 +26,7 @@ from specbench.backends.torch.head_forward import (
     NativeHeadForward,
     choose_head_forward,
 )
+from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native, onednn_layout, timings
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -43,10 +44,11 @@ from specbench.backends.torch.kernels.surgery import (
     quantized_copy,
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
-from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
+from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
@@ -800,13 +802,13 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def head_of(bits: int, sizes: Mapping[str, Any] | None = None, **shape: Any) -> EagleHead:
+def head_of(bits: int, sizes: Mapping[str, Any] | None = None, vocab: int = 90, **shape: Any) -> EagleHead:
     """An EAGLE-3 head with few bits, of random weights."""
     layer = LlamaConfig(**{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"} | (sizes or {}))
     hidden = layer.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        head = EagleHead(EagleShape(2, hidden, 90, layer, **shape))
+        head = EagleHead(EagleShape(2, hidden, vocab, layer, **shape))
         for name, parameter in head.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     head.eval().requires_grad_(False)
@@ -873,6 +875,81 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
             (expected,) = way([reading._replace(caches=caches)])
             assert torch.equal(found.features, expected.features)
             assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [4, 40])  # readings after a context, and from the beginning
+def test_long_readings_through_operators_give_what_a_native_call_gives(dtype, longest, monkeypatch):
+    head = head_of(8, layers=2).to(dtype)
+    way, run = choose_head_forward(head), native.DecoderStack.__call__
+    assert type(way) is NativeHeadForward
+    expected = head_rows(way)
+    rows: list[int] = []
+    monkeypatch.setattr(
+        native.DecoderStack, "__call__", lambda *given: rows.append(len(given[1])) or run(*given)
+    )
+    monkeypatch.setattr(head_forward, "LONG_READING", longest)
+    for found, row in zip(head_rows(way), expected, strict=True):
+        assert found.dtype == row.dtype
+        assert relative(found, row) < 0.02
+    assert rows == [each for each in (41, 5, 2, 3, 1) if each < longest]
+
+
+@torch.inference_mode()
+def test_a_long_reading_beside_other_requests_gives_what_it_gives_alone(monkeypatch):
+    monkeypatch.setattr(head_forward, "LONG_READING", 20)
+    way = choose_head_forward(head_of(8, layers=2).bfloat16())
+    random_ = torch.Generator().manual_seed(6)
+    beside, alone = ([[PreallocatedLayer() for _ in range(2)] for _ in range(3)] for _ in range(2))
+    for lengths in ((7, 40, 3), (25, 1, 2), (1, 1, 1)):
+        inputs = [
+            HeadInput(*torch.randn(2, n, 48, generator=random_), range(c[0].used, c[0].used + n), None, c, 1)
+            for c, n in zip(beside, lengths, strict=True)
+        ]
+        for found, each, caches in zip(way(inputs), inputs, alone, strict=True):
+            (expected,) = way([each._replace(caches=caches)])
+            assert torch.equal(found.features, expected.features)
+            assert torch.equal(found.logits, expected.logits)
+
+
+def test_without_native_caches_a_head_reads_on_in_operators(monkeypatch):
+    way = choose_head_forward(head_of(8).bfloat16())
+    assert type(way) is NativeHeadForward
+    expected, extended, calls = head_rows(way), head_forward.LayerGroup.extended, itertools.count()
+    monkeypatch.setattr(
+        head_forward.LayerGroup, "extended", lambda *given: extended(*given) if next(calls) == 0 else None
+    )
+    for found, row in zip(head_rows(way), expected, strict=True):
+        assert relative(found, row) < 0.02
+
+
+def long_head(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, HeadDrafter, list[int]]:
+    """A target in float32, a native head for it in bfloat16, and a list that grows with the rows of long readings."""
+    target, read, run = wrap_target(build("Llama")), list[int](), HeadForward.__call__
+    head = head_of(8, {"vocab_size": 301}, vocab=301).bfloat16()
+    scorer = EagleScorer(head, target.scorer.model.get_input_embeddings(), (0, 1), FittedLogits(301), None)
+    assert type(scorer._forward) is NativeHeadForward
+    monkeypatch.setattr(head_forward, "LONG_READING", 50)
+
+    def reading(way: HeadForward, inputs: list[HeadInput]) -> Any:
+        read.extend(len(each.embedded) for each in inputs)
+        return run(way, inputs)
+
+    monkeypatch.setattr(HeadForward, "__call__", reading)
+    return target, HeadDrafter(scorer, "head"), read
+
+
+def test_after_a_long_prompt_the_output_is_the_targets_own(monkeypatch):
+    target, head, read = long_head(monkeypatch)
+    expected = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
+    found = speculative_generate(CONTEXT, target, head, gamma=3, max_new_tokens=24)
+    assert found.token_ids == expected.token_ids
+    assert read == [150]
+    prompts = [CONTEXT, CONTEXT[:20], CONTEXT[60:]]
+    plain = [speculative_generate(each, target, None, max_new_tokens=12).token_ids for each in prompts]
+    many = speculative_generate_many(prompts, target, head, gamma=2, max_new_tokens=12)
+    assert [cast("Generation", each).token_ids for each in many.results()] == plain
+    assert sorted(read) == [90, 150, 150]
 
 
 @pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])

@@ -24,6 +24,9 @@ from specbench.backends.torch.kernels.native_stacks import joint_product, make_s
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
+LONG_READING = 1024
+"""Tokens from which on reading them takes less time in torch operators than in a native call (notes/log.md)."""
+
 
 class HeadInput(NamedTuple):
     """Tokens of one request for a forward of a head, which follow those in its caches and are added to them."""
@@ -81,7 +84,7 @@ class HeadForward:
             parts = zip(query.split(tokens, 2), key.split(tokens, 2), value.split(tokens, 2), strict=True)
             return concat(
                 [
-                    self._attend(span, each.caches[layer], *part, sinks)
+                    self._attend(span, each.caches[layer], *part, sinks).to(query.dtype)
                     for span, each, part in zip(spans, inputs, parts, strict=True)
                 ],
                 dim=1,
@@ -93,7 +96,7 @@ class HeadForward:
         self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         keys, values = cache.update(key, value)
-        mask = span.mask
+        mask, query = span.mask, query.to(keys.dtype)
         if sinks is not None:
             return _attend_with_sinks(query, keys, values, mask, sinks)
         if span.is_prefill:
@@ -151,18 +154,24 @@ def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:
 class NativeHeadForward(HeadForward):
     """A forward pass through an EAGLE-3 head in one native call,
     for any number of requests, in float32 between products.
+
+    Long readings go through torch operators: native attention reads all keys again for every token.
     """
 
     head: EagleHead
 
     def __init__(self, head: EagleHead, stack: native.DecoderStack) -> None:
-        super().__init__(head)
+        super().__init__(head, torch.float32)
         config: Any = head.shape.layer
         self._stack, self._rotary = stack, RotaryTable(head.rotary_emb, config)
         self._layers = (len(head.layers),) if head.shape.norm_output else ()
         self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
+        if any(len(each.embedded) >= LONG_READING for each in inputs):
+            if len(inputs) == 1:
+                return super().__call__(inputs)
+            return [self([each])[0] for each in inputs]
         requests: list[native.NativeRequest] = []
         for each in inputs:
             past, tokens = each.caches[0].used, len(each.embedded)
