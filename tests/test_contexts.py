@@ -19,18 +19,23 @@ from specbench.bench.contexts import ContextText, fill, fitting, load_context_te
 from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness
-from specbench.decoding.theory import PassCosts, fit_context
+from specbench.decoding.theory import PassCosts, fit_context, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
-from specbench.policies import AutoLength, parse_costs
+from specbench.policies import AutoLength, parse_costs, read_costs
+from specbench.policies.costs import GivenCosts
 from specbench.results.contexts import ContextCurve, context_curves
+from specbench.results.lines import ReadingTimes
+from specbench.results.predict import predict
 from specbench.results.results import load_results
-from specbench.results.summary import Categories, SummaryRow, summarize
+from specbench.results.steps import Steps
+from specbench.results.summary import Categories, SummaryRow, costs_at, summarize
 from specbench.show.answer import find_answers, how_far_it_pays
 from specbench.show.plots import draw_figures
 
@@ -211,6 +216,106 @@ def test_the_fits_error_is_that_of_its_points():
     assert costs.error == pytest.approx((sum(e * e for e in errors) / 3) ** 0.5)
 
 
+def test_the_reading_of_a_context_has_its_own_costs():
+    lines = [
+        *cost_lines({1: [1.0]}, {"d": [0.1]}, 100),
+        *cost_lines({1: [1.1]}, {"d": [0.2]}, 200),
+        ReadingTimes(drafter="d", seconds=[4.0], context_tokens=200),
+        ReadingTimes(drafter="d", seconds=[1.0, 3.0, 1.5], context_tokens=100),
+    ]
+    costs = pass_costs(lines, by_context=True)
+    assert costs.reading_s == costs.at(170).reading_s == {"d": {100: 1.5, 200: 4.0}}
+    assert pass_costs(lines).reading_s == costs.reading_s
+    assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
+    known = costs.reading_s["d"]
+    assert [reading_seconds(known, n) for n in (0, 50, 100, 150, 300)] == [0.0, 0.75, 1.5, 2.75, 6.5]
+    assert reading_seconds({}, 50) == 0.0
+    given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
+    assert given.reading_s(150, 99.0, 99.0) == 2.75
+    assert parse_costs(given.to_dict()).reading_s(300, 0.0, 0.0) == 6.5
+    for wrong in ({"x": 1.0}, {"5": -1.0}, 3):
+        with pytest.raises(UsageError, match="drafter_reading_s"):
+            parse_costs({**given.to_dict(), "drafter_reading_s": wrong})
+
+
+def plain_step(position: int, verify_s: float) -> Step:
+    return Step(
+        index=1, position=position, drafted=(), accepted=0, tested=0, tokens=(1,), closing="target",
+        expected_acceptance=(), times=StepTimes(verify_s=verify_s),
+    )  # fmt: skip
+
+
+def begins(policy: AutoLength, budget: int) -> bool:
+    return policy.begin(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("unread", "tokens", "expected"), [
+    (8000, 64, False), (8000, 4000, True), (50, 64, False), (1, 64, True), (0, 64, True),
+])  # fmt: skip
+def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread, tokens, expected):
+    given = GivenCosts(0.1, PassCosts({1: 1.0, 9: 1.1}), reading_s={1: 0.1, 50: 30.0, 8000: 40.0})
+    policy = AutoLength(8, given)
+    policy.start(8000, ContextReach(), unread)
+    assert begins(policy, tokens) == expected
+
+
+def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
+    policy, reach = AutoLength(8), ContextReach()
+    policy.start(40, reach, 40)
+    assert begins(policy, 200), "a short one is read at once"
+    for tokens, expected in ((64, False), (2000, True)):
+        policy.reset()
+        policy.start(8000, reach, 8000)
+        policy.time_prefill(5.0 / 8000)
+        assert not begins(policy, tokens - 1)
+        policy.observe(plain_step(8000, 0.04))
+        assert begins(policy, tokens - 2) == expected
+        assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
+    policy.reset()
+    reach.time_reading(8000, 0.01)  # as fast as it was seen to read
+    policy.start(8000, reach, 8000)
+    policy.observe(plain_step(8000, 0.04))
+    assert begins(policy, 62)
+
+
+def test_a_drafter_that_did_not_read_is_tried_once_its_share_of_the_time_has_paid_for_it():
+    policy = AutoLength(8)
+    policy.start(8000, ContextReach(), 8000)
+    policy.time_prefill(1.0 / 8000)
+    waited = 0
+    while not begins(policy, 20):
+        policy.observe(plain_step(8000, 0.04))
+        waited += 1
+    # Before anything is timed, a step counts as one of a second.
+    assert (0.2 - 0.015) / (0.015 * 0.04) <= waited < 0.25 / (0.015 * 0.04)
+
+
+def test_a_repeated_run_goes_by_the_reading_time_of_the_first(tmp_path):
+    policy = AutoLength(8)
+    policy.start(8000, ContextReach(), 8000)
+    policy.time_prefill(5.0 / 8000)
+    policy.begin(60)
+    policy.observe(plain_step(8000, 0.04))
+    policy.begin(59)
+    notes = {
+        "drafter_pass_s": [None, None],
+        "rest_s": [0.04, 0.04],
+        "reading_s": [None, policy.notes()["reading_s"]],
+    }
+    (tmp_path / "line.json").write_text(json.dumps({"steps": {"policy": notes}}))
+    for costs in (parse_costs(policy.costs()), read_costs(tmp_path / "line.json")):
+        again = AutoLength(8, costs)
+        again.start(8000, ContextReach(), 8000)
+        again.time_prefill(1e-9)
+        again.begin(60)
+        again.observe(plain_step(8000, 9.0))
+        assert not begins(again, 59)
+        assert again.notes() == policy.notes()
+    with pytest.raises(UsageError, match="drafter_reading_s"):
+        parse_costs({**policy.costs(), "drafter_reading_s": "x"})
+
+
 COSTS = {
     "target_pass_s": {"1": 1.0, "9": 1.1},
     "drafter_pass_s": {"d": 0.05},
@@ -384,6 +489,26 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     name = next(iter(costs.drafter_s))
     policy = parse_costs({**json.loads(Path("run/run.json").read_text())["costs"]}, name)
     assert policy.to_dict()["target_context_s"].keys() == {"1", "2", "3"}
+    assert policy.to_dict()["drafter_reading_s"].keys() == {"32", "64"}, "a model reads the context"
+    # A reading that takes as long as a pass, in which it drafts as well, changes nothing; a longer one does.
+    (row,) = [
+        each for each in summarize(results).rows if each.config.gamma == 2 and each.config.context == 32
+    ]
+    timed = costs_at(results.run, row.config)
+    pass_s = timed.drafter_s[name]
+    steps = Steps.of(results.generations[results.generations["config"] == row.config.id])
+    mine = results.generations[results.generations["config"] == row.config.id].reset_index(drop=True)
+    found = [
+        predict(
+            steps,
+            row.config,
+            msgspec.structs.replace(timed, reading_s=each),
+            replace(results, generations=mine),
+        )
+        for each in ({}, {name: {32: pass_s}}, {name: {32: pass_s + 100 * timed.target_s[1]}})
+    ]
+    assert found[0].speedup.value == pytest.approx(found[1].speedup.value)
+    assert found[2].speedup.value < 0.5 * found[0].speedup.value
     assert cli(*words, "--context-file", "mine.jsonl").code == 2, "another text, another sweep"
     assert cli(*words, "--resume").code == 0
 

@@ -45,10 +45,16 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import FittedLogits, Scorer
-from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest
 from specbench.decoding.records import Generation
+from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.theory import PassCosts
 from specbench.decoding.tree import tree_mask
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
+from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
@@ -56,6 +62,9 @@ from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import CacheKind
+from specbench.policies import AutoLength, FixedLength
+from specbench.policies.costs import GivenCosts
+from specbench.specs.drafters import Lookup
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native library here")
 
@@ -950,6 +959,35 @@ def test_after_a_long_prompt_the_output_is_the_targets_own(monkeypatch):
     many = speculative_generate_many(prompts, target, head, gamma=2, max_new_tokens=12)
     assert [cast("Generation", each).token_ids for each in many.results()] == plain
     assert sorted(read) == [90, 150, 150]
+
+
+@pytest.mark.parametrize("kind", ["head", "model", "lookup+model"])
+def test_a_drafter_that_did_not_read_the_prompt_drafts_in_a_later_turn(kind, monkeypatch):
+    target, drafter, _ = long_head(monkeypatch)
+    if kind != "head":
+        small = ModelDrafter(Scorer(build("Qwen2")), "small")
+        drafter = small if kind == "model" else CascadeDrafter(make_free(Lookup()), small)
+    never = AutoLength(4, GivenCosts(0.01, PassCosts({1: 1.0, 9: 1.1}), reading_s={1: 1e6}))
+
+    def decode(
+        prompt: list[int], drafter: Drafter, policy: DraftPolicy, cached: int = 0
+    ) -> tuple[list[int], int]:
+        steps = [*decode_steps(
+            prompt, target.scorer, drafter, policy=policy, sampling=Greedy(), random=Randomness(0),
+            max_new_tokens=12, cached_tokens=cached,
+        )]  # fmt: skip
+        tokens = [token for step in steps[1:] for token in step.tokens]
+        return [steps[0].token, *tokens], sum(step.passes or 0 for step in steps[1:])
+
+    first, passes = decode(CONTEXT, drafter, never)
+    assert passes == 0
+    second = [*CONTEXT, *first, 7, 8, 9]
+    found, passes = decode(second, drafter, FixedLength(3), cached=len(CONTEXT))
+    assert passes > 0
+    third = [*second, *found, 3]
+    again, _ = decode(third, drafter, FixedLength(3), cached=len(second))
+    for tokens, prompt in ((first, CONTEXT), (found, second), (again, third)):
+        assert tokens == decode(prompt, NoDraft(), FixedLength(1))[0]
 
 
 @pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])

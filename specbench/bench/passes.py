@@ -17,6 +17,7 @@ from specbench.decoding.theory import PassCosts, SharedCosts, fit_context
 from specbench.results.lines import (
     CostLine,
     DrafterTimes,
+    ReadingTimes,
     SharedDrafterTimes,
     SharedTargetTimes,
     TargetTimes,
@@ -65,9 +66,13 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         if name in drafters:
             rows.setdefault(name, {})[nodes] = max(draft_s[name], fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
-    experts = _experts(lines)
+    experts, reading = (
+        _experts(lines),
+        _by_context(_medians(lines, ReadingTimes, "drafter", "context_tokens")),
+    )
+    reading = {name: dict(sorted(times.items())) for name, times in reading.items()}
     if len(contexts) < 2:
-        return PassCosts(target, draft_s, first, rows, experts=experts)
+        return PassCosts(target, draft_s, first, rows, experts=experts, reading_s=reading)
     errors = [error for _, _, each in fitted.values() for error in each]
     return PassCosts(
         target,
@@ -78,6 +83,7 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         {name: fitted[name][1] for name in drafters},
         math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
         experts,
+        reading,
     )
 
 
@@ -191,12 +197,17 @@ def time_passes(
         experts[n] = None if read is None else read.ratio
         return took
 
+    reading: dict[str, float] = {}
+
     def draft(drafter: Drafter, nodes: int = 0) -> float:
-        """Draft one token, or a tree with ``nodes`` nodes and one child of each."""
+        """Draft one token, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
         began = clock.now()
-        run_to_end(drafter.propose(text, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top))
+        found = run_to_end(
+            drafter.propose(text, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top)
+        )
         took = clock.now() - began
+        reading[drafter.name] = reading.get(drafter.name, 0.0) + found.prefill_s
         drafter.update(_no_tokens(text))
         return took
 
@@ -227,11 +238,16 @@ def time_passes(
         TargetTimes(tokens=n, seconds=times[n], context_tokens=length, experts=experts[n]) for n in widths
     ]
     single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
+    read = [
+        ReadingTimes(drafter=name, seconds=[reading[each.name]], context_tokens=length)
+        for name, each in drafters.items()
+        if reading[each.name] > 0
+    ]
     several = [
         TreeTimes(drafter=name, nodes=nodes, seconds=times[name, nodes], context_tokens=length)
         for name, nodes in trees
     ]
-    return [*target, *single, *several]
+    return [*target, *single, *read, *several]
 
 
 def time_shared_passes(

@@ -138,7 +138,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     if not plan.keeps_state:  # what the policy has learned from earlier prompts
         policy.reset()
         drafter.reach = ContextReach()
-    policy.start(len(context), drafter.reach)
+    policy.start(len(context), drafter.reach, drafter.unread(request.prompt))
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return
@@ -182,6 +182,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         mask_s = 0.0 if sampling.matcher is None else sampling.matcher.take_seconds()
         times, traced = watch.times(draft.prefill_s, mask_s), logits if request.trace else None
         if index < 0:
+            policy.time_prefill(times.total_s / (position - request.cached_tokens))
             probability = None if traced is None else closing_probability(verdict, traced)
             yield Prefill(position, context[-1], times.total_s, finished, probability)
         else:

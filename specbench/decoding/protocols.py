@@ -128,13 +128,17 @@ class DraftPolicy:
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
 
-    def start(self, context: int, reach: ContextReach) -> None:
+    def start(self, context: int, reach: ContextReach, unread: int = 0) -> None:
         """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not.
 
         Args:
             context: The prompt's length.
             reach: What is known of the drafter, from earlier prompts too if their state is kept; a policy adds to it.
+            unread: How many of these tokens the drafter's model has to read before it can draft.
         """
+
+    def time_prefill(self, seconds_per_token: float) -> None:
+        """Note how long the target took to read the prompt."""
 
     def begin(self, budget: int) -> int:
         """Start a step.
@@ -341,6 +345,10 @@ class Drafter:
     def layers(self) -> Sequence[int]:
         """The layers of the target whose hidden states it needs, see ``ForwardRequest``."""
         return ()
+
+    def unread(self, prompt: Sequence[int]) -> int:  # noqa: ARG002
+        """Return how many tokens of a prompt that has begun its model has to read before it can draft."""
+        return 0
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
         """Return a drafter for another request, with the same models and settings and no state.

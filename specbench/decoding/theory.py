@@ -175,6 +175,7 @@ class PassCosts(
         "context_s": "target_context_s",
         "error": "context_error",
         "experts": "target_pass_experts",
+        "reading_s": "drafter_reading_s",
     },
 ):
     """Seconds of forward passes.
@@ -191,6 +192,7 @@ class PassCosts(
         drafter_context_s: The same of drafting one token, by drafter.
         error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
         experts: Experts that the target's passes read, over those of one token, by number of tokens; empty without.
+        reading_s: Seconds in which a drafter reads a context before it can draft, by drafter and tokens; empty without.
     """
 
     target_s: PassSeconds
@@ -201,6 +203,7 @@ class PassCosts(
     drafter_context_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
     error: float | None = None
     experts: PassSeconds = {}
+    reading_s: Mapping[str, PassSeconds] = {}
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", _ascending(self.target_s))
@@ -226,6 +229,7 @@ class PassCosts(
                 for name, rows in self.rows_s.items()
             },
             experts=self.experts,
+            reading_s=self.reading_s,
         )
 
     def target_pass_s(self, n: int) -> float:
@@ -386,6 +390,13 @@ def interpolate(points: Mapping[int, float], n: float) -> float:
         known = below or above
         return known[1] if known else 0.0
     return below[1] + (above[1] - below[1]) * (n - below[0]) / (above[0] - below[0])
+
+
+def reading_seconds(points: Mapping[int, float], tokens: float) -> float:
+    """Return the seconds to read so many tokens: linear from 0 and between those given, beyond as between the last two;
+    0 without any.
+    """
+    return _prolonged({0: 0.0, **points}, tokens) if points else 0.0
 
 
 def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:

@@ -56,6 +56,9 @@ class CascadeDrafter(Drafter):
     def epoch(self) -> tuple[object, object]:
         return self.free.epoch, self.model.epoch
 
+    def unread(self, prompt: Sequence[int]) -> int:
+        return self.model.unread(prompt)
+
     def fork(self, scorer_like: ScorerLike) -> CascadeDrafter:
         return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like), self.max_passes)
 

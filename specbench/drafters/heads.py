@@ -32,6 +32,9 @@ class HeadDrafter(ModelDrafter):
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         return self.scorer.can_read(context, drafted)
 
+    def unread(self, prompt: Sequence[int]) -> int:
+        return super().unread(prompt) if self.scorer.reads_context else 0
+
     def _room(self, context: Sequence[int]) -> int:
         budget, longest = super()._room(context), self.scorer.longest
         return budget if longest is None else min(budget, longest)

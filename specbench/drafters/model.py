@@ -92,6 +92,9 @@ class ModelDrafter(Drafter):
         self._read_nodes = []
         self.scorer.resume(cached_tokens)
 
+    def unread(self, prompt: Sequence[int]) -> int:
+        return max(0, self._own_length(len(prompt)) - self.scorer.cached_len)
+
     def propose(
         self,
         context: Sequence[int],
@@ -342,6 +345,10 @@ class SelfDrafter(ModelDrafter):
     def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
         """Start a new prompt; the target has rolled the shared cache back."""
         self.begin(prompt)
+
+    def unread(self, prompt: Sequence[int]) -> int:
+        """Return 0: the target's cache has the prompt."""
+        return 0
 
     @contextmanager
     def drafting(self) -> Iterator[None]:

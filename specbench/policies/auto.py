@@ -13,7 +13,7 @@ from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
-from specbench.policies.costs import CostSource, MeasuredCosts
+from specbench.policies.costs import READING_NOTE, CostSource, MeasuredCosts
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -100,6 +100,7 @@ class AutoLength(ChainPolicy):
         self._copies = False
         self._reach, self._context = ContextReach(), 0
         self._has_read, self._unread_s = False, 0.0
+        self._unread, self._prefill_s, self._reading_s = 0, 0.0, 0.0
         self._step = 0
         self._start_step()
         self._weigh()
@@ -108,11 +109,16 @@ class AutoLength(ChainPolicy):
         """Replace the costs, from the next prompt on."""
         self._costs = costs(self._costs)
 
-    def start(self, context: int, reach: ContextReach) -> None:
+    def start(self, context: int, reach: ContextReach, unread: int = 0) -> None:
         reach.begin(context)
         self._reach, self._context = reach, context
         self._has_read, self._unread_s = False, reach.reading_s(context)
+        self._unread, self._prefill_s = unread, 0.0
         self._costs.start(context)
+        self._weigh()
+
+    def time_prefill(self, seconds_per_token: float) -> None:
+        self._prefill_s = seconds_per_token * self._unread
         self._weigh()
 
     def _start_step(self) -> None:
@@ -134,17 +140,20 @@ class AutoLength(ChainPolicy):
             self._probing = self._credit >= self._look_s
             self._paused = not self._probing
         elif (
-            self._costs.timings > 0
+            (self._costs.timings > 0 or self._reading_s > 0)
             and self._limit > 0
             and not self._copies
             and not self._pays(self._upcoming.chance(self._last), budget)
         ):
             self._idle += 1
-            self._probing = (
-                self._costs.timings < TIMINGS
-                or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
-                or self._pays(self._upcoming.upper_chance(self._last), budget)
-            )
+            if self._reading_s > 0:  # a test would read the whole prompt
+                self._probing = self._credit >= self._look_s
+            else:
+                self._probing = (
+                    self._costs.timings < TIMINGS
+                    or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
+                    or self._pays(self._upcoming.upper_chance(self._last), budget)
+                )
             self._paused = not self._probing  # except for tokens without a forward pass
         elif (tried := self._untimed_length()) is not None:
             self._exactly = self._limit = tried
@@ -161,18 +170,18 @@ class AutoLength(ChainPolicy):
     @property
     def _look_s(self) -> float:
         """What a test costs, with the reading of a prompt that the drafter has not read."""
-        return self._probe_s + (self._unread_s if self._blind else 0.0)
+        return self._probe_s + max(self._reading_s, self._unread_s if self._blind else 0.0)
 
     def _pays(self, chance: float, budget: int, faster: float = 1.0) -> bool:
         """Return whether the next draft token earns its time, if the drafter is ``faster`` than measured.
 
-        If the drafter must catch up first, the whole draft must earn that time too. All of it is paid now, so the gain
-        must also hold at the lower chance of acceptance.
+        If the drafter must read or catch up first, the rest of the output must earn that time too. All of it is paid
+        now, so the gain must also hold at the lower chance of acceptance.
         """
         draft_s = [seconds / faster for seconds in self._drafts_s]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
-        if not (catching_up_s := self._costs.catching_up_s):
+        if not (catching_up_s := max(self._costs.catching_up_s, self._reading_s)):
             return True
         feared = self._upcoming.lower_chance(self._last)
         gain = self._promise(0, feared, feared, draft_s)
@@ -301,7 +310,7 @@ class AutoLength(ChainPolicy):
         if step.times.draft_prefill_s > 0 and not self._has_read:
             self._reach.time_reading(step.position, step.times.draft_prefill_s)
         if passes > 0:
-            self._has_read, self._unread_s = True, 0.0
+            self._has_read, self._unread_s, self._unread = True, 0.0, 0
             free = self._copies or (self._draft is not None and is_free(self._draft, 0))
             if step.tested and not free:
                 self._reach.learn(step.position, accepted=step.accepted > 0)
@@ -326,6 +335,10 @@ class AutoLength(ChainPolicy):
 
     def _weigh(self) -> None:
         """Update costs and rate."""
+        self._reading_s = 0.0
+        if self._unread:
+            known_s = self._reach.reading_s(self._unread)
+            self._reading_s = self._costs.reading_s(self._unread, self._prefill_s, known_s)
         d = self._drafts_s = self._costs.drafts_s(max(self.gamma_max, *self._passes, 0))
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d[1] + v[2] - v[1] + self._costs.catching_up_s
@@ -335,10 +348,14 @@ class AutoLength(ChainPolicy):
         spent = sum(count * d[k] for k, count in self._passes.items())
         spent += sum(count * v[n] for n, count in self._widths.items())
         reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * steps_s[gamma])
+        if self._reading_s > 0:  # plain steps so far say nothing of what drafts will reach
+            reached = max(reached, tokens[gamma] / steps_s[gamma])
         self._rate = self._costs.rate(_ASKED * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:
         notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
+        if self._reading_s > 0 and self._step:
+            notes[READING_NOTE] = self._reading_s
         blind = not self._copies and self._reach.is_blind(self._context)
         return {**notes, "blind": 1.0} if blind else notes
 

@@ -56,7 +56,7 @@ class AutoTree(TreePolicy, AutoLength):
         super().reset()
 
     def begin(self, budget: int) -> int:
-        super().begin(self.gamma_max)
+        super().begin(budget)
         self._exactly = None
         self._limit = int(min(self.gamma_max, self._costs.reach))
         self._room = budget

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
-from specbench.decoding.theory import PassCosts
+from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.policies.width_times import INSTANT, LATEST_STEPS, WidthTimes, fit_drafts
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 COST_NOTES = ("drafter_pass_s", "rest_s")
 """The notes under which results keep the two samples that ``MeasuredCosts`` takes from each step."""
+
+READING_NOTE = "reading_s"
+"""The note of the time that reading the context was expected to take, while the drafter had not read it."""
 
 LATEST_PASSES = 15
 """How many of the drafter's latest passes count."""
@@ -39,6 +42,7 @@ COST_FIELDS = (
     "context_tokens",
     "target_context_s",
     "drafter_context_s",
+    "drafter_reading_s",
 )
 """The fields of costs that hold for every generation."""
 
@@ -79,6 +83,16 @@ class CostSource:
 
     def start(self, context: int) -> None:
         """Note that a prompt of ``context`` tokens begins."""
+
+    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:  # noqa: ARG002
+        """Return the time in which a drafter reads a context before it can draft; 0 where that is not counted.
+
+        Args:
+            tokens: How many tokens it has to read.
+            prefill_s: Seconds in which the target read as many.
+            known_s: Seconds in which the drafter would read them as fast as it read another prompt; 0 if unknown.
+        """
+        return 0.0
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:
         """Return the time of a drafter's pass over ``rows`` tree nodes, after ``passes`` others in this step."""
@@ -126,13 +140,20 @@ class GivenCosts(CostSource):
         draft_s: Seconds of a drafter's pass.
         passes: The target's, see ``PassCosts``.
         draft_context_s: By which a drafter's pass takes longer with each further token of context.
+        reading_s: Seconds in which the drafter reads a context before it can draft, by its tokens.
     """
 
     timings = reach = math.inf
     draft_s = 0.0
 
-    def __init__(self, draft_s: float, passes: PassCosts, draft_context_s: float = 0.0) -> None:
-        self.draft_s, self.passes = draft_s, passes
+    def __init__(
+        self,
+        draft_s: float,
+        passes: PassCosts,
+        draft_context_s: float = 0.0,
+        reading_s: Mapping[int, float] | None = None,
+    ) -> None:
+        self.draft_s, self.passes, self._reading_s = draft_s, passes, reading_s or {}
         self._given_s, self._context_s = draft_s, draft_context_s
         self._at, self._context = passes, float(passes.context or 0)
 
@@ -151,6 +172,9 @@ class GivenCosts(CostSource):
     ) -> None:
         self.start(step.position + len(step.tokens))
 
+    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:  # noqa: ARG002
+        return reading_seconds(self._reading_s, tokens)
+
     def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
         return self.draft_s
 
@@ -162,6 +186,8 @@ class GivenCosts(CostSource):
 
     def to_dict(self) -> Json:
         own = costs_to_dict(self._given_s, self.passes.target_s)
+        if self._reading_s:
+            own["drafter_reading_s"] = {str(n): seconds for n, seconds in self._reading_s.items()}
         if not self.passes.context_s:
             return own
         return {
@@ -180,13 +206,19 @@ class MeasuredCosts(CostSource):
     the rest of its step was: a slow machine slows both models, and while nothing is drafted only the target's passes
     show that it has recovered. First steps of later prompts are left out: they may read the prompt.
 
+    Until it was timed, a drafter is assumed to read a prompt in ``ASSUMED_C`` of the target's time; until anything was
+    timed, the target to read a token in no more than a pass over one.
+
     Args:
         history: Samples of an earlier run (``to_dict()["steps"]``) to use in place of this run's times. Steps after
             its end are not measured.
+        reading_s: The time to read the prompt by which an earlier run decided.
     """
 
-    def __init__(self, history: Sequence[Sequence[float | None]] | None = None) -> None:
-        self._history = history
+    def __init__(
+        self, history: Sequence[Sequence[float | None]] | None = None, reading_s: float | None = None
+    ) -> None:
+        self._history, self._earlier_s = history, reading_s
         self.reset()
 
     def reset(self) -> None:
@@ -197,6 +229,7 @@ class MeasuredCosts(CostSource):
         self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
         self._one = 0.0  # experts that one token reads
+        self._reading_s = 0.0
 
     @property
     def draft_s(self) -> float:
@@ -211,6 +244,12 @@ class MeasuredCosts(CostSource):
     def next_draft_s(self, passes: int, rows: int = 1) -> float:
         slower = self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0
         return (self._passes_s(passes + 1) - self._passes_s(passes)) * slower
+
+    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:
+        if not self._steps.seen:
+            return ASSUMED_C * tokens * self._steps.first_s
+        self._reading_s = (known_s or ASSUMED_C * prefill_s) if self._earlier_s is None else self._earlier_s
+        return self._reading_s
 
     @property
     def timings(self) -> float:
@@ -282,6 +321,7 @@ class MeasuredCosts(CostSource):
             }
         return {
             **costs_to_dict(draft_s, {n: steps(n) for n in steps.seen}),
+            **({"drafter_reading_s": self._reading_s} if self._reading_s else {}),
             **fitted,
             "steps": [list(sample) for sample in self._samples],
         }
@@ -326,9 +366,11 @@ def load_costs(path: str | Path) -> object:
     steps = data.get("steps")
     notes = steps.get("policy") if isinstance(steps, dict) else None
     if isinstance(notes, dict) and all(isinstance(notes.get(name), list) for name in COST_NOTES):
+        known = [each for each in notes.get(READING_NOTE) or () if each]
         return {
             "target_pass_s": {},
             "steps": list(map(list, zip(*(notes[name] for name in COST_NOTES), strict=False))),
+            **({"drafter_reading_s": known[-1]} if known else {}),
         }
     return data
 
@@ -363,7 +405,10 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     if steps is not None:
         if isinstance(steps, str) or not isinstance(steps, Sequence) or not all(map(_is_sample, steps)):
             raise _bad("steps is no list of pairs of seconds")
-        return MeasuredCosts(steps)
+        earlier = data.get("drafter_reading_s")
+        if not (earlier is None or _is_time(earlier)):
+            raise _bad(f"drafter_reading_s is {earlier!r}")
+        return MeasuredCosts(steps, earlier)
     if not target:
         raise _bad("target_pass_s is empty")
     drafters = data.get("drafter_pass_s")
@@ -380,14 +425,28 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
     passes = {int(n): float(seconds) for n, seconds in target.items()}
+    reading = _reading(data.get("drafter_reading_s"), drafter)
     if not data.get("target_context_s"):
-        return GivenCosts(float(drafters), PassCosts(passes))  # type: ignore[arg-type]
+        return GivenCosts(float(drafters), PassCosts(passes), reading_s=reading)  # type: ignore[arg-type]
     growing = data.get("drafter_context_s") or 0.0
     if isinstance(growing, Mapping):
         growing = growing.get(drafter, 0.0) if drafter is not None else next(iter(growing.values()))
     if not _is_time(growing):
         raise _bad(f"drafter_context_s is {growing!r}")
-    return GivenCosts(float(drafters), _with_context(passes, data), growing)  # type: ignore[arg-type]
+    return GivenCosts(float(drafters), _with_context(passes, data), growing, reading)  # type: ignore[arg-type]
+
+
+def _reading(data: object, drafter: str | None) -> dict[int, float]:
+    """Return a drafter's seconds of reading a context by its tokens, given alone or by drafter."""
+    if isinstance(data, Mapping) and any(isinstance(each, Mapping) for each in data.values()):
+        data = data.get(drafter) if drafter is not None else next(iter(data.values()))
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not all(
+        str(n).isdecimal() and int(n) > 0 and _is_time(seconds) for n, seconds in data.items()
+    ):
+        raise _bad("drafter_reading_s does not map numbers of tokens to seconds")
+    return {int(n): float(seconds) for n, seconds in sorted(data.items(), key=lambda each: int(each[0]))}
 
 
 def _with_context(passes: dict[int, float], data: Mapping[str, object]) -> PassCosts:

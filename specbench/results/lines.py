@@ -403,6 +403,12 @@ class DrafterTimes(Times, tag="drafter"):
     drafter: Annotated[str, doc("its name")]
 
 
+class ReadingTimes(Times, tag="reading"):
+    """Readings of the context, which a drafter with a model needs before it can draft."""
+
+    drafter: Annotated[str, doc("its name")]
+
+
 class TreeTimes(Times, tag="tree"):
     """Drafts of several nodes and one more after each: two forward passes, the second with a row for each node."""
 
@@ -424,7 +430,7 @@ class SharedDrafterTimes(Times, tag="shared-drafter"):
     requests: Count
 
 
-CostLine = TargetTimes | DrafterTimes | TreeTimes | SharedTargetTimes | SharedDrafterTimes
+CostLine = TargetTimes | DrafterTimes | ReadingTimes | TreeTimes | SharedTargetTimes | SharedDrafterTimes
 _COST: msgspec.json.Decoder[CostLine] = msgspec.json.Decoder(CostLine)
 
 

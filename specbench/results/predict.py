@@ -21,6 +21,7 @@ from specbench.decoding.theory import (
     predicted_throughput_ratio,
     prompt_readings,
     read_by_depth,
+    reading_seconds,
 )
 from specbench.results import stats
 from specbench.results.experts import experts_by_rows
@@ -73,6 +74,8 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     if drafter in timed.rows_s:
         for tree in np.unique(steps.tree[steps.tree >= 0]):
             wider[tree] = sum(timed.c(drafter, nodes) - c for nodes in read_by_depth(steps.trees[tree]))
+    reading = timed.reading_s.get(drafter, {})
+    lengths = results.generations["prompt_tokens"].to_numpy()
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())
@@ -87,7 +90,10 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         # Siblings have no acceptance rate of their own.
         gained = mine.gained.sum()
         verify = v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum()
-        cost = (mine["passes"].sum(), c, verify)
+        # Its pass that reads the prompt drafts as well.
+        readers = np.unique(mine.row[mine["draft_prefill_s"] > 0]).tolist() if reading else []
+        reading_s = sum(reading_seconds(reading, float(lengths[row])) for row in readers)
+        cost = (mine["passes"].sum() - len(readers), c, verify + reading_s / timed.target_s[1])
         by_position.append(predicted_speedup(by_length[mine["drafted"]].sum() + gained, *cost))
         iid.append(predicted_speedup(tokens_iid.sum() + gained, *cost))
         prompts.append(prompt)

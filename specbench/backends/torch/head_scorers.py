@@ -56,6 +56,7 @@ class HeadScorer(Generic[Input, Output]):
     predicts_acceptance: bool = False
     batch: Batch | None = None
     reads_in_parts = False
+    reads_context = False  # before it drafts, in a pass that grows with the context
     longest: int | None = None
     acceptance: Tensor | None = None
     target_cache: KVCache | None = None
@@ -196,6 +197,8 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     It has an entry for every token of the context but the first: token t + 1 with the target's state at t. Drafts come
     after these, with its own outputs in place of the states.
     """
+
+    reads_context = True
 
     def __init__(
         self,

@@ -37,6 +37,8 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
     layers are chained, the output of layer k - 1 at its entry i. Features are kept for the whole context.
     """
 
+    reads_context = True
+
     def __init__(
         self,
         head: MtpLayers,
