@@ -26,10 +26,10 @@ class Result(NamedTuple):
         assert self.out.count("\n") == 1
         return dict(json.loads(self.out))
 
-    def refused(self, code: int, *fragments: str) -> None:
-        """Nothing on stdout, and one sentence on stderr that holds the fragments."""
+    def refused(self, code: int, *fragments: str, stages: bool = False) -> None:
+        """Nothing on stdout, and on stderr one sentence that holds the fragments, after stages of loading if any."""
         assert (self.code, self.out) == (code, ""), self.err
-        assert re.fullmatch(r"specbench: [^\n]+\.\n", self.err), self.err
+        assert re.fullmatch(r"([^\n]+ \.\.\.\n)*" * stages + r"specbench: [^\n]+\.\n", self.err), self.err
         for fragment in fragments:
             assert fragment in self.err
 

@@ -238,7 +238,7 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verd
 
 def test_an_interval_too_wide_to_be_given_misses_nothing():
     wide = {"ratio": 1.5, "low": None, "high": None, "verdict": "cannot tell"}
-    part = {aa.ITSELF: wide, aa.SLOWED: wide, "failed": 0, "warnings": []}
+    part = {aa.ITSELF: wide, aa.SLOWED: wide, "failed": 0, "named": [], "warnings": []}
     figures = aa.summary([part])
     assert (figures["covered"], figures["slower"], figures["median_width"]) == (1, 0, None)
     assert "1.50× [too few to say]" in aa.line_of(0, part)

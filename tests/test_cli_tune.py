@@ -101,7 +101,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert said.code == 0, said.err
     assert said.out.startswith("lookup with auto: 2.00 × [2.00, 2.00] over plain decoding")
     stages = [line for line in said.err.splitlines() if line.endswith(" ...")]
-    assert stages[1] == "loading target ..."  # each of them, where no terminal draws a bar
+    assert stages[0] == "loading target ..."  # each of them, where no terminal draws a bar
     assert {"quantizing small to int8 ...", "trying drafters ..."} <= {*stages}
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-target-tune", folder.name)
@@ -315,13 +315,15 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
     out = tmp_path / "run"
     assert tune("--results", out).code == 0
     again = ("--results", out, "--resume", "--overwrite")
-    tune(*again, "--seed", 3).refused(2, "has other options (option seed: 0 → 3)")
-    tune(*again, "-n", 7).refused(2, "another --max-new-tokens")
-    tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram")
+    tune(*again, "--seed", 3).refused(2, "has other options (option seed: 0 → 3)", stages=True)
+    tune(*again, "-n", 7).refused(2, "another --max-new-tokens", stages=True)
+    tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram", stages=True)
 
 
 def test_the_time_is_kept_to(tune, monkeypatch):
-    tune("--minutes", 0.01).refused(1, "The time was too short to try anything", "--resume --minutes 1")
+    tune("--minutes", 0.01).refused(
+        1, "The time was too short to try anything", "--resume --minutes 1", stages=True
+    )
     tune("--minutes", 0, "--results", "other").refused(2, "--minutes is 0.")
 
 

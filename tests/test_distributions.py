@@ -48,7 +48,8 @@ def test_no_axis_of_the_table_leaves_anything_out():
     assert any(parse_policy(policy).siblings for policy in table.POLICIES if policy.startswith("fixed"))
     built = [specs.parse_drafter(entry.spec) for entry in DRAFTERS.values()]
     assert {type(each) for each in built} == set(specs.DRAFTERS)
-    assert {entry.head for entry in DRAFTERS.values()} == {*HEAD_KINDS, None}
+    # Gemma 4's assistant reads a target of its own family: enumerated in tests/test_assistant.py.
+    assert {entry.head for entry in DRAFTERS.values()} == {*HEAD_KINDS, None} - {"assistant"}
     plain = Sampling(temperature=1.0)
     for each in fields(Sampling):
         if each.name not in ("rules", "matcher"):  # made for one output

@@ -18,6 +18,7 @@ _PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
 _KEPT = "(the result is kept)"
 """In the names of stages that take long once, and are printed too."""
 
+_STARTING = "starting"
 _REDRAW_S = 0.1
 
 
@@ -32,7 +33,7 @@ def starting(quiet: bool = False, *, every: bool = False) -> Iterator[StageProgr
     gc.disable()
     try:
         with StageProgress(quiet, every=every) as progress:
-            progress.update("starting", 0, None)
+            progress.update(_STARTING, 0, None)
             yield progress
     finally:
         if collecting:
@@ -101,5 +102,9 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         shown = " ".join(terminal_safe(stage, self._console.encoding).split())
         self._stage = stage, self._bar.add_task(shown, total=total)
         is_long = stage.startswith(_PRINTED_ONCE) or stage.endswith(_KEPT)
-        if not self._console.is_terminal and not self._quiet and (is_long or self._every):
+        if (
+            not self._console.is_terminal
+            and not self._quiet
+            and (is_long or (self._every and stage != _STARTING))
+        ):
             self._console.print(f"{shown} ...", markup=False, soft_wrap=True)

@@ -75,7 +75,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         for tree in np.unique(steps.tree[steps.tree >= 0]):
             wider[tree] = sum(timed.c(drafter, nodes) - c for nodes in read_by_depth(steps.trees[tree]))
     reading = timed.reading_s.get(drafter, {})
-    lengths = results.generations["prompt_tokens"].to_numpy()
+    lengths = results.generations["prompt_tokens"].to_numpy() if reading else ()
     by_position, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())
