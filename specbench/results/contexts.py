@@ -89,16 +89,28 @@ def blind_drafters(results: Results, summary: Summary) -> Iterator[RunWarning]:
 
 
 def _noticed(results: Results) -> dict[tuple[str, float], int]:
-    """Return the shortest context at which the policy auto found a drafter blind, by drafter and temperature."""
-    found: dict[tuple[str, float], int] = {}
+    """Return the shortest context from which on the policy auto found a drafter blind, by drafter and temperature.
+
+    Left out where at least half of a configuration's generations that went as far drafted on: then single prompts were
+    hard, not the context long.
+    """
+    ends: dict[tuple[str, float, str], list[tuple[int, int | None]]] = {}
     done = results.done
-    columns = ("drafter", "temperature", "prompt_tokens", "steps_policy", "steps_emitted")
-    for drafter, temperature, prompt, notes, emitted in zip(*(done[name] for name in columns), strict=True):
-        if "blind" in notes:
-            places = np.flatnonzero(notes["blind"] == 1.0)
-            context = int(prompt) + int(emitted[: places[0]].sum())
-            key = str(drafter), float(temperature)
-            found[key] = min(context, found.get(key, context))
+    columns = ("drafter", "temperature", "config", "prompt_tokens", "steps_policy", "steps_emitted")
+    for drafter, temperature, config, prompt, notes, emitted in done[[*columns]].itertuples(
+        index=False, name=None
+    ):
+        places = np.flatnonzero(notes["blind"] == 1.0) if "blind" in notes else ()
+        context = int(prompt) + int(emitted[: places[0]].sum()) if len(places) else None
+        key = str(drafter), float(temperature), str(config)
+        ends.setdefault(key, []).append((int(prompt + emitted.sum()), context))
+    found: dict[tuple[str, float], int] = {}
+    for (drafter, temperature, _), each in ends.items():
+        for context in sorted(context for _, context in each if context is not None):
+            reached = [at is not None for end, at in each if end >= context]
+            if 2 * sum(reached) > len(reached):
+                found[drafter, temperature] = min(context, found.get((drafter, temperature), context))
+                break
     return found
 
 
