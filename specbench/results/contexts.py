@@ -100,8 +100,9 @@ def _noticed(results: Results) -> dict[tuple[str, float], int]:
     for drafter, temperature, config, prompt, notes, emitted in done[[*columns]].itertuples(
         index=False, name=None
     ):
-        places = np.flatnonzero(notes["blind"] == 1.0) if "blind" in notes else ()
-        context = int(prompt) + int(emitted[: places[0]].sum()) if len(places) else None
+        context = None
+        if "blind" in notes:
+            context = int(prompt) + int(emitted[: np.argmax(notes["blind"] == 1.0)].sum())
         key = str(drafter), float(temperature), str(config)
         ends.setdefault(key, []).append((int(prompt + emitted.sum()), context))
     found: dict[tuple[str, float], int] = {}
