@@ -219,13 +219,17 @@ def client(serving) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, client):
-    asked: Any = {
+def named_call(serving) -> Any:
+    return {
         "model": serving.engine.target.name,
         "messages": ASKED,
         "tools": [NOW, GET],
         "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
     }
+
+
+def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, client):
+    asked = named_call(serving)
     whole = client.chat.completions.create(**asked)
     (choice,) = whole.choices
     (call,) = choice.message.tool_calls
@@ -259,12 +263,7 @@ def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, cl
 
 def test_a_stop_string_inside_a_call_is_the_reason_for_its_end(serving, client):
     """Arguments that are cut must not be run; a stop after them cuts nothing."""
-    asked: Any = {
-        "model": serving.engine.target.name,
-        "messages": ASKED,
-        "tools": [NOW, GET],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-    }
+    asked = named_call(serving)
     for stop, reason, whole in (("days", "stop", False), ("</tool_call>", "tool_calls", True)):
         (choice,) = client.chat.completions.create(**asked, stop=stop).choices
         written = choice.message.tool_calls[0].function.arguments
