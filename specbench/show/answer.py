@@ -427,7 +427,10 @@ def how_far_it_pays(curve: ContextCurve, over: str = PLAIN) -> str:
 
     pays, most, last = curve.pays, curve.most, curve.rows[-1]
     if not any(row.speedup.basis == "prompts" for row in curve.rows):
-        return f"too few prompts for intervals; it measured most at {at(most)} over {over}, and {at(last)} at the end."
+        return (
+            f"too few prompts for intervals; it measured most over {over} at {context_of(most):,} tokens of context,"
+            f" {stats.ratio_text(most.speedup)}, and at the longest, {at(last)}."
+        )
     if pays is None:
         return f"is certain to pay at no context; it measured most at {at(most)} over {over}."
     best = f"most at {at(most)} over {over}"
