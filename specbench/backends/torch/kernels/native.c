@@ -8,9 +8,10 @@
  * Beside these activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
  * Beside bfloat16 they are rounded to it where the processor multiplies it, and otherwise both are in float32.
  *
- * Work is cut into pieces which threads take from a queue, so that a thread that is held up costs its piece. Whoever
- * ends the last piece of a stage does what has to be done once between two stages. Nothing here knows how many threads
- * there are: those of whoever calls are lent by the function `Parallel` (GOMP_parallel of torch's own OpenMP).
+ * Work is cut into pieces, so that a thread that is held up costs its piece. A thread takes pieces that lie one behind the
+ * other, for memory is read faster straight on, and then helps others with theirs. Whoever ends the last piece of a stage
+ * does what has to be done once between two stages. Threads are lent by the function `Parallel` (GOMP_parallel of torch's
+ * own OpenMP).
  */
 #define _GNU_SOURCE
 #include <immintrin.h>
@@ -36,12 +37,14 @@ enum {
     MOST_TILE = 8,      /* rows taken together */
     AHEAD = 4096,       /* bytes fetched ahead: the processor itself stops at every 4 KiB */
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
+    PIECE_OF_GATES = 1 << 16, /* the same, of each half */
     ROWS_AT_ONCE = 256, /* of long inputs */
     ROWS_TOGETHER = 48, /* of those, beside numbers: their sums stay in the nearest cache */
     STRETCH = 64,       /* steps of numbers: 16 KiB of a panel */
     MOST_WIDTH = 64,    /* of a panel of numbers */
     MOST_PARTS = 4,     /* vectors of outputs of numbers at once */
     DEPTH = 64,         /* rows of numbers are filled up with zeros to a multiple */
+    SHARES = 16,        /* of a stage */
     SPINS = 400,        /* looks at a stage before the core is given away */
     YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
@@ -203,6 +206,12 @@ INLINE int32_t four_of(const void *bytes) {
     int32_t four;
     memcpy(&four, bytes, sizeof four);
     return four;
+}
+
+/* Cache lines of a panel, for some rows. For one row they are there sooner without it. */
+INLINE void fetch_ahead(const uint8_t *weights, int lines, int rows) {
+    for (int line = 0; line < lines && rows > 1; line++)
+        _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
 }
 
 INLINE uint16_t to_bfloat16(float x) {
@@ -402,16 +411,35 @@ int64_t specbench_packed_bytes(int outputs, int inputs, int bits) {
 
 /* ---- stages ---- */
 
+/* Pieces are divided into shares of pieces one behind the other. A thread takes its own share piece by piece, so that it
+ * reads memory straight on, and then what others have left. */
 typedef struct {
-    _Alignas(64) atomic_int next; /* the piece to take */
-    _Alignas(64) atomic_int done; /* pieces done, and one more once what follows them is done */
-    atomic_int asleep;            /* threads that wait to be woken */
+    _Alignas(64) atomic_int taken[SHARES]; /* pieces of each share, and of those beyond its end */
+    _Alignas(64) atomic_int done;          /* pieces done, and one more once what follows them is done */
+    atomic_int asleep;                     /* threads that wait to be woken */
 } Stage;
 
 static void begin_stage(Stage *stage) {
-    atomic_init(&stage->next, 0);
+    for (int share = 0; share < SHARES; share++) atomic_init(&stage->taken[share], 0);
     atomic_init(&stage->done, 0);
     atomic_init(&stage->asleep, 0);
+}
+
+/* The next piece for a thread, -1 if all are taken. */
+static int next_piece(Stage *stage, int pieces, int shares, int thread) {
+    for (int turn = 0; turn < shares; turn++) {
+        const int share = (thread + turn) % shares, first = (int)((int64_t)pieces * share / shares);
+        const int count = (int)((int64_t)pieces * (share + 1) / shares) - first;
+        if (atomic_load_explicit(&stage->taken[share], memory_order_relaxed) >= count) continue;
+        const int taken = atomic_fetch_add_explicit(&stage->taken[share], 1, memory_order_relaxed);
+        if (taken < count) return first + taken;
+    }
+    return -1;
+}
+
+INLINE int shares_for(Parallel parallel, int threads) {
+    if (!parallel || threads < 1) return 1;
+    return threads < SHARES ? threads : SHARES;
 }
 
 /* Wait until so much is done: look for a while, then let others have the core, then sleep. Only a core that nobody uses
@@ -445,13 +473,15 @@ struct Work {
     Given wide, narrow; /* what goes into the down product, and into all others */
     float *row, *more;  /* [rows, stride]: what comes out of products, and of attention */
     int64_t stride;
+    int shares;
+    atomic_int joined; /* threads that take part */
 };
 
 /* Take pieces of a stage until there are no more, and do what is to be done behind them if the last one done is one's own.
  * Whether it was. */
-static int take_pieces(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
-    int piece;
-    while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
+static int take_pieces(
+    Stage *stage, int pieces, int thread, const Work *work, const Layer *layer, Step step, Step behind) {
+    for (int piece; (piece = next_piece(stage, pieces, work->shares, thread)) >= 0;) {
         step(work, layer, piece);
         if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) {
             if (behind) behind(work, layer, 0);
@@ -463,8 +493,9 @@ static int take_pieces(Stage *stage, int pieces, const Work *work, const Layer *
 }
 
 /* Take part in a stage until all its pieces, and what is to be done behind them, are done. */
-static void take_part(Stage *stage, int pieces, const Work *work, const Layer *layer, Step step, Step behind) {
-    if (!take_pieces(stage, pieces, work, layer, step, behind)) wait_for(stage, pieces + 1);
+static void take_part(
+    Stage *stage, int pieces, int thread, const Work *work, const Layer *layer, Step step, Step behind) {
+    if (!take_pieces(stage, pieces, thread, work, layer, step, behind)) wait_for(stage, pieces + 1);
 }
 
 INLINE int panels_at_once(const Matrix *matrix) {
@@ -711,21 +742,26 @@ static void after_attention(const Work *work, const Layer *layer, int piece) {
     give_normed(work, layer->mlp_norm);
 }
 
+/* Panels of gates to a piece; each half of them is read straight on. */
+INLINE int gates_at_once(const Matrix *gates) {
+    const int64_t bytes = panel_bytes(gates);
+    return bytes >= PIECE_OF_GATES ? 1 : (int)((PIECE_OF_GATES + bytes - 1) / bytes);
+}
+
 /* Gates of some panels and what they let through: the second half of the same product. */
 static void gate(const Work *work, const Layer *layer, int piece) {
     const Matrix *gates = &layer->gates;
     const Model *model = work->pass->model;
     const int middle = model->middle, gelu = model->gelu, width = gates->width, half = middle / width;
-    const int rows = work->pass->rows;
-    const int some = panels_at_once(gates), end = (piece + 1) * some;
-    for (int panel = piece * some; panel < end && panel < half; panel++) {
-        work->ways->products[work->narrow.form](gates, &work->narrow, rows, panel, work->row, work->stride);
-        work->ways->products[work->narrow.form](gates, &work->narrow, rows, half + panel, work->row, work->stride);
-        for (int r = 0; r < rows; r++) {
-            float *x = work->row + r * work->stride + (int64_t)panel * width;
-            work->ways->gate(x, x + middle, width, gelu);
-            if (work->wide.form != IN_BYTES) put(work->ways, x, &work->wide, r, panel * width, width);
-        }
+    const int rows = work->pass->rows, some = gates_at_once(gates), first = piece * some;
+    const int end = first + some < half ? first + some : half;
+    for (int which = 0; which < 2; which++)
+        for (int panel = first; panel < end; panel++)
+            work->ways->products[work->narrow.form](gates, &work->narrow, rows, which * half + panel, work->row, work->stride);
+    for (int r = 0; r < rows; r++) {
+        float *x = work->row + r * work->stride + (int64_t)first * width;
+        work->ways->gate(x, x + middle, (end - first) * width, gelu);
+        if (work->wide.form != IN_BYTES) put(work->ways, x, &work->wide, r, first * width, (end - first) * width);
     }
 }
 
@@ -767,20 +803,21 @@ static void tell(const Work *work, const Layer *layer, int piece) {
 enum { STAGES_OF_LAYER = 5 };
 
 static void run(void *given) {
-    const Work *work = given;
+    Work *joining = given;
+    const Work *work = joining;
     const Model *model = work->pass->model;
-    const int pairs = work->pass->rows * model->shared;
+    const int pairs = work->pass->rows * model->shared, own = atomic_fetch_add(&joining->joined, 1);
     Stage *stage = work->stages;
-    take_part(stage++, 1, work, model->layers, begin, NULL);
+    take_part(stage++, 1, own, work, model->layers, begin, NULL);
     for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
-        const int some = panels_at_once(&layer->gates), half = model->middle / layer->gates.width;
-        take_part(stage++, pieces_of(&layer->projections), work, layer, project, rotate);
-        take_part(stage++, pairs, work, layer, attend, attended);
-        take_part(stage++, pieces_of(&layer->output), work, layer, put_out, after_attention);
-        take_part(stage++, (half + some - 1) / some, work, layer, gate, gated);
-        take_part(stage++, pieces_of(&layer->down), work, layer, bring_down, after_layer);
+        const int some = gates_at_once(&layer->gates), half = model->middle / layer->gates.width;
+        take_part(stage++, pieces_of(&layer->projections), own, work, layer, project, rotate);
+        take_part(stage++, pairs, own, work, layer, attend, attended);
+        take_part(stage++, pieces_of(&layer->output), own, work, layer, put_out, after_attention);
+        take_part(stage++, (half + some - 1) / some, own, work, layer, gate, gated);
+        take_part(stage++, pieces_of(&layer->down), own, work, layer, bring_down, after_layer);
     }
-    take_pieces(stage, pieces_of(&model->head), work, NULL, tell, NULL); /* who lent the threads waits for all of them */
+    take_pieces(stage, pieces_of(&model->head), own, work, NULL, tell, NULL); /* who lent the threads waits for all */
 }
 
 /* ---- memory ---- */
@@ -841,7 +878,7 @@ static void all_threads(Parallel parallel, int threads, void (*each)(void *), vo
 /* Make a pass. 0, or 1 where memory or this processor's instructions are missing. */
 int specbench_pass(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
-    Work work = {.pass = pass, .ways = WAYS[pass->level]};
+    Work work = {.pass = pass, .ways = WAYS[pass->level], .shares = shares_for(pass->parallel, pass->threads)};
     Arena arena = {0};
     lay_out(&work, &arena);
     char *memory = aligned_alloc(64, arena.used);
@@ -866,7 +903,8 @@ typedef struct {
     const float *x;
     float *out;
     Given given;
-    int rows;
+    int rows, shares;
+    atomic_int joined[2];
     Stage stages[2];
 } Single;
 
@@ -894,9 +932,10 @@ static void pack_panel(const Single *work, int piece) { work->ways->pack(work->p
 
 static void recur_head(const Single *work, int piece) { work->ways->recur(work->rule, piece); }
 
-static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(const Single *, int)) {
-    int piece;
-    while ((piece = atomic_fetch_add_explicit(&stage->next, 1, memory_order_relaxed)) < pieces) {
+static void take_singly(Single *work, int number, int pieces, void (*step)(const Single *, int)) {
+    Stage *stage = &work->stages[number];
+    const int own = atomic_fetch_add(&work->joined[number], 1);
+    for (int piece; (piece = next_piece(stage, pieces, work->shares, own)) >= 0;) {
         step(work, piece);
         if (atomic_fetch_add_explicit(&stage->done, 1, memory_order_acq_rel) + 1 == pieces) finish(stage, pieces);
     }
@@ -905,27 +944,32 @@ static void take_singly(Single *work, Stage *stage, int pieces, void (*step)(con
 
 static void run_product(void *given) {
     Single *work = given;
-    take_singly(work, &work->stages[0], (work->rows + MOST_TILE - 1) / MOST_TILE, give_rows);
-    take_singly(work, &work->stages[1], panels_of(work->matrix), multiply_panel);
+    take_singly(work, 0, (work->rows + MOST_TILE - 1) / MOST_TILE, give_rows);
+    take_singly(work, 1, panels_of(work->matrix), multiply_panel);
 }
 
 static void run_attention(void *given) {
     Single *work = given;
-    take_singly(work, &work->stages[0], work->pass->rows * work->pass->model->shared, attend_alone);
+    take_singly(work, 0, work->pass->rows * work->pass->model->shared, attend_alone);
 }
 
 static void run_packing(void *given) {
     Single *work = given;
-    take_singly(work, &work->stages[0], (work->packing->rows + PANEL - 1) / PANEL, pack_panel);
+    take_singly(work, 0, (work->packing->rows + PANEL - 1) / PANEL, pack_panel);
 }
 
 static void run_rule(void *given) {
     Single *work = given;
-    take_singly(work, &work->stages[0], work->rule->batch * work->rule->heads, recur_head);
+    take_singly(work, 0, work->rule->batch * work->rule->heads, recur_head);
 }
 
-static void no_pieces_taken(Single *work) {
-    for (int i = 0; i < 2; i++) begin_stage(&work->stages[i]);
+static void share_with(Single *work, Parallel parallel, int threads, void (*each)(void *)) {
+    work->shares = shares_for(parallel, threads);
+    for (int i = 0; i < 2; i++) {
+        atomic_init(&work->joined[i], 0);
+        begin_stage(&work->stages[i]);
+    }
+    all_threads(parallel, threads, each, work);
 }
 
 /* x [rows, inputs] -> out [rows, outputs]. */
@@ -944,8 +988,7 @@ int specbench_product(
         work.x = x + first * matrix->inputs;
         work.out = out + first * matrix->outputs;
         work.rows = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
-        no_pieces_taken(&work);
-        all_threads(parallel, threads, run_product, &work);
+        share_with(&work, parallel, threads, run_product);
     }
     free(memory);
     return 0;
@@ -956,8 +999,7 @@ int specbench_product(
 int specbench_attend(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
     Single work = {.pass = pass, .ways = WAYS[pass->level]};
-    no_pieces_taken(&work);
-    all_threads(pass->parallel, pass->threads, run_attention, &work);
+    share_with(&work, pass->parallel, pass->threads, run_attention);
     return 0;
 }
 
@@ -965,8 +1007,7 @@ int specbench_attend(const Pass *pass) {
 int specbench_pack(const Packing *packing, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level()) return 1;
     Single work = {.packing = packing, .ways = WAYS[level]};
-    no_pieces_taken(&work);
-    all_threads(parallel, threads, run_packing, &work);
+    share_with(&work, parallel, threads, run_packing);
     return 0;
 }
 
@@ -974,7 +1015,6 @@ int specbench_pack(const Packing *packing, Parallel parallel, int threads, int l
 int specbench_delta_rule(const DeltaRule *rule, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level() || rule->keys > MOST_SIZE) return 1;
     Single work = {.rule = rule, .ways = WAYS[level]};
-    no_pieces_taken(&work);
-    all_threads(parallel, threads, run_rule, &work);
+    share_with(&work, parallel, threads, run_rule);
     return 0;
 }
