@@ -279,6 +279,17 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
     assert begins(policy, 62)
 
 
+def test_what_copies_reads_in_no_time_but_the_model_behind_it_does_not():
+    policy = AutoLength(8)
+    policy.start(8000, ContextReach(), 8000)
+    policy.time_prefill(5.0 / 8000)
+    policy.begin(64)
+    step = plain_step(8000, 0.04)
+    policy.observe(replace(step, passes=0, times=replace(step.times, draft_prefill_s=0.001)))
+    assert not begins(policy, 63)
+    assert policy.notes()["reading_s"] == pytest.approx(1.0)
+
+
 def test_a_drafter_that_did_not_read_is_tried_once_its_share_of_the_time_has_paid_for_it():
     policy = AutoLength(8)
     policy.start(8000, ContextReach(), 8000)

@@ -307,9 +307,9 @@ class AutoLength(ChainPolicy):
     def _learn_reach(self, step: Step, passes: int) -> None:
         """Learn what this length of context means for a drafter that runs forward passes."""
         self._context = step.position + len(step.tokens)
-        if step.times.draft_prefill_s > 0 and not self._has_read:
-            self._reach.time_reading(step.position, step.times.draft_prefill_s)
         if passes > 0:
+            if step.times.draft_prefill_s > 0 and not self._has_read:
+                self._reach.time_reading(step.position, step.times.draft_prefill_s)
             self._has_read, self._unread_s, self._unread = True, 0.0, 0
             free = self._copies or (self._draft is not None and is_free(self._draft, 0))
             if step.tested and not free:
