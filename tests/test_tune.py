@@ -544,6 +544,15 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     assert run_json(tmp_path)["finished"] is None
 
 
+def test_days_are_not_advised(tmp_path):
+    found, sweep = undecided(tmp_path, FakeClock())
+    results = load_results(tmp_path)
+    for block_s, expected in ((0.1, "About "), (1e9, "More than 8 hours would be needed")):
+        answer = find_answer(replace(found, block_s=block_s), sweep.configs, results)
+        (advice,) = (each for each in answer.details if "decide it" in each)
+        assert advice.startswith(expected)
+
+
 def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
     """Many are in question as long as plain decoding may be the fastest: those that may beat the leader are named."""
     found, sweep = undecided(tmp_path, FakeClock())

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _NAMED = 5
 """Configurations that a sentence lists at most."""
 
+_LONG = 8 * 60
+"""Minutes from which more of them are not advised."""
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -162,8 +165,11 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
             yield f"More time is needed, how much is not known yet: {found.more} continues."
         else:
             minutes = math.ceil((needed * found.block_s + found.overhead_s) / 60)
-            time = counted(minutes, "more minute")
-            yield f"About {time} would decide it: {found.more} --minutes {minutes}."
+            if minutes > _LONG:
+                yield f"More than {_LONG // 60} hours would be needed to decide it: {found.more} continues."
+            else:
+                time = counted(minutes, "more minute")
+                yield f"About {time} would decide it: {found.more} --minutes {minutes}."
     leader = _described(by_id[race.leader])
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
