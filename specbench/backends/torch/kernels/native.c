@@ -498,19 +498,20 @@ static void take_part(
     if (!take_pieces(stage, pieces, thread, work, layer, step, behind)) wait_for(stage, pieces + 1);
 }
 
-INLINE int panels_at_once(const Matrix *matrix) {
+/* Panels to a piece of so many bytes at least. */
+INLINE int panels_at_once(const Matrix *matrix, int least) {
     const int64_t bytes = panel_bytes(matrix);
-    return bytes >= PIECE ? 1 : (int)((PIECE + bytes - 1) / bytes);
+    return bytes >= least ? 1 : (int)((least + bytes - 1) / bytes);
 }
 
 INLINE int pieces_of(const Matrix *matrix) {
-    const int some = panels_at_once(matrix);
+    const int some = panels_at_once(matrix, PIECE);
     return (panels_of(matrix) + some - 1) / some;
 }
 
 static void multiply(
     const Work *work, const Matrix *matrix, const Given *x, int rows, int piece, float *out, int64_t stride) {
-    const int some = panels_at_once(matrix), all = panels_of(matrix), end = (piece + 1) * some;
+    const int some = panels_at_once(matrix, PIECE), all = panels_of(matrix), end = (piece + 1) * some;
     for (int panel = piece * some; panel < end && panel < all; panel++)
         work->ways->products[x->form](matrix, x, rows, panel, out, stride);
 }
@@ -742,18 +743,12 @@ static void after_attention(const Work *work, const Layer *layer, int piece) {
     give_normed(work, layer->mlp_norm);
 }
 
-/* Panels of gates to a piece; each half of them is read straight on. */
-INLINE int gates_at_once(const Matrix *gates) {
-    const int64_t bytes = panel_bytes(gates);
-    return bytes >= PIECE_OF_GATES ? 1 : (int)((PIECE_OF_GATES + bytes - 1) / bytes);
-}
-
 /* Gates of some panels and what they let through: the second half of the same product. */
 static void gate(const Work *work, const Layer *layer, int piece) {
     const Matrix *gates = &layer->gates;
     const Model *model = work->pass->model;
     const int middle = model->middle, gelu = model->gelu, width = gates->width, half = middle / width;
-    const int rows = work->pass->rows, some = gates_at_once(gates), first = piece * some;
+    const int rows = work->pass->rows, some = panels_at_once(gates, PIECE_OF_GATES), first = piece * some;
     const int end = first + some < half ? first + some : half;
     for (int which = 0; which < 2; which++)
         for (int panel = first; panel < end; panel++)
@@ -810,7 +805,7 @@ static void run(void *given) {
     Stage *stage = work->stages;
     take_part(stage++, 1, own, work, model->layers, begin, NULL);
     for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
-        const int some = gates_at_once(&layer->gates), half = model->middle / layer->gates.width;
+        const int some = panels_at_once(&layer->gates, PIECE_OF_GATES), half = model->middle / layer->gates.width;
         take_part(stage++, pieces_of(&layer->projections), own, work, layer, project, rotate);
         take_part(stage++, pairs, own, work, layer, attend, attended);
         take_part(stage++, pieces_of(&layer->output), own, work, layer, put_out, after_attention);
