@@ -12,9 +12,9 @@ its reason. Of one kind of weights: `--dtype` is that of the servers which read 
 Three runs, each a folder of `--out` that a second call continues: `single` (12 mixed prompts × 96 tokens one after the
 other), `batch-8` (24 prompts, 8 clients at a time) and `prompts` (time to the first token of prompts of 32, 512 and
 4,096 tokens; no two begin alike, so no prompt cache helps). All sides answer each prompt in turn, if all fit into
-memory; `--servers N` limits how many run at a time. Prints for every side its tokens per second with specbench's best
-over it and the 95% interval, the time to the first token by length, how long its start took, and its memory, and then
-one line of JSON. `specbench report FOLDER` has the rest.
+memory; `--servers N` limits how many run at a time. Prints for every side its tokens per second after the first and in
+whole calls, with specbench's best over it and the 95% intervals, the time to the first token by length, how long its
+start took, and its memory, and then one line of JSON. `specbench report FOLDER` has the rest.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from specbench.base.errors import SpecbenchError
+from specbench.base.record import Estimate
 from specbench.bench.contexts import load_context_text
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
@@ -42,7 +43,9 @@ from specbench.export.start import settings_of
 from specbench.models.load import load_tokenizer
 from specbench.options import DecodingOptions
 from specbench.results.compare import compare_configs
+from specbench.results.pairs import whole_speed
 from specbench.results.results import Results, load_results
+from specbench.results.stats import geometric_mean
 from specbench.results.summary import summarize
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -173,18 +176,30 @@ def measure(
 
 
 def speeds(results: Results) -> dict[str, dict[str, Any]]:
-    """Return each side's tokens per second, and specbench's best over it with its interval."""
+    """Return each side's tokens per second, and specbench's best over it with its interval: after the first token, and
+    (``whole``) of whole calls, with the reading of the prompt.
+    """
     rows = {row.config.drafter: row for row in summarize(results).rows if row.generations}
     ours = {name: row for name, row in rows.items() if name.startswith(OURS)}
     best = max(ours, key=lambda name: ours[name].tokens_per_second.value, default=None)
+    alone = results.done[results.done["group"] == ""]  # those of a batch are whole anyway
+    calls = alone.assign(speed=whole_speed(alone)).pivot_table("speed", ["prompt", "repeat"], "drafter")
+    keys = [calls.index.get_level_values(each) for each in ("prompt", "repeat")]
     found: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
         found[name] = {"tokens_per_second": round(row.tokens_per_second.value, 2)}
+        if name in calls:
+            found[name]["whole"] = round(geometric_mean(calls[name], *keys).value, 2)
         if best is not None and name != best:
             ratio = compare_configs(results, rows[best].config.id, row.config.id).rows[0].ratio
-            ends = (ratio.value, ratio.low, ratio.high)
-            found[name]["ours_over_it"] = [None if each is None else round(each, 3) for each in ends]
+            found[name]["ours_over_it"] = _rounded(ratio)
+            if name in calls:
+                found[name]["whole_over_it"] = _rounded(geometric_mean(calls[best] / calls[name], *keys))
     return found
+
+
+def _rounded(ratio: Estimate) -> list[float | None]:
+    return [None if each is None else round(each, 3) for each in (ratio.value, ratio.low, ratio.high)]
 
 
 def first_tokens(results: Results) -> dict[str, dict[str, float]]:
@@ -246,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row, start = result["single"].get(name, {}), starts.get(name, {})
         speed, ratio = row.get("tokens_per_second", math.nan), str(row.get("ours_over_it", ""))
         cost = f"start {start.get('seconds', math.nan):6.1f} s  {start.get('memory_gb', math.nan):6.2f} GB"
-        print(f"{name:32} {speed:8.1f} tokens/s  ours over it {ratio:24} {cost}")
+        whole = f"whole calls {row.get('whole', math.nan):6.1f}  {row.get('whole_over_it', '')!s:24}"
+        print(f"{name:32} {speed:8.1f} tokens/s  ours over it {ratio:24} {whole} {cost}")
     print(json.dumps(result, ensure_ascii=False))
     return 0
 

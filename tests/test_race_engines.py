@@ -33,6 +33,9 @@ def test_a_race_is_measured_once_and_ours_is_set_against_the_others(sides, model
     assert "vllm takes no part: no --python vllm=PYTHON." in said
     ratio, *_ = found["single"]["other"]["ours_over_it"]  # it sleeps for each step
     assert ratio > 1
+    one, other = (found["single"][name] for name in ("specbench", "other"))
+    assert other["whole_over_it"][0] == pytest.approx(one["whole"] / other["whole"], rel=0.01)
+    assert other["whole"] < other["tokens_per_second"], "with the time to the first token"
     assert "ours_over_it" not in found["single"]["specbench"]
     assert found["batch"].keys() == found["starts"].keys() == {"specbench", "other"}
     assert found["first_token_ms"]["other"].keys() == {"16 tokens", "48 tokens"}
