@@ -175,8 +175,9 @@ class AutoLength(ChainPolicy):
     def _pays(self, chance: float, budget: int, faster: float = 1.0) -> bool:
         """Return whether the next draft token earns its time, if the drafter is ``faster`` than measured.
 
-        If the drafter must read or catch up first, the rest of the output must earn that time too. All of it is paid
-        now, so the gain must also hold at the lower chance of acceptance.
+        If the drafter must read or catch up first, the rest of the output must earn that time too. It may end at any
+        token, so half of what it may still have is expected. And as all of that time is paid now, the gain must also
+        hold at the lower chance of acceptance.
         """
         draft_s = [seconds / faster for seconds in self._drafts_s]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
@@ -185,7 +186,7 @@ class AutoLength(ChainPolicy):
             return True
         feared = self._upcoming.lower_chance(self._last)
         gain = self._promise(0, feared, feared, draft_s)
-        return gain > 0.0 and gain * budget / (1.0 + gain) >= self._rate * catching_up_s
+        return gain > 0.0 and gain * (budget / 2) / (1.0 + gain) >= self._rate * catching_up_s
 
     def _unsure(self, budget: int) -> bool:
         """Return whether the few timings of the drafter may all have been disturbed, and another is due."""
