@@ -233,6 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     given = parser.parse_args(arguments)
     given.options = dict(each.split("=", 1) for each in given.options)
+    try:
+        race(given)
+    except SpecbenchError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def race(given: argparse.Namespace) -> None:
+    """Measure what is missing, and print it all."""
     sides, left_out = sides_of(given)
     for name, why in left_out.items():
         print(f"{name} takes no part: {why}.")
@@ -264,7 +274,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         whole = f"whole calls {row.get('whole', math.nan):6.1f}  {row.get('whole_over_it', '')!s:24}"
         print(f"{name:32} {speed:8.1f} tokens/s  ours over it {ratio:24} {whole} {cost}")
     print(json.dumps(result, ensure_ascii=False))
-    return 0
 
 
 if __name__ == "__main__":

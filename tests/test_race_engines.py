@@ -54,6 +54,11 @@ def test_a_side_that_fails_is_named_with_its_error(sides, models, tmp_path, caps
     assert json.loads(said.splitlines()[-1])["failed"].keys() == {"broken"}
 
 
+def test_a_missing_target_is_said_in_a_sentence(tmp_path, capsys):
+    assert race.main(["--out", str(tmp_path), "--target", str(tmp_path / "none"), "--limit", "1"]) == 2
+    assert "There is no such file or folder" in capsys.readouterr().err
+
+
 def test_prompts_have_the_length_and_begin_differently(models):
     prompts = race.prompts_of_length(str(models / "target"), (16, 64), 2)
     tokenizer = race.load_tokenizer(race.parse_model(str(models / "target")))
