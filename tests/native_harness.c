@@ -157,10 +157,46 @@ static int same(const Model *model, int level) {
     return alike;
 }
 
+/* The same for the attention of a prompt. */
+static int same_prompt(int level) {
+    static const int SIZES[] = {16, 48, 64, 80, 256};
+    const int size = SIZES[drawn(5)], rows = 1 + (int)drawn(130), keys = rows + (int)drawn(600), window = (int)drawn(2) * (1 + (int)drawn(300));
+    const int is_bfloat16 = (int)drawn(2);
+    const size_t entry = is_bfloat16 ? 2 : 4, asked = (size_t)(rows * HEADS * size) * entry, held = (size_t)(SHARED * keys * size) * entry;
+    char *given[3], *out[2];
+    for (int i = 0; i < 3; i++) {
+        const size_t bytes = i ? held : asked;
+        given[i] = malloc(bytes);
+        for (size_t j = 0; j < bytes / entry; j++) {
+            const float value = number();
+            const uint16_t half = to_bfloat16(value);
+            memcpy(given[i] + j * entry, is_bfloat16 ? (const void *)&half : (const void *)&value, entry);
+        }
+    }
+    for (int run = 0; run < 2; run++) {
+        out[run] = calloc(1, asked);
+        const Prompt prompt = {
+            .query = given[0], .keys = given[1], .values = given[2], .out = out[run], .query_strides = {size, HEADS * size},
+            .keys_stride = keys * size, .values_stride = keys * size, .scaling = 0.25f, .rows = rows, .count = keys,
+            .heads = HEADS, .shared = SHARED, .size = size, .is_bfloat16 = is_bfloat16, .window = window,
+        };
+        if (specbench_prompt(&prompt, run ? on_threads : NULL, run ? 4 : 1, level)) exit(2);
+    }
+    const int alike = !memcmp(out[0], out[1], asked);
+    for (int i = 0; i < 3; i++) free(given[i]);
+    for (int run = 0; run < 2; run++) free(out[run]);
+    return alike;
+}
+
 int main(int count, char **arguments) {
     const int passes = count > 1 ? atoi(arguments[1]) : 10;
     static const int WIDTHS_IN_BITS[] = {4, 8, 16, 32};
     for (int level = 1; level <= specbench_level(); level++) {
+        for (int i = 0; i < passes; i++)
+            if (!same_prompt(level)) {
+                printf("prompt %d differs at level %d\n", i, level);
+                return 1;
+            }
         for (int i = 0; i < 4; i++) {
             const int bits = WIDTHS_IN_BITS[i], biased = i % 2;
             Layer layers[LAYERS];

@@ -573,6 +573,51 @@ def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, mo
         assert relative(each.logits, own.score(ForwardRequest(own, contexts[i], *drafts[i])).logits) < limit
 
 
+def causal_mask(queries: int, keys: int, window: int = 0) -> torch.Tensor:
+    own, seen = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    return (seen <= own) & (seen > own - (window or keys))
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "rows", "keys", "window"),
+    [
+        ((6, 2), 64, 33, 33, 0),
+        ((6, 2), 64, 50, 700, 0),
+        ((4, 4), 80, 300, 300, 0),
+        ((3, 1), 256, 97, 260, 0),
+        ((4, 2), 96, 300, 901, 100),
+        ((2, 1), 16, 560, 600, 7),
+        ((2, 1), 32, 60, 600, 300),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_s_rows_attend_to_all_before_them(heads, size, rows, keys, window, dtype, level):
+    choice = torch.Generator().manual_seed(size)
+    query = (2 * torch.randn(1, rows, heads[0], size, generator=choice)).to(dtype).transpose(1, 2)
+    key = torch.randn(1, heads[1], keys + 9, size, generator=choice).to(dtype)[:, :, :keys]
+    value = torch.randn(1, keys, heads[1], size, generator=choice).to(dtype).transpose(1, 2)
+    found = native.prompt_attention(query, key, value, 0.2, window)
+    assert found.dtype == dtype
+    exact = scaled_dot_product_attention(
+        query.double(),
+        key.double(),
+        value.double(),
+        causal_mask(rows, keys, window),
+        scale=0.2,
+        enable_gqa=True,
+    )
+    assert relative(found.double(), exact.transpose(1, 2)) < (1e-5 if dtype == torch.float32 else 0.02)
+    last = native.prompt_attention(query[:, :, 20:], key, value, 0.2, window)
+    assert torch.equal(last, found[:, 20:]), "a row does not depend on those before it"
+
+
+def test_a_prompt_s_attention_takes_huge_scores(level):
+    query, key = torch.full((1, 1, 40, 16), 1e4), torch.zeros(1, 1, 300, 16)
+    key[0, 0, 100], value = 1e4, torch.arange(300.0)[None, None, :, None].expand(1, 1, 300, 16)
+    found = native.prompt_attention(query, key, value)
+    assert torch.equal(found, torch.full_like(found, 100.0))
+
+
 # -- of several requests over rounded weights --------------------------------------------------------
 
 

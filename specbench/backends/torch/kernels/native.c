@@ -30,7 +30,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 9,        /* of what Python hands over */
+    VERSION = 10,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -51,6 +51,7 @@ enum {
     KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
     MOST_SIZE = 256,    /* of a head */
+    KEYS_OF_PROMPT = 256, /* at once: four panels */
 };
 
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -155,6 +156,26 @@ typedef struct {
     int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
 
+/* Causal attention of many rows of one request, which are the last of `count` positions. Queries [heads, rows, size], keys
+ * and values [shared, count, size] and what is found, [rows, heads, size], are all in bfloat16 or all in float32. */
+typedef struct {
+    const void *query, *keys, *values;
+    void *out;
+    int64_t query_strides[2], keys_stride, values_stride; /* in numbers: of a head and a row, and of heads */
+    float scaling;
+    int32_t rows, count, heads, shared, size, is_bfloat16;
+    int32_t window; /* positions that a row attends to, its own among them; 0 for all */
+    int32_t unused;
+} Prompt;
+
+/* Some of these rows, of one head: what they attend to in the block of keys at hand, and have found up to it. */
+typedef struct {
+    float scores[ROWS_TOGETHER * KEYS_OF_PROMPT];
+    float found[ROWS_TOGETHER * MOST_SIZE], sums[ROWS_TOGETHER * MOST_SIZE]; /* of values: in this block, and in all */
+    float most[ROWS_TOGETHER], total[ROWS_TOGETHER]; /* highest score, and sum of the weights */
+    char query[4 * ROWS_TOGETHER * MOST_SIZE], weights[4 * ROWS_TOGETHER * KEYS_OF_PROMPT]; /* as products take them */
+} PromptRows;
+
 /* A gated delta rule over the rows of a short pass: every head has a state [keys, values], and a row's output is what its
  * query reads from the state after it. The states after all rows are kept. */
 typedef struct {
@@ -180,6 +201,7 @@ typedef struct {
     void (*gate)(float *, const float *, int, int);
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
+    void (*softmax)(PromptRows *, int, int, int, int, int, float);
     void (*pack)(const Packing *, int);
     void (*recur)(const DeltaRule *, int);
 } Ways;
@@ -889,10 +911,19 @@ int specbench_pass(const Pass *pass) {
 
 /* ---- one product, attention alone, and packing ---- */
 
+/* A prompt's keys and values in panels like those of weights, in blocks of KEYS_OF_PROMPT. */
+typedef struct {
+    const Prompt *prompt;
+    int form, bits, step, blocks, first; /* numbers to a step; blocks, and the first of them that a row sees */
+    int64_t key_bytes, value_bytes;      /* of a block */
+    char *keys, *values;                 /* [shared, blocks] */
+} PromptPanels;
+
 typedef struct {
     const Matrix *matrix;
     const Packing *packing;
     const Pass *pass;
+    const PromptPanels *panels;
     const DeltaRule *rule;
     const Ways *ways;
     const float *x;
@@ -995,6 +1026,178 @@ int specbench_attend(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
     Single work = {.pass = pass, .ways = WAYS[pass->level]};
     share_with(&work, pass->parallel, pass->threads, run_attention);
+    return 0;
+}
+
+/* ---- attention of prompts: rows of one head times blocks of keys, and of values, as if these were weights ---- */
+
+/* A number of keys or values, or the pair of which the second is `apart` numbers behind the first, as panels hold it. */
+INLINE uint32_t word_of(const void *numbers, int64_t at, int64_t apart, int step) {
+    uint32_t word;
+    if (step == 1) {
+        memcpy(&word, (const float *)numbers + at, sizeof word);
+        return word;
+    }
+    const uint16_t *pair = (const uint16_t *)numbers + at;
+    return pair[0] | (uint32_t)pair[apart] << 16;
+}
+
+/* A block of keys to panels of MOST_WIDTH keys, and one of values to panels of MOST_WIDTH of their numbers. */
+static void pack_block(const Single *work, int piece) {
+    const PromptPanels *panels = work->panels;
+    const Prompt *prompt = panels->prompt;
+    const int size = prompt->size, step = panels->step, head = piece / panels->blocks, block = piece % panels->blocks;
+    const int begin = block * KEYS_OF_PROMPT;
+    const int count = prompt->count - begin < KEYS_OF_PROMPT ? prompt->count - begin : KEYS_OF_PROMPT;
+    const int64_t first_key = head * prompt->keys_stride + (int64_t)begin * size;
+    const int64_t first_value = head * prompt->values_stride + (int64_t)begin * size;
+    uint32_t *keys = (uint32_t *)(panels->keys + piece * panels->key_bytes);
+    uint32_t *values = (uint32_t *)(panels->values + piece * panels->value_bytes);
+    if (block < panels->first) return;
+    memset(keys, 0, (size_t)panels->key_bytes);
+    memset(values, 0, (size_t)panels->value_bytes);
+    for (int j = 0; j < count; j++) {
+        uint32_t *to = keys + (int64_t)(j / MOST_WIDTH) * (size / step) * MOST_WIDTH + j % MOST_WIDTH;
+        for (int i = 0; i < size / step; i++)
+            to[(int64_t)i * MOST_WIDTH] = word_of(prompt->keys, first_key + (int64_t)j * size + i * step, 1, step);
+    }
+    for (int j = 0; j < count; j += step) {
+        const int64_t at = first_value + (int64_t)j * size;
+        for (int i = 0; i < size; i++) {
+            uint32_t *to = values + ((int64_t)(i / MOST_WIDTH) * (KEYS_OF_PROMPT / step) + j / step) * MOST_WIDTH;
+            to[i % MOST_WIDTH] = j + 1 < count || step == 1 ? word_of(prompt->values, at + i, size, step)
+                                                            : ((const uint16_t *)prompt->values)[at + i];
+        }
+    }
+}
+
+/* Rows, [rows, padded], times one panel, of which `inputs` count. */
+static void multiply_prompt(
+    const Single *work, const char *panel, int outputs, int inputs, char *x, int padded, int rows, float *out,
+    int stride) {
+    const PromptPanels *panels = work->panels;
+    const Matrix matrix = {
+        .panels = (const uint8_t *)panel,
+        .outputs = outputs,
+        .inputs = inputs,
+        .bits = panels->bits,
+        .width = MOST_WIDTH,
+        .depth = inputs,
+    };
+    const Given given = {.numbers = x, .inputs = inputs, .padded = padded, .form = panels->form};
+    work->ways->products[panels->form](&matrix, &given, rows, 0, out, stride);
+}
+
+/* Queries of one head, as products take them. */
+static void begin_rows(const PromptPanels *panels, PromptRows *rows, int head, int begin, int count) {
+    const Prompt *prompt = panels->prompt;
+    const int size = prompt->size, bytes = number_bytes(panels->form);
+    for (int r = 0; r < count; r++) {
+        const int64_t at = head * prompt->query_strides[0] + (begin + r) * prompt->query_strides[1];
+        char *to = rows->query + (int64_t)r * size * bytes;
+        if (!prompt->is_bfloat16)
+            memcpy(to, (const float *)prompt->query + at, sizeof(float) * (size_t)size);
+        else if (panels->form == IN_HALVES)
+            memcpy(to, (const uint16_t *)prompt->query + at, sizeof(uint16_t) * (size_t)size);
+        else
+            for (int i = 0; i < size; i++)
+                ((uint32_t *)to)[i] = (uint32_t)((const uint16_t *)prompt->query)[at + i] << 16;
+        rows->most[r] = -INFINITY;
+        rows->total[r] = 0.0f;
+    }
+    memset(rows->sums, 0, sizeof(float) * (size_t)(count * size));
+}
+
+/* Scores of the keys at hand become weights, as products take them, of the row at position `own`. */
+static void weigh_keys(const Single *work, PromptRows *rows, int r, int own, int first, int padded) {
+    const Prompt *prompt = work->panels->prompt;
+    const int end = own + 1 - first < padded ? own + 1 - first : padded;
+    const int unseen = prompt->window && own + 1 - prompt->window > first ? own + 1 - prompt->window - first : 0;
+    float *scores = rows->scores + r * KEYS_OF_PROMPT;
+    char *to = rows->weights + (int64_t)r * KEYS_OF_PROMPT * number_bytes(work->panels->form);
+    if (unseen < end)
+        work->ways->softmax(rows, r, unseen, end, padded, prompt->size, prompt->scaling);
+    else
+        memset(scores, 0, sizeof(float) * (size_t)padded);
+    if (work->panels->form == IN_HALVES)
+        work->ways->halve(scores, (uint16_t *)to, padded);
+    else
+        memcpy(to, scores, sizeof(float) * (size_t)padded);
+}
+
+static void end_rows(const Prompt *prompt, const PromptRows *rows, int head, int begin, int count) {
+    const int size = prompt->size;
+    for (int r = 0; r < count; r++) {
+        const int64_t at = ((int64_t)(begin + r) * prompt->heads + head) * size;
+        const float scale = 1.0f / rows->total[r], *sums = rows->sums + r * size;
+        for (int i = 0; i < size; i++) {
+            if (prompt->is_bfloat16)
+                ((uint16_t *)prompt->out)[at + i] = to_bfloat16(sums[i] * scale);
+            else
+                ((float *)prompt->out)[at + i] = sums[i] * scale;
+        }
+    }
+}
+
+INLINE int rows_of_prompt(const Prompt *prompt) { return (prompt->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER; }
+
+/* Some rows of one head. What a row finds does not depend on the others. */
+static void read_prompt(const Single *work, int piece) {
+    const PromptPanels *panels = work->panels;
+    const Prompt *prompt = panels->prompt;
+    const int size = prompt->size, head = piece / rows_of_prompt(prompt), begin = piece % rows_of_prompt(prompt) * ROWS_TOGETHER;
+    const int count = prompt->rows - begin < ROWS_TOGETHER ? prompt->rows - begin : ROWS_TOGETHER;
+    const int position = prompt->count - prompt->rows + begin, shared = head / (prompt->heads / prompt->shared);
+    const int64_t key_panel = 4 * (int64_t)MOST_WIDTH * size / panels->step;
+    const int64_t value_panel = 4 * (int64_t)MOST_WIDTH * KEYS_OF_PROMPT / panels->step;
+    const int unseen = prompt->window && position + 1 > prompt->window ? position + 1 - prompt->window : 0;
+    _Alignas(64) PromptRows rows;
+    begin_rows(panels, &rows, head, begin, count);
+    for (int block = unseen / KEYS_OF_PROMPT; block * KEYS_OF_PROMPT < position + count; block++) {
+        const int64_t number = (int64_t)shared * panels->blocks + block;
+        const char *keys = panels->keys + number * panels->key_bytes, *values = panels->values + number * panels->value_bytes;
+        const int first = block * KEYS_OF_PROMPT, left = position + count - first;
+        const int padded = left < KEYS_OF_PROMPT ? (left + MOST_WIDTH - 1) / MOST_WIDTH * MOST_WIDTH : KEYS_OF_PROMPT;
+        for (int j = 0; j < padded; j += MOST_WIDTH, keys += key_panel)
+            multiply_prompt(work, keys, MOST_WIDTH, size, rows.query, size, count, rows.scores + j, KEYS_OF_PROMPT);
+        for (int r = 0; r < count; r++) weigh_keys(work, &rows, r, position + r, first, padded);
+        for (int i = 0; i < size; i += MOST_WIDTH, values += value_panel) {
+            const int outputs = size - i < MOST_WIDTH ? size - i : MOST_WIDTH;
+            multiply_prompt(work, values, outputs, padded, rows.weights, KEYS_OF_PROMPT, count, rows.found + i, size);
+        }
+        work->ways->add(rows.sums, rows.found, 1.0f, count * size);
+    }
+    end_rows(prompt, &rows, head, begin, count);
+}
+
+static void run_prompt(void *given) {
+    Single *work = given;
+    const Prompt *prompt = work->panels->prompt;
+    take_singly(work, 0, prompt->shared * work->panels->blocks, pack_block);
+    take_singly(work, 1, prompt->heads * rows_of_prompt(prompt), read_prompt);
+}
+
+/* Attention of a prompt: 0, or 1 where memory or this processor's instructions are missing. */
+int specbench_prompt(const Prompt *prompt, Parallel parallel, int threads, int level) {
+    if (level < 1 || level > specbench_level() || prompt->size > MOST_SIZE) return 1;
+    const int past = prompt->count - prompt->rows, bits = prompt->is_bfloat16 ? 16 : 32, step = prompt->is_bfloat16 ? 2 : 1;
+    PromptPanels panels = {
+        .prompt = prompt,
+        .form = form_of(bits, level),
+        .bits = bits,
+        .step = step,
+        .blocks = (prompt->count + KEYS_OF_PROMPT - 1) / KEYS_OF_PROMPT,
+        .first = prompt->window && past + 1 > prompt->window ? (past + 1 - prompt->window) / KEYS_OF_PROMPT : 0,
+        .key_bytes = 4 * (int64_t)KEYS_OF_PROMPT * prompt->size / step,
+        .value_bytes = 4 * (int64_t)KEYS_OF_PROMPT * ((prompt->size + MOST_WIDTH - 1) / MOST_WIDTH * MOST_WIDTH) / step,
+    };
+    const int64_t blocks = (int64_t)prompt->shared * panels.blocks;
+    panels.keys = aligned_alloc(64, (size_t)(blocks * (panels.key_bytes + panels.value_bytes)));
+    if (!panels.keys) return 1;
+    panels.values = panels.keys + blocks * panels.key_bytes;
+    Single work = {.panels = &panels, .ways = WAYS[level]};
+    share_with(&work, parallel, threads, run_prompt);
+    free(panels.keys);
     return 0;
 }
 

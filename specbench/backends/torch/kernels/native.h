@@ -339,6 +339,31 @@ TARGET static void NAME(attend_one)(const Attention *a) {
         NAME(attend)(a, 0);
 }
 
+/* Scores of a row of a prompt become weights, for the keys at hand from `begin` to `end`, of `padded`; with a higher score
+ * than before, what the row has found so far counts less (Milakov and Gimelshein 2018). */
+TARGET static void NAME(softmax)(
+    PromptRows *rows, int row, int begin, int end, int padded, int size, float scaling) {
+    float *scores = rows->scores + row * KEYS_OF_PROMPT, *sums = rows->sums + row * size;
+    for (int j = 0; j < begin; j++) scores[j] = -INFINITY;
+    for (int j = end; j < padded; j++) scores[j] = -INFINITY;
+    VF top = F_SET(rows->most[row]), total = F_SET(0.0f);
+    for (int j = 0; j < padded; j += LANES) {
+        F_STORE(scores + j, F_MUL(F_LOAD(scores + j), F_SET(scaling)));
+        top = F_MAX(top, F_LOAD(scores + j));
+    }
+    const float highest = F_LARGEST(top), faded = expf(rows->most[row] - highest);
+    for (int j = 0; j < padded; j += LANES) {
+        VF score = F_LOAD(scores + j), power = NAME(exponential)(F_SUB(score, F_SET(highest)));
+        power = F_WHERE_FINITE(score, power);
+        total = F_ADD(total, power);
+        F_STORE(scores + j, power);
+    }
+    rows->total[row] = rows->total[row] * faded + F_SUM(total);
+    rows->most[row] = highest;
+    if (faded != 1.0f)
+        for (int i = 0; i < size; i += LANES) F_STORE(sums + i, F_MUL(F_LOAD(sums + i), F_SET(faded)));
+}
+
 /* ---- packing ---- */
 
 /* How a group is told in 4 bits: as least + scale * code, both numbers to be stored in 16 bits, and codes 0 to 15. Of
@@ -507,7 +532,7 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
 
 static const Ways NAME(ways) = {
     .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .pack = NAME(pack), .recur = NAME(recur),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .softmax = NAME(softmax), .pack = NAME(pack), .recur = NAME(recur),
 };
 
 #undef LANES

@@ -39,7 +39,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 9  # of the interface; the library's must be the same
+_VERSION = 10  # of the interface; the library's must be the same
 
 LAYOUT = 2
 """Version of the layout of our own panels, with which they are stored."""
@@ -109,6 +109,15 @@ class CPass(Structure):
     )
 
 
+class CPrompt(Structure):
+    _fields_ = (
+        *_fields(c_void_p, "query keys values out"),
+        *_fields(c_int64, "query_head_stride query_row_stride keys_stride values_stride"),
+        ("scaling", c_float),
+        *_fields(c_int32, "rows count heads shared size is_bfloat16 window unused"),
+    )
+
+
 class CPacking(Structure):
     _fields_ = (
         *_fields(c_void_p, "bytes scales weight halves panels"),
@@ -170,6 +179,7 @@ def _load() -> _Native | str:
         POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
     )  # fmt: skip
     library.specbench_pack.argtypes = (POINTER(CPacking), c_void_p, c_int, c_int)
+    library.specbench_prompt.argtypes = (POINTER(CPrompt), c_void_p, c_int, c_int)
     library.specbench_delta_rule.argtypes = (c_void_p, c_void_p, c_int, c_int)
     library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(CPass),)
     return _Native(library, parallel, level)
@@ -581,3 +591,51 @@ class Attention:
         )
         _run(loaded().library.specbench_attend, c_pass)
         return out
+
+
+def prompt_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None, window: int = 0
+) -> Tensor:
+    """Compute the causal attention of the last positions of one request: many, as when a prompt is read.
+
+    In bfloat16, queries and softmax weights are multiplied in bfloat16 where the processor has instructions for it;
+    scores and sums are float32. The bits of a row do not depend on the other rows.
+
+    Args:
+        query: [1, heads, rows, head size], of the dtype of the keys.
+        keys, values: See ``supports_attention``; [1, key/value heads, positions, head size], with those of the rows.
+        scaling: Factor of scores; ``None`` for 1/√(head size).
+        window: Positions that a row attends to, with its own; 0 for all.
+
+    Returns:
+        [1, rows, heads, head size], of the same dtype.
+    """
+    keys, values = (
+        each if each.stride()[2:] == (each.shape[3], 1) else each.contiguous() for each in (keys, values)
+    )
+    query = query if query.stride(3) == 1 else query.contiguous()
+    _, heads, rows, size = query.shape
+    out = query.new_empty(1, rows, heads, size)
+    prompt = CPrompt(
+        query=query.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        out=out.data_ptr(),
+        query_head_stride=query.stride(1),
+        query_row_stride=query.stride(2),
+        keys_stride=keys.stride(1),
+        values_stride=values.stride(1),
+        scaling=size**-0.5 if scaling is None else scaling,
+        rows=rows,
+        count=keys.shape[2],
+        heads=heads,
+        shared=keys.shape[1],
+        size=size,
+        is_bfloat16=query.dtype == torch.bfloat16,
+        window=window,
+    )
+    native = loaded()
+    check(
+        native.library.specbench_prompt(byref(prompt), native.parallel, torch.get_num_threads(), native.level)
+    )
+    return out

@@ -76,9 +76,9 @@ TARGET static void NAME(product_of_numbers)(
     _Alignas(64) float totals[ROWS_TOGETHER * MOST_WIDTH];
     for (int from = 0; from < rows; from += ROWS_TOGETHER) {
         const int some = rows - from < ROWS_TOGETHER ? rows - from : ROWS_TOGETHER, tiles = (some + most - 1) / most;
-        for (int r = 0; r < some; r++)
-            for (int i = 0; i < width; i++)
-                totals[r * width + i] = matrix->bias && i < left ? matrix->bias[begin + i] : 0.0f;
+        memset(totals, 0, sizeof(float) * (size_t)(some * width));
+        for (int r = 0; matrix->bias && r < some; r++)
+            memcpy(totals + r * width, matrix->bias + begin, sizeof(float) * (size_t)left);
         for (int step = 0; step < steps; step += STRETCH) {
             const int count = steps - step < STRETCH ? steps - step : STRETCH;
             const char *here = weights + step * apart, *next = here + count * apart;
