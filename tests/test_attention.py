@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_llama
+from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specbench.backends.torch.caches import PreallocatedKVCache
+from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.attention import (
     FOLDED,
     KEY_BLOCK,
     LONGEST_PASS,
+    causal_attention,
     fold_attention,
     folded_attention,
+    folded_mask,
 )
 
 
@@ -97,6 +102,50 @@ def test_wide_passes_over_a_cache_get_their_mask():
     cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
     tail = model(input_ids=ids[:, 12:], past_key_values=cache).logits
     torch.testing.assert_close(tail, whole[:, 12:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, request):
+    request.addfinalizer(lambda: AttentionMaskInterface.register(FOLDED, folded_mask))
+    model = tiny_llama().to(dtype)
+    ids = torch.randint(0, 200, (1, 120), generator=torch.Generator().manual_seed(1))
+    whole = model(input_ids=ids).logits
+    fold_attention(model)
+    monkeypatch.setattr(attention, "supports_attention", lambda *_: natively)
+    masks = []
+
+    def noted(**arguments: Any) -> Any:
+        masks.append(folded_mask(**arguments))
+        return masks[-1]
+
+    AttentionMaskInterface.register(FOLDED, noted)
+    cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
+    parts = [model(input_ids=ids[:, a:b], past_key_values=cache).logits for a, b in ((12, 60), (60, 120))]
+    assert [mask is None for mask in masks] == [True, True, True]
+    error = (torch.cat(parts, 1) - whole[:, 12:]).norm() / whole.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_layers_that_look_ahead_do_not_become_causal():
+    query, key, value = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
+    layer = Layer(2)
+    layer.is_causal = False
+    found, _ = folded_attention(layer, query, key, value, None, scaling=0.3)
+    wanted, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(found, wanted)
+    assert folded_mask(40, 80, 40, batch_size=1, attention_mask=torch.arange(80)[None] > 3) is not None
+    assert folded_mask(40, 80, 40, batch_size=1, local_size=50) is not None
+    assert folded_mask(40, 80, 40, batch_size=1, allow_is_causal_skip=False) is not None
+
+
+@pytest.mark.parametrize("window", [0, 30, 500])
+def test_causal_attention_is_the_same_with_and_without_native_code(window, monkeypatch):
+    query = torch.randn(1, 4, 50, 32)
+    key, value = (torch.randn(1, 2, 120, 32) for _ in range(2))
+    found = causal_attention(query, key, value, None, window)
+    monkeypatch.setattr(attention, "supports_attention", lambda *_: False)
+    torch.testing.assert_close(causal_attention(query, key, value, None, window), found)
 
 
 @pytest.mark.parametrize("start", [440, KEY_BLOCK - 3, 2 * KEY_BLOCK - 20])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -151,6 +151,34 @@ def test_short_forwards_are_fused(kind, monkeypatch):
     assert taken == []
     scorer.logits([*CONTEXT, 5])
     assert taken == [(1, 1, 32)] * 2 * 3
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_read_in_chunks(kind, dtype, cache, monkeypatch):
+    monkeypatch.setattr(ways, "_CHUNK_ROWS", 60)
+    model, text, read = build(kind, dtype), (CONTEXT * 5)[:170], list[int]()
+    real = ways.HFForward._run
+
+    def counted(way: ways.HFForward, ids: torch.Tensor, *arguments: Any) -> Any:
+        read.append(ids.shape[1])
+        return real(way, ids, *arguments)
+
+    def rows(scorer: Scorer) -> list[torch.Tensor]:
+        scorer.begin()
+        prompt = scorer.score(ForwardRequest(scorer, text, rows=100, layers=[1, 3]))
+        assert prompt.logits.shape == (100, 300)
+        return [prompt.logits, cast("torch.Tensor", prompt.hidden), scorer.logits([*text, 5], [7, 8])]
+
+    expected = rows(ordinary(model, cache))
+    exact = rows(Scorer(build(kind, dtype, rounded=True, packed=False), cache))
+    scorer = Scorer(model, cache)
+    monkeypatch.setattr(ways.HFForward, "_run", counted)
+    found = rows(scorer)
+    # With windows, and without a cache, all at once.
+    assert read[:3] == [57, 57, 56] if kind != "Mistral" and cache != "none" else read[0] == 170
+    assert deviation(found, exact) < 1.3 * deviation(expected, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)

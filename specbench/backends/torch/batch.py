@@ -14,7 +14,7 @@ import torch
 
 from specbench.backends.torch.blocks import PoolUsage
 from specbench.backends.torch.caches import KVCache, NoKVCache, PreallocatedKVCache, make_cache
-from specbench.backends.torch.forward import RaggedForward
+from specbench.backends.torch.forward import RaggedForward, join_passes
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
 from specbench.backends.torch.pools import (
     BatchedCache,
@@ -24,7 +24,7 @@ from specbench.backends.torch.pools import (
     RequestTokens,
     supports_pool,
 )
-from specbench.backends.torch.scorer import Scorer, join_passes
+from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
 from specbench.options import CacheKind

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask, is_folded
 from specbench.backends.torch.kernels.decoder_parts import LayerParts, ModelParts, read_parts
 from specbench.backends.torch.kernels.llama_layers import FusedLayer, spread_rotation
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
@@ -121,6 +121,13 @@ def read_output(output: Any, rows: int, layers: Sequence[int]) -> ForwardOutput:
     return ForwardOutput(output.logits[0, -rows:], torch.stack(states, dim=1) if states else None)
 
 
+def join_passes(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
+    """Join consecutive forward passes: their last ``rows`` logits, and all hidden states."""
+    logits = torch.cat([part.logits for part in parts])[-rows:]
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    return ForwardOutput(logits, torch.cat(hidden) if hidden else None)
+
+
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -151,7 +158,9 @@ class FusedForward(Forward):
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._hf_cache()
-        parts = self._lookup(cache) if tokens <= LONGEST_PASS else None
+        if tokens > LONGEST_PASS:
+            return self._read(ids, rows, layers, positions, mask)
+        parts = self._lookup(cache)
         if parts is None or not parts.fused:
             return self._fallback.run(ids, rows, layers, positions, mask)
         past, groups, dtype = cache.get_seq_length(), parts.layers[0].groups, parts.layers[0].dtype
@@ -173,6 +182,20 @@ class FusedForward(Forward):
         output = _run_fused(self._model, parts.fused, ids, positions, cache, masks_of, wanted, layers)
         self._cache.after_forward()
         return output
+
+    def _read(
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
+    ) -> ForwardOutput:
+        """Run the model's own forward over a prompt, in chunks whose activations stay in the processor's caches."""
+        dense = is_folded(self._model.config) and self._lookup(self._hf_cache()) is not None
+        if positions is not None or mask is not None or not (dense and self._cache.takes_trees):
+            return self._fallback.run(ids, rows, layers, positions, mask)
+        passes, left = [], ids.shape[1]
+        for chunk in ids.tensor_split(-(-left // _CHUNK_ROWS), dim=1):
+            left -= chunk.shape[1]
+            wanted = min(chunk.shape[1], max(1, rows - left))
+            passes.append(self._fallback.run(chunk, wanted, layers))
+        return join_passes(passes, rows)
 
     def _hf_cache(self) -> Any:
         kwargs = self._cache.model_kwargs()

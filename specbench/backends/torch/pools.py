@@ -472,9 +472,8 @@ class BatchedCache:
     def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, KVView | None]]:
         """Return how the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
         same = [each for each in self._pool.buffers if each is not None and each.window == window]
-        natively = window is None and all(
-            each.is_allocated and supports_attention(each.keys, each.values) for each in same
-        )
+        supported = all(each.is_allocated and supports_attention(each.keys, each.values) for each in same)
+        natively = supported and window is None
         spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
         for group in self._groups(natively):
@@ -484,19 +483,21 @@ class BatchedCache:
             if natively and len(group[0].positions) <= LONGEST_PASS:
                 spans.append((NativeSpan(rows, [_native_request(part) for part in group]), None))
             else:
-                spans.append(self._span(group, rows, window))
+                spans.append(self._span(group, rows, window, supported=supported))
         return spans
 
-    def _span(self, group: Sequence[RequestTokens], rows: slice, window: int | None) -> tuple[Span, KVView]:
+    def _span(
+        self, group: Sequence[RequestTokens], rows: slice, window: int | None, *, supported: bool
+    ) -> tuple[Span, KVView]:
         if len(group) > 1:
             return self._joint_span(group, rows, window)
         part = group[0]
         past, end, count = part.cache.length, part.end, len(part.positions)
         first = _first_seen(part, window)
         view = view_of(part.cache.indices(first, end), self._device)
-        is_prefill = past == 0 and count > LONGEST_PASS and (window is None or window >= end)
-        if part.seen is None and (count == 1 or is_prefill):
-            return Span(rows, 1, None), view
+        needs_no_mask = supported or (past == 0 and (window is None or window >= end))
+        if part.seen is None and (count == 1 or (count > LONGEST_PASS and needs_no_mask)):
+            return Span(rows, 1, None, window=window or 0), view
         mask = torch.from_numpy(_seen(part, first, end, window))[None, None].to(self._device)
         return Span(rows, 1, mask), view
 

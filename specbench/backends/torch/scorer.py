@@ -20,7 +20,7 @@ from specbench.backends.torch.caches import (
     make_cache,
 )
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
-from specbench.backends.torch.forward import FusedForward, HFForward
+from specbench.backends.torch.forward import FusedForward, HFForward, join_passes
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
@@ -438,10 +438,3 @@ class Scorer:
     def fit(self, logits: Tensor) -> Tensor:
         """Fit the model's logits, [rows, own width], see ``FittedLogits``."""
         return self._fitted(logits.to(self.output_device))
-
-
-def join_passes(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
-    """Join consecutive forward passes: their last ``rows`` logits, and all hidden states."""
-    logits = torch.cat([part.logits for part in parts])[-rows:]
-    hidden = [part.hidden for part in parts if part.hidden is not None]
-    return ForwardOutput(logits, torch.cat(hidden) if hidden else None)

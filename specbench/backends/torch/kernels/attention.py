@@ -25,7 +25,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specbench.backends.torch.kernels.native import Attention, NativeRequest
+from specbench.backends.torch.kernels.native import (
+    Attention,
+    NativeRequest,
+    prompt_attention,
+    supports_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -74,6 +79,11 @@ def folded_attention(
     assert not isinstance(value, RaggedKV)
     batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
+    unusual = any(arguments.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+    if length > LONGEST_PASS and attention_mask is None and not (unusual or arguments.get("dropout")):
+        is_causal = arguments.get("is_causal")
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            return causal_attention(query, key, value, arguments.get("scaling")), None
     masked = attention_mask is not None and attention_mask.shape[1] == 1
     if (
         batch != 1
@@ -85,6 +95,29 @@ def folded_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     masks = None if attention_mask is None else _masks_of_pass(attention_mask, groups, query.dtype)
     return attend(query, key, value, masks, arguments.get("scaling")), None
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = 0
+) -> Tensor:
+    """Compute the attention of many queries, which are the last positions: [batch, queries, query heads, head size].
+
+    Args:
+        query: [batch, query heads, queries, head size].
+        key, value: [batch, key/value heads, positions, head size].
+        scale: Factor of scores; ``None`` for 1/√(head size).
+        window: Positions that a query attends to, with its own; 0 for all.
+    """
+    if query.shape[0] == 1 and query.dtype == key.dtype and supports_attention(key, value):
+        return prompt_attention(query, key, value, scale, window)
+    queries, keys = query.shape[2], key.shape[2]
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    mask = None
+    if queries < keys or 0 < window < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)
+        mask = mask.triu_(keys - queries - window + 1) if window else mask
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out.transpose(1, 2)
 
 
 def ragged_attention(
@@ -112,12 +145,21 @@ class Span:
 
     Args:
         mask: Bool [requests, 1, queries, positions], true where a query attends; ``None`` for a single row that sees
-            all, and for a chain of one request from its first position.
+            all, and for more than ``LONGEST_PASS`` rows of one request, see ``causal_attention``.
         places: Indices of the rows in [requests · queries], if some requests have fewer rows; ``None`` if not.
+        window: See ``causal_attention``.
     """
 
-    def __init__(self, rows: slice, requests: int, mask: Tensor | None, places: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rows: slice,
+        requests: int,
+        mask: Tensor | None,
+        places: Tensor | None = None,
+        window: int = 0,
+    ) -> None:
         self._rows, self._requests, self._mask, self._places = rows, requests, mask, places
+        self._window = window
         self._folded: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -133,10 +175,7 @@ class Span:
         if self._mask is None:
             if query.shape[2] == 1:
                 return attend(query, key, value, None, scale)
-            key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(
-                1, 2
-            )
+            return causal_attention(query, key, value, scale, self._window)
         if self._places is not None:
             padded = query.new_zeros(1, heads, self._requests * self._mask.shape[2], size)
             query = padded.index_copy_(2, self._places.to(query.device), query)
@@ -272,10 +311,21 @@ def folded_mask(
 ) -> Any:
     """Return the mask for ``folded_attention``; arguments and result as of ``transformers``' ``sdpa_mask``.
 
-    ``transformers`` omits the mask of a single query, which sees all keys; here it must not see the padding.
+    ``transformers`` omits the mask of a single query, which sees all keys; here it must not see the padding. For many
+    queries ``None`` stands for ``causal_attention``, with cached positions before them, too.
     """
     if kv_offset + kv_length > q_offset + q_length:
         arguments["allow_is_causal_skip"] = False
+    window, padding = arguments.get("local_size"), arguments.get("attention_mask")
+    if (
+        q_length > LONGEST_PASS
+        and kv_offset == 0
+        and arguments.get("allow_is_causal_skip", True)
+        and not arguments.get("allow_is_bidirectional_skip")
+        and (window is None or kv_length < window)
+        and (padding is None or bool(padding.all()))
+    ):
+        return None
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, **arguments
     )
