@@ -106,6 +106,7 @@ def test_wide_passes_over_a_cache_get_their_mask():
 
 @pytest.mark.parametrize("natively", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
 def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, request):
     request.addfinalizer(lambda: AttentionMaskInterface.register(FOLDED, folded_mask))
     model = tiny_llama().to(dtype)
@@ -146,6 +147,13 @@ def test_causal_attention_is_the_same_with_and_without_native_code(window, monke
     found = causal_attention(query, key, value, None, window)
     monkeypatch.setattr(attention, "supports_attention", lambda *_: False)
     torch.testing.assert_close(causal_attention(query, key, value, None, window), found)
+
+
+def test_causal_attention_can_be_learned_through():
+    query, key, value = (torch.randn(1, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
+    causal_attention(query, key, value)[0, 5].sum().backward()
+    assert value.grad is not None
+    assert [bool(value.grad[0, 0, i].any()) for i in (0, 5, 6)] == [True, True, False]
 
 
 @pytest.mark.parametrize("start", [440, KEY_BLOCK - 3, 2 * KEY_BLOCK - 20])

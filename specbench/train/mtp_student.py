@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specbench.backends.torch.heads import causal_attention
+from specbench.backends.torch.kernels.attention import causal_attention
 from specbench.backends.torch.mtp import MtpLayer, build_mtp_layers
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Json

@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
 from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, concat
-from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead, causal_attention
+from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, fold_mask
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, causal_attention, fold_mask
 from specbench.backends.torch.kernels.native_stacks import joint_product, make_stack, native_product
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -99,7 +99,7 @@ class HeadForward:
         mask, query = span.mask, query.to(keys.dtype)
         if sinks is not None:
             return _attend_with_sinks(query, keys, values, mask, sinks)
-        if span.is_prefill:
+        if span.is_causal:
             return causal_attention(query, keys, values)
         if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
             groups = query.shape[1] // keys.shape[1]
@@ -127,22 +127,24 @@ def _attend_with_sinks(
 class _Span(NamedTuple):
     """How the tokens of a request attend."""
 
-    mask: Tensor | None  # bool [1, 1, tokens, cached + tokens]; None for one token that sees everything
-    is_prefill: bool  # they attend causally, and nothing is cached
+    # bool [1, 1, tokens, cached + tokens]; None if they attend causally, and for one token that sees everything
+    mask: Tensor | None
+    is_causal: bool  # many tokens, or the first ones, attend to all before them
 
 
 def _span(given: HeadInput, window: int | None) -> _Span:
     past, tokens, mask = given.caches[0].used, len(given.embedded), given.mask
     device = given.embedded.device
     is_cut = window is not None and past + tokens > window
-    is_prefill = past == 0 and mask is None and tokens > 1 and not is_cut
-    if mask is None and (tokens > 1 or is_cut) and not is_prefill:
+    first = past == 0 and tokens > 1
+    is_causal = mask is None and (first or tokens > LONGEST_PASS) and not is_cut
+    if mask is None and (tokens > 1 or is_cut) and not is_causal:
         mask = torch.ones(1, 1, tokens, past + tokens, dtype=torch.bool, device=device).tril_(past)
     if is_cut and mask is not None and window is not None:
         # Entries of the context are at their positions; those of a draft, which follow, are all within the window.
-        first = torch.as_tensor(given.positions, device=device) - window
-        mask = mask & (torch.arange(past + tokens, device=device) > first[:, None])
-    return _Span(mask, is_prefill)
+        before = torch.as_tensor(given.positions, device=device) - window
+        mask = mask & (torch.arange(past + tokens, device=device) > before[:, None])
+    return _Span(mask, is_causal)
 
 
 def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:

@@ -13,21 +13,17 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specbench.backends.torch.kernels.attention import causal_attention
 
 Attend: TypeAlias = Callable[..., Tensor]
 """From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
 tokens to the attention's output, [batch, tokens, heads, size]. If attention has sinks, they are the argument ``sinks``,
 [heads].
 """
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Let every token attend to itself and to the tokens before it; see ``Attend``."""
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def folded_attention(
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = 0
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int = 0
 ) -> Tensor:
     """Compute the attention of many queries, which are the last positions: [batch, queries, query heads, head size].
 
@@ -108,15 +108,17 @@ def causal_attention(
         scale: Factor of scores; ``None`` for 1/√(head size).
         window: Positions that a query attends to, with its own; 0 for all.
     """
-    if query.shape[0] == 1 and query.dtype == key.dtype and supports_attention(key, value):
+    learns = query.requires_grad or key.requires_grad or value.requires_grad
+    if len(query) == 1 and query.dtype == key.dtype and not learns and supports_attention(key, value):
         return prompt_attention(query, key, value, scale, window)
     queries, keys = query.shape[2], key.shape[2]
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     mask = None
     if queries < keys or 0 < window < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)
         mask = mask.triu_(keys - queries - window + 1) if window else mask
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
     return out.transpose(1, 2)
 
 
