@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 from weakref import ref
@@ -947,6 +947,24 @@ def test_long_readings_through_operators_give_what_a_native_call_gives(dtype, lo
         assert found.dtype == row.dtype
         assert relative(found, row) < 0.02
     assert rows == [each for each in (41, 5, 2, 3, 1) if each < longest]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ends", [(50, 110), (110,), (5, 45, 110)])
+def test_a_head_reads_a_context_in_parts_as_token_by_token(ends):
+    way, random_ = HeadForward(head_of(8, layers=2), torch.float32), torch.Generator().manual_seed(6)
+    embedded, features = torch.randn(2, 110, 48, generator=random_)
+
+    def read(ends: Sequence[int]) -> list[torch.Tensor]:
+        caches, found, first = [PreallocatedLayer() for _ in range(2)], list[torch.Tensor](), 0
+        for end in ends:
+            rows = slice(first, end)
+            given = HeadInput(embedded[rows], features[rows], range(first, end), None, caches, 1)
+            found.append(way([given])[0].features)
+            first = end
+        return list(torch.cat(found))
+
+    assert deviation(read(ends), read(range(1, 111))) < 1e-3
 
 
 @torch.inference_mode()

@@ -404,7 +404,7 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 #define ZERO_OF_BYTES 0
 #define TILE_BYTES 2
 #define TILE_NIBBLES 2
-#define TILE_NUMBERS 2
+#define TILE_NUMBERS 3
 #define ONLY_HALVES 0
 #define TILE_WIDENED 2
 #define HALVES_ALONE NULL
