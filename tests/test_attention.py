@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_llama
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specbench.backends.torch.caches import PreallocatedKVCache
@@ -23,6 +23,7 @@ from specbench.backends.torch.kernels.attention import (
     folded_attention,
     folded_mask,
 )
+from specbench.backends.torch.kernels.native import is_available, prompt_attention
 
 
 class Layer(torch.nn.Module):
@@ -104,17 +105,30 @@ def test_wide_passes_over_a_cache_get_their_mask():
     torch.testing.assert_close(tail, whole[:, 12:], rtol=1e-4, atol=1e-5)
 
 
+WIDE: dict[str, Any] = {
+    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.3,
+}  # fmt: skip
+"""A model whose heads are wide enough for native attention."""
+
+
 @pytest.mark.parametrize("natively", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, request):
     request.addfinalizer(lambda: AttentionMaskInterface.register(FOLDED, folded_mask))
-    model = tiny_llama().to(dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**WIDE)).to(dtype).eval()
     ids = torch.randint(0, 200, (1, 120), generator=torch.Generator().manual_seed(1))
     whole = model(input_ids=ids).logits
     fold_attention(model)
-    monkeypatch.setattr(attention, "supports_attention", lambda *_: natively)
-    masks = []
+    calls, masks = [], []
+    monkeypatch.setattr(
+        attention, "prompt_attention", lambda *given: calls.append(1) or prompt_attention(*given)
+    )
+    if not natively:
+        monkeypatch.setattr(attention, "supports_attention", lambda *_: False)
 
     def noted(**arguments: Any) -> Any:
         masks.append(folded_mask(**arguments))
@@ -124,6 +138,7 @@ def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, req
     cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
     parts = [model(input_ids=ids[:, a:b], past_key_values=cache).logits for a, b in ((12, 60), (60, 120))]
     assert [mask is None for mask in masks] == [True, True, True]
+    assert len(calls) == (2 * 2 if natively and is_available() else 0)
     error = (torch.cat(parts, 1) - whole[:, 12:]).norm() / whole.norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
 

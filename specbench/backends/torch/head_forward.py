@@ -157,7 +157,8 @@ class NativeHeadForward(HeadForward):
     """A forward pass through an EAGLE-3 head in one native call,
     for any number of requests, in float32 between products.
 
-    Long readings go through torch operators: native attention reads all keys again for every token.
+    Long readings go through torch operators and the attention of prompts: in native passes every token reads all keys
+    again.
     """
 
     head: EagleHead

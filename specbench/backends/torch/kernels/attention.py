@@ -112,13 +112,13 @@ def causal_attention(
     if len(query) == 1 and query.dtype == key.dtype and not learns and supports_attention(key, value):
         return prompt_attention(query, key, value, scale, window)
     queries, keys = query.shape[2], key.shape[2]
+    # Repeated, for torch's own way with groups is not among its fast ones on every device.
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     mask = None
     if queries < keys or 0 < window < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_(keys - queries)
         mask = mask.triu_(keys - queries - window + 1) if window else mask
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
 
 
