@@ -113,9 +113,10 @@ def _bytes_of_tensors(objects: Sequence[object]) -> int:
     for each in objects:
         if issubclass(type(each), torch.Tensor):
             assert isinstance(each, torch.Tensor)
-            if each.layout is torch.strided and each.device.type == "cpu":
+            if each.layout is torch.strided:
                 storage = each.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+                if storage.device.type == "cpu":  # unlike that of a fake tensor, as torch.compile keeps them
+                    found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 

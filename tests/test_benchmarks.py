@@ -28,10 +28,12 @@ import soak
 import torch
 import verdicts
 import vs_transformers
+from footprint import Footprint
 from scripted import enumerate_outcomes
 from scripted_engine import TARGET, ScriptedEngine
 from scripted_server import Manner, ScriptedServer
 from tiny import save_tiny, tiny_llama
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.engine import Outcome
@@ -129,6 +131,14 @@ def test_a_soak_accounts_for_every_request(models, capsys):
     assert found["rounds"] == 1
     assert sum(found["ends"][kind] for kind in ("done", "cancelled", "failed")) == 25
     assert found["ends"]["compared"] > 5
+
+
+def test_a_footprint_counts_tensors_but_not_fake_ones():
+    before = Footprint.now().tensors
+    real = torch.zeros(1 << 20)
+    with FakeTensorMode():
+        fake = torch.zeros(1 << 20)
+    assert Footprint.now().tensors - before == real.nbytes == fake.nbytes
 
 
 def test_a_crowd_of_clients_leaves_nothing_behind(models, capsys):
