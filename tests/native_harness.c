@@ -37,21 +37,31 @@ static Matrix matrix(int outputs, int inputs, int bits, int biased, int level) {
                 memory[((int64_t)(o / 64) * made.depth + k) * 64 + o % 64] = number();
         made.panels = (uint8_t *)memory;
     } else {
-        uint8_t *memory = malloc((size_t)specbench_packed_bytes(outputs, inputs, bits));
+        made.width = bits == 12 ? MOST_WIDTH : PANEL;
+        const int capacity = made.width * inputs, panels = panels_of(&made);
+        uint8_t *memory = malloc((size_t)specbench_packed_bytes(outputs, inputs, bits, made.width));
+        uint32_t *exceptions = malloc(sizeof *exceptions * (size_t)(panels * capacity));
+        int32_t *found = calloc((size_t)panels, sizeof *found);
         int8_t *bytes = malloc((size_t)count);
         uint16_t *halves = malloc(2 * (size_t)count);
         float *weight = numbers(count), *scales = numbers(outputs);
         for (int64_t i = 0; i < count; i++) {
             bytes[i] = (int8_t)((int)drawn(255) - 127);
-            halves[i] = to_bfloat16(weight[i]);
+            halves[i] = to_bfloat16(drawn(20) ? weight[i] : weight[i] * 1e-9f);
         }
         const Packing packing = {.bytes = bytes, .scales = scales, .weight = weight, .halves = halves, .panels = memory,
-                                 .rows = outputs, .columns = inputs, .bits = bits};
+                                 .rows = outputs, .columns = inputs, .bits = bits, .width = made.width,
+                                 .exceptions = exceptions, .found = found, .capacity = capacity};
         if (specbench_pack(&packing, NULL, 1, level)) exit(2);
+        for (int panel = 0; bits == 12 && panel < panels; panel++)
+            for (int step = 0; step < made.depth / 2; step += STRETCH)
+                ((Block *)(memory + panel * panel_bytes(&made) + bytes_in_12_bits(step)))->first += panel * capacity;
+        made.exceptions = exceptions;
         free(bytes);
         free(halves);
         free(weight);
         free(scales);
+        free(found);
         made.panels = memory;
     }
     made.bias = biased ? numbers(outputs) : NULL;
@@ -60,6 +70,7 @@ static Matrix matrix(int outputs, int inputs, int bits, int biased, int level) {
 
 static void drop(const Matrix *matrix) {
     free((void *)matrix->panels);
+    free((void *)matrix->exceptions);
     free((void *)matrix->bias);
 }
 
@@ -190,14 +201,14 @@ static int same_prompt(int level) {
 
 int main(int count, char **arguments) {
     const int passes = count > 1 ? atoi(arguments[1]) : 10;
-    static const int WIDTHS_IN_BITS[] = {4, 8, 16, 32};
+    static const int WIDTHS_IN_BITS[] = {4, 8, 12, 16, 32};
     for (int level = 1; level <= specbench_level(); level++) {
         for (int i = 0; i < passes; i++)
             if (!same_prompt(level)) {
                 printf("prompt %d differs at level %d\n", i, level);
                 return 1;
             }
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 5; i++) {
             const int bits = WIDTHS_IN_BITS[i], biased = i % 2;
             Layer layers[LAYERS];
             float *norms = numbers(6 * 64 + HEADS * SIZE);

@@ -249,6 +249,71 @@ def test_a_weight_in_halves_comes_back():
     assert torch.equal(native.Panels.from_bfloat16(weight).dense(), weight)
 
 
+def spread(outputs: int, inputs: int) -> torch.Tensor:
+    """A bfloat16 weight with what takes more than a few exponents: outliers, zeros, tiny numbers and infinities."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs + inputs)) * 0.02
+    weight[1, ::31] *= 1e6
+    weight[:, 5] *= 1e-12
+    weight[2, ::3] = 0.0
+    weight[0, :4] = torch.tensor([torch.inf, -torch.inf, -0.0, 1e-40])
+    return weight.bfloat16()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (192, 100), (960, 576), (128, 1500), (70, 33)])
+def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
+    plain = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for weight in (plain, spread(outputs, inputs)):
+        short = native.Panels.shorten_bfloat16(weight)
+        if level < 2:
+            assert short is None
+            continue
+        assert short is not None
+        assert short.nbytes == 0.75 * native.Panels.from_bfloat16(weight).nbytes
+        assert torch.equal(short.dense().view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.skipif(native.loaded().level < 2, reason="this processor reads 12 bits too slowly")
+def test_products_of_12_bits_are_those_of_16(monkeypatch):
+    own = native.loaded()
+    bias = torch.randn(192)
+    for weight in (torch.randn(192, 576).bfloat16(), torch.randn(192, 1500).bfloat16(), spread(192, 200)):
+        weight[weight.isinf()] = 1.0
+        short, full = native.Panels.shorten_bfloat16(weight), native.Panels.from_bfloat16(weight)
+        assert short is not None
+        for level, rows in itertools.product(range(1, own.level + 1), (1, 2, 5, 6, 7, 13, 40, 129, 300)):
+            monkeypatch.setattr(native, "loaded", lambda level=level: own._replace(level=level))
+            x = torch.randn(rows, weight.shape[1])
+            assert torch.equal(short.product(x), full.product(x))
+            rounded = full.product(x.bfloat16().float(), bias).bfloat16()
+            assert torch.equal(short.product(x.bfloat16(), bias), rounded)
+
+
+def test_numbers_of_too_many_sizes_are_not_shortened():
+    powers = torch.randint(-60, 60, (128, 64), generator=torch.Generator().manual_seed(0))
+    assert native.Panels.shorten_bfloat16((2.0**powers).bfloat16()) is None
+    assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
+
+
+@pytest.mark.skipif(native.loaded().level < 3, reason="oneDNN unpacks bfloat16 here")
+def test_many_rows_are_multiplied_by_slices_where_there_are_tiles(monkeypatch):
+    weight, bias = torch.randn(448, 96).bfloat16(), torch.randn(448).bfloat16()
+    if linear._slice_of(128, 96) is None:
+        pytest.skip("oneDNN packs weights in another order here")
+    monkeypatch.setattr(linear, "has_tiles", lambda: True)
+    monkeypatch.setattr(linear, "_SLICE_BYTES", 128 * 96 * 2)  # three slices and a half
+    unpacked = []
+    unpack = native.Panels.unpack
+    monkeypatch.setattr(
+        native.Panels, "unpack", lambda panels, *place: (unpacked.append(place[:2]), unpack(panels, *place))
+    )
+    packed = PackedLinear(weight, bias)
+    for rows in (64, 65, 150):
+        x = torch.randn(2, rows, 96).bfloat16()
+        expected = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(packed(x), expected, rtol=2e-2, atol=2e-2)
+    assert unpacked == 2 * [(0, 2), (2, 2), (4, 2), (6, 1)]
+
+
 def test_where_all_orders_look_alike_none_is_taken(monkeypatch):
     assert numbers(torch.randn(128, 96)).width % 8 == 0
     monkeypatch.setattr(onednn_layout, "_known", {})  # what weights of this shape have told

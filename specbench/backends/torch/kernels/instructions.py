@@ -50,6 +50,16 @@ def has_bfloat16() -> bool:
         return False
 
 
+def has_tiles() -> bool:
+    """Return whether tiles of bfloat16 matrices are multiplied (AMX), several times as fast as vectors."""
+    import torch
+
+    try:
+        return bool(torch.cpu._is_amx_tile_supported()) and has_bfloat16()
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def cpu_signature() -> list[object]:
     """Return what the speed of products depends on here: processor, limits of instructions, number of threads."""
     import torch

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import in_huge_pages
-from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed
+from specbench.backends.torch.kernels.instructions import has_bfloat16, has_tiles, has_vnni, is_allowed
+from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
 from specbench.backends.torch.kernels.timings import measured_once
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
@@ -64,22 +65,28 @@ def onednn_packs(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight, [out, in], is packed for oneDNN, or for native products in bfloat16 without
-    instructions for it.
+    """A linear layer whose weight is packed: for oneDNN, or in bfloat16 for native products, without loss in 12 bits.
 
-    ``panels`` is the same memory for native products; ``None`` if they cannot read it.
+    ``panels`` is the memory that native products read; ``None`` if they cannot.
+
+    Args:
+        weight: [out, in].
+        sizes: Of the layers that are merged in it, in outputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int] = ()) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, weight.dtype
         self.panels: native.Panels | None = None
         self._packed: Tensor | None = None
         self._min_rows = 1
-        if not onednn_packs(weight.dtype):
-            self.panels = native.Panels.from_bfloat16(weight)
-            return
+        if weight.dtype == torch.bfloat16 and native.is_available():
+            self.panels = _shortened(weight, sizes)
+            if self.panels is None and not onednn_packs(weight.dtype):
+                self.panels = native.Panels.from_bfloat16(weight)
+            if self.panels is not None:
+                return
         # Not a parameter or buffer: torch cannot move or save tensors of this layout.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         if native.is_available():
@@ -113,8 +120,11 @@ class PackedLinear(nn.Module):
         out: Tensor
         if self._packed is None:
             assert self.panels is not None
-            out = self.panels.product(x.reshape(-1, self.in_features).float())
-            out = out if self.bias is None else out.add_(self.bias)
+            flat = x.reshape(-1, self.in_features)
+            if self.panels.bits == 12 and has_tiles() and len(flat) > native.most_rows(x.dtype):
+                out = _product_of_slices(flat, self.panels, self.bias)
+            else:
+                out = self.panels.product(flat, None if self.bias is None else self.bias.float())
             return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
         out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
@@ -124,6 +134,58 @@ class PackedLinear(nn.Module):
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+_SLICE_BYTES = 6 << 20
+"""Bytes of a weight in 12 bits that are unpacked at a time: they stay in a processor's caches."""
+
+_slices = threading.local()
+
+
+def _slice_of(outputs: int, inputs: int) -> PackedLayout | None:
+    """Return memory of this thread in oneDNN's layout of a weight; ``None`` if it is not that of our own panels."""
+    known: dict[tuple[int, int], PackedLayout | None] = vars(_slices).setdefault("known", {})
+    if (outputs, inputs) not in known:
+        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        found = layout_of(packed, weight, native.loaded().level)
+        alike = found is not None and (found.width, found.depth) == (native.WIDE_PANEL, inputs)
+        known[outputs, inputs] = found if alike else None
+    return known[outputs, inputs]
+
+
+def _slice_rows(outputs: int, inputs: int) -> int:
+    width = native.WIDE_PANEL
+    return min(outputs, max(width, _SLICE_BYTES // (2 * inputs) // width * width))
+
+
+def _shortened(weight: Tensor, sizes: Sequence[int]) -> native.Panels | None:
+    """Pack a bfloat16 weight in 12 bits; ``None`` if it cannot be, or oneDNN could not multiply many rows by it."""
+    outputs, inputs = weight.shape
+    if any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
+        return None
+    rows = _slice_rows(outputs, inputs)
+    slices = {rows, outputs % rows or rows} if has_tiles() else ()
+    if any(_slice_of(each, inputs) is None for each in slices):
+        return None
+    return native.Panels.shorten_bfloat16(weight)
+
+
+def _product_of_slices(x: Tensor, panels: native.Panels, bias: Tensor | None) -> Tensor:
+    """[rows, in] -> [rows, out], in bfloat16, by oneDNN, which multiplies tiles: by a weight in 12 bits in slices.
+
+    Without tiles native products take less time than oneDNN's with this unpacking (notes/log.md).
+    """
+    rows = _slice_rows(panels.outputs, panels.inputs)
+    out = x.new_empty(len(x), panels.outputs)
+    for first in range(0, panels.outputs, rows):
+        count = min(rows, panels.outputs - first)
+        laid = _slice_of(count, panels.inputs)
+        assert laid is not None
+        panels.unpack(first // panels.width, count // panels.width, laid.address)
+        own = None if bias is None else bias[first : first + count]
+        out[:, first : first + count] = torch.ops.mkldnn._linear_pointwise(x, laid.data, own, "none", [], "")
+    return out
 
 
 _TRIAL_SIZE, _TRIAL_BYTES, _TRIAL_PAIRS = 2048, 100_000_000, 15
@@ -279,7 +341,7 @@ class QuantizedLinear(nn.Module):
         if self.panels is None:
             out = self._product(x)
         else:
-            out = self.panels.product(x.reshape(-1, self.in_features).float()).to(x.dtype)
+            out = self.panels.product(x.reshape(-1, self.in_features)).to(x.dtype)
             out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 

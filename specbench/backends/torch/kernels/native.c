@@ -1,8 +1,8 @@
 /* Short passes of decoders like Llama, each in one call, over weights in 8 or 4 bits, in bfloat16 or in float32.
  *
  * Weights lie in panels of some outputs, in the order in which they are read. In float32 for every input one number of
- * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place. In
- * 8 and 4 bits a panel has 32 outputs. 8 bits: 32 scales (float32), then for every four inputs 32 x 4 bytes, 128 added to
+ * each output, in bfloat16 for every two inputs two of each: so oneDNN packs them too, whose memory is read in place.
+ * bfloat16 in 12 bits is the same to the bit: see below. In 8 and 4 bits a panel has 32 outputs. 8 bits: 32 scales (float32), then for every four inputs 32 x 4 bytes, 128 added to
  * each. 4 bits: for every group of 32 inputs 32 scales and 32 least numbers (bfloat16), then codes for every four inputs,
  * 16 x 4 bytes, outputs 0 to 15 in the low halves and 16 to 31 in the high ones: a number is least + scale * code.
  * Beside these activations are rounded to bytes, with one scale for a row; products of bytes add up exactly in 32 bits.
@@ -30,7 +30,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 10,       /* of what Python hands over */
+    VERSION = 11,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -39,8 +39,10 @@ enum {
     PIECE = 1 << 14,    /* bytes of weights to a piece, at least */
     PIECE_OF_GATES = 1 << 16, /* the same, of each half */
     ROWS_AT_ONCE = 256, /* of long inputs */
-    ROWS_TOGETHER = 48, /* of those, beside numbers: their sums stay in the nearest cache */
+    ROWS_TOGETHER = 128, /* of those, beside numbers: weights in 12 bits are read once for them */
+    ROWS_OF_PROMPT = 48, /* in attention: what they find stays in the nearest caches */
     STRETCH = 64,       /* steps of numbers: 16 KiB of a panel */
+    TILES_UNPACKING = 2, /* of rows, that each take weights in 12 bits apart; for more this is done once */
     MOST_WIDTH = 64,    /* of a panel of numbers */
     MOST_PARTS = 4,     /* vectors of outputs of numbers at once */
     DEPTH = 64,         /* rows of numbers are filled up with zeros to a multiple */
@@ -59,6 +61,7 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 typedef struct {
     const uint8_t *panels;
     const float *bias; /* NULL for none */
+    const uint32_t *exceptions; /* in 12 bits */
     int32_t outputs, inputs, bits;
     int32_t width, depth; /* outputs of a panel, and inputs with the zeros behind them */
     int32_t unused;
@@ -127,10 +130,30 @@ typedef struct {
     const float *scales, *weight;
     const uint16_t *halves;
     uint8_t *panels;
-    int32_t rows, columns, bits, unused;
+    uint32_t *exceptions; /* in 12 bits: [panels, capacity] */
+    int32_t *found;       /* exceptions of each panel; there may be more than `capacity`, which are lost */
+    int32_t rows, columns, bits, width, capacity, unused;
 } Packing;
 
 enum { IN_BYTES, IN_HALVES, IN_NUMBERS, FORMS };
+
+/* Numbers in bfloat16, in 12 bits without loss: the lower byte as it is, and a code of 4 bits for the upper one, which has
+ * the sign and all but the last bit of the exponent; of these bits most numbers of a block have one of eight values, and
+ * the exceptions, one number in some thousands, are listed. A block is STRETCH steps of a panel of MOST_WIDTH outputs behind
+ * its head. A step is four vectors of 32 numbers: two bytes rows of 64 for their lower bytes, of two vectors each, in turns
+ * of eight, and one of codes, in lower halves those of the first two vectors. (Zhang et al. 2025 code exponents by their
+ * frequency, in 11 bits, which takes longer to read.) */
+typedef struct {
+    int32_t first, count; /* of the block's exceptions among those of its weight: place << 16 | number */
+    uint8_t upper[16];    /* bytes by code */
+    uint8_t unused[40];
+} Block;
+
+enum { STEP_IN_12_BITS = 3 * MOST_WIDTH, CODES = 8 };
+
+INLINE int64_t bytes_in_12_bits(int steps) {
+    return (int64_t)(steps + STRETCH - 1) / STRETCH * (int64_t)sizeof(Block) + (int64_t)steps * STEP_IN_12_BITS;
+}
 
 /* What the numbers of a group have in common, in 4 bits. */
 typedef struct {
@@ -170,10 +193,10 @@ typedef struct {
 
 /* Some of these rows, of one head: what they attend to in the block of keys at hand, and have found up to it. */
 typedef struct {
-    float scores[ROWS_TOGETHER * KEYS_OF_PROMPT];
-    float found[ROWS_TOGETHER * MOST_SIZE], sums[ROWS_TOGETHER * MOST_SIZE]; /* of values: in this block, and in all */
-    float most[ROWS_TOGETHER], total[ROWS_TOGETHER]; /* highest score, and sum of the weights */
-    char query[4 * ROWS_TOGETHER * MOST_SIZE], weights[4 * ROWS_TOGETHER * KEYS_OF_PROMPT]; /* as products take them */
+    float scores[ROWS_OF_PROMPT * KEYS_OF_PROMPT];
+    float found[ROWS_OF_PROMPT * MOST_SIZE], sums[ROWS_OF_PROMPT * MOST_SIZE]; /* of values: in this block, and in all */
+    float most[ROWS_OF_PROMPT], total[ROWS_OF_PROMPT]; /* highest score, and sum of the weights */
+    char query[4 * ROWS_OF_PROMPT * MOST_SIZE], weights[4 * ROWS_OF_PROMPT * KEYS_OF_PROMPT]; /* as products take them */
 } PromptRows;
 
 /* A gated delta rule over the rows of a short pass: every head has a state [keys, values], and a row's output is what its
@@ -203,12 +226,14 @@ typedef struct {
     void (*attend)(const Attention *);
     void (*softmax)(PromptRows *, int, int, int, int, int, float);
     void (*pack)(const Packing *, int);
+    void (*unpack)(const Block *, const uint32_t *, int, uint16_t *);
     void (*recur)(const DeltaRule *, int);
 } Ways;
 
 INLINE int padded_to_groups(int count) { return (count + GROUP - 1) / GROUP * GROUP; }
 
 INLINE int64_t panel_bytes(const Matrix *matrix) {
+    if (matrix->bits == 12) return bytes_in_12_bits(matrix->depth / 2);
     if (matrix->bits > 8) return (int64_t)matrix->bits / 8 * matrix->width * matrix->depth;
     return matrix->bits == 8 ? (int64_t)sizeof(float) * PANEL + (int64_t)PANEL * matrix->depth
                              : (int64_t)matrix->depth / GROUP * GROUP_BYTES;
@@ -216,7 +241,7 @@ INLINE int64_t panel_bytes(const Matrix *matrix) {
 
 INLINE int panels_of(const Matrix *matrix) { return (matrix->outputs + matrix->width - 1) / matrix->width; }
 
-INLINE int form_of(int bits, int level) { return bits <= 8 ? IN_BYTES : bits == 16 && level >= 3 ? IN_HALVES : IN_NUMBERS; }
+INLINE int form_of(int bits, int level) { return bits <= 8 ? IN_BYTES : bits <= 16 && level >= 3 ? IN_HALVES : IN_NUMBERS; }
 
 INLINE int number_bytes(int form) { return form == IN_HALVES ? 2 : 4; }
 
@@ -272,7 +297,65 @@ INLINE __attribute__((target(AVX512))) __m512 sums_avx512(const __m512 *x) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
+/* Where the lower byte of number `i` of a step is, or its code, of which the lower half is for i < 64. */
+INLINE int place_in_step(int i) { return i / 64 * 64 + i % 32 / 8 * 16 + i / 32 % 2 * 8 + i % 8; }
+
+/* A block in 12 bits to as many steps in bfloat16; exceptions are those of its weight. */
+INLINE void put_exceptions(const Block *block, const uint32_t *exceptions, uint16_t *to) {
+    for (int i = block->first; i < block->first + block->count; i++) to[exceptions[i] >> 16] = (uint16_t)exceptions[i];
+}
+
+static void unpack_any(const Block *block, const uint32_t *exceptions, int steps, uint16_t *to) {
+    const uint8_t *from = (const uint8_t *)(block + 1);
+    for (int step = 0; step < steps; step++, from += STEP_IN_12_BITS)
+        for (int i = 0; i < 2 * MOST_WIDTH; i++) {
+            const int place = place_in_step(i), codes = from[2 * MOST_WIDTH + place % 64];
+            to[step * 2 * MOST_WIDTH + i] = (uint16_t)(block->upper[i < 64 ? codes & 15 : codes >> 4] << 8 | from[place]);
+        }
+    put_exceptions(block, exceptions, to);
+}
+
+INLINE __attribute__((target(AVX512))) __m512i upper_of(const Block *block) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)block->upper));
+}
+
+INLINE __attribute__((target(AVX512))) void unpack_step(const void *given, const __m512i upper, __m512i *to) {
+    const char *from = given;
+    const __m512i half = _mm512_set1_epi8(15), codes = _mm512_loadu_si512(from + 128);
+    const __m512i low[] = {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 64)};
+    const __m512i high[] = {
+        _mm512_shuffle_epi8(upper, _mm512_and_si512(codes, half)),
+        _mm512_shuffle_epi8(upper, _mm512_and_si512(_mm512_srli_epi16(codes, 4), half)),
+    };
+    for (int i = 0; i < 2; i++) {
+        to[2 * i] = _mm512_unpacklo_epi8(low[i], high[i]);
+        to[2 * i + 1] = _mm512_unpackhi_epi8(low[i], high[i]);
+    }
+}
+
+INLINE int step_of(uint32_t exception) { return (int)(exception >> 16) / (2 * MOST_WIDTH); }
+
+INLINE __attribute__((target(AVX512))) void put_exception(__m512i *step, uint32_t exception) {
+    const int place = (int)(exception >> 16) % (2 * MOST_WIDTH);
+    for (int i = 0; i < 4; i++)
+        step[i] = _mm512_mask_set1_epi16(step[i], place / 32 == i ? 1u << place % 32 : 0, (short)exception);
+}
+
+static __attribute__((target(AVX512))) void unpack_avx512(
+    const Block *block, const uint32_t *exceptions, int steps, uint16_t *to) {
+    const char *from = (const char *)(block + 1);
+    const __m512i upper = upper_of(block);
+    for (int step = 0; step < steps; step++, from += STEP_IN_12_BITS) {
+        __m512i found[4];
+        unpack_step(from, upper, found);
+        for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + 128 * step + 32 * i, found[i]);
+    }
+    put_exceptions(block, exceptions, to);
+}
+
 #define LANES 16
+#define UNPACK unpack_avx512
+#define UNPACKS_STEPS 1
 #define VF __m512
 #define VI __m512i
 #define F_LOAD _mm512_loadu_ps
@@ -368,6 +451,8 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 }
 
 #define LANES 8
+#define UNPACK unpack_any
+#define UNPACKS_STEPS 0
 #define NAME(name) name##_avx2
 #define TARGET AVX2
 #define VF __m256
@@ -426,8 +511,8 @@ int specbench_level(void) {
 
 int specbench_version(void) { return VERSION; }
 
-int64_t specbench_packed_bytes(int outputs, int inputs, int bits) {
-    const Matrix matrix = {.outputs = outputs, .bits = bits, .width = PANEL, .depth = padded_to_groups(inputs)};
+int64_t specbench_packed_bytes(int outputs, int inputs, int bits, int width) {
+    const Matrix matrix = {.outputs = outputs, .bits = bits, .width = width, .depth = padded_to_groups(inputs)};
     return panels_of(&matrix) * panel_bytes(&matrix);
 }
 
@@ -926,23 +1011,57 @@ typedef struct {
     const PromptPanels *panels;
     const DeltaRule *rule;
     const Ways *ways;
-    const float *x;
-    float *out;
+    const void *x;
+    void *out;
     Given given;
-    int rows, shares;
+    int first, rows, shares, is_bfloat16; /* x and out */
     atomic_int joined[2];
     Stage stages[2];
 } Single;
 
+/* A row of x in bfloat16, as products of numbers take it. */
+static void give_halves(const uint16_t *x, const Given *to, int row) {
+    const int count = to->inputs;
+    char *at = to->numbers + (int64_t)row * to->padded * number_bytes(to->form);
+    if (to->form == IN_HALVES)
+        memcpy(at, x, sizeof *x * (size_t)count);
+    else
+        for (int i = 0; i < count; i++) ((uint32_t *)at)[i] = (uint32_t)x[i] << 16;
+    memset(at + (int64_t)count * number_bytes(to->form), 0, (size_t)((to->padded - count) * number_bytes(to->form)));
+}
+
 static void give_rows(const Single *work, int piece) {
     const int inputs = work->matrix->inputs;
-    for (int r = piece * MOST_TILE; r < (piece + 1) * MOST_TILE && r < work->rows; r++)
-        give(work->ways, work->x + (int64_t)r * inputs, &work->given, r);
+    for (int r = piece * MOST_TILE; r < (piece + 1) * MOST_TILE && r < work->rows; r++) {
+        if (work->is_bfloat16)
+            give_halves((const uint16_t *)work->x + (int64_t)r * inputs, &work->given, r);
+        else
+            give(work->ways, (const float *)work->x + (int64_t)r * inputs, &work->given, r);
+    }
 }
 
 static void multiply_panel(const Single *work, int piece) {
     const Given *given = &work->given;
-    work->ways->products[given->form](work->matrix, given, work->rows, piece, work->out, work->matrix->outputs);
+    const int64_t outputs = work->matrix->outputs;
+    if (!work->is_bfloat16) {
+        work->ways->products[given->form](work->matrix, given, work->rows, piece, work->out, outputs);
+        return;
+    }
+    Matrix panel = *work->matrix;
+    const int begin = piece * panel.width;
+    _Alignas(64) float found[ROWS_AT_ONCE * MOST_WIDTH];
+    panel.panels += piece * panel_bytes(&panel);
+    panel.outputs = panel.outputs - begin < panel.width ? panel.outputs - begin : panel.width;
+    if (panel.bias) panel.bias += begin;
+    work->ways->products[given->form](&panel, given, work->rows, 0, found, MOST_WIDTH);
+    for (int r = 0; r < work->rows; r++) {
+        const float *from = found + r * MOST_WIDTH;
+        uint16_t *to = (uint16_t *)work->out + r * outputs + begin;
+        if (given->form == IN_HALVES)
+            work->ways->halve(from, to, panel.outputs);
+        else
+            for (int i = 0; i < panel.outputs; i++) to[i] = to_bfloat16(from[i]);
+    }
 }
 
 static void attend_alone(const Single *work, int piece) {
@@ -955,6 +1074,19 @@ static void attend_alone(const Single *work, int piece) {
 }
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
+
+/* A panel in 12 bits to one in bfloat16 in `out`, where that of panel `first` comes first. */
+static void unpack_panel(const Single *work, int piece) {
+    const Matrix *matrix = work->matrix;
+    const int steps = matrix->depth / 2, number = work->first + piece;
+    const uint8_t *panel = matrix->panels + number * panel_bytes(matrix);
+    uint16_t *out = (uint16_t *)work->out + (int64_t)piece * steps * 2 * MOST_WIDTH;
+    for (int step = 0; step < steps; step += STRETCH) {
+        const Block *block = (const Block *)(panel + bytes_in_12_bits(step));
+        const int count = steps - step < STRETCH ? steps - step : STRETCH;
+        work->ways->unpack(block, matrix->exceptions, count, out + step * 2 * MOST_WIDTH);
+    }
+}
 
 static void recur_head(const Single *work, int piece) { work->ways->recur(work->rule, piece); }
 
@@ -981,7 +1113,13 @@ static void run_attention(void *given) {
 
 static void run_packing(void *given) {
     Single *work = given;
-    take_singly(work, 0, (work->packing->rows + PANEL - 1) / PANEL, pack_panel);
+    const int width = work->packing->width;
+    take_singly(work, 0, (work->packing->rows + width - 1) / width, pack_panel);
+}
+
+static void run_unpacking(void *given) {
+    Single *work = given;
+    take_singly(work, 0, work->rows, unpack_panel);
 }
 
 static void run_rule(void *given) {
@@ -998,21 +1136,23 @@ static void share_with(Single *work, Parallel parallel, int threads, void (*each
     all_threads(parallel, threads, each, work);
 }
 
-/* x [rows, inputs] -> out [rows, outputs]. */
+/* x [rows, inputs] -> out [rows, outputs], both in float32 or, beside numbers, in bfloat16. */
 int specbench_product(
-    const Matrix *matrix, const float *x, int64_t rows, float *out, Parallel parallel, int threads, int level) {
+    const Matrix *matrix, const void *x, int64_t rows, void *out, int is_bfloat16, Parallel parallel, int threads,
+    int level) {
     if (level < 1 || level > specbench_level()) return 1;
-    Single work = {.matrix = matrix, .ways = WAYS[level]};
+    Single work = {.matrix = matrix, .ways = WAYS[level], .is_bfloat16 = is_bfloat16};
     Arena arena = {0};
     const int most = rows < ROWS_AT_ONCE ? (int)rows : ROWS_AT_ONCE, form = form_of(matrix->bits, level);
+    const int64_t number = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
     some_given(&arena, most, matrix->inputs, form);
     char *memory = aligned_alloc(64, arena.used + 64);
     if (!memory) return 1;
     arena.next = memory;
     work.given = some_given(&arena, most, matrix->inputs, form);
     for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
-        work.x = x + first * matrix->inputs;
-        work.out = out + first * matrix->outputs;
+        work.x = (const char *)x + first * matrix->inputs * number;
+        work.out = (char *)out + first * matrix->outputs * number;
         work.rows = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
         share_with(&work, parallel, threads, run_product);
     }
@@ -1139,14 +1279,14 @@ static void end_rows(const Prompt *prompt, const PromptRows *rows, int head, int
     }
 }
 
-INLINE int rows_of_prompt(const Prompt *prompt) { return (prompt->rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER; }
+INLINE int rows_of_prompt(const Prompt *prompt) { return (prompt->rows + ROWS_OF_PROMPT - 1) / ROWS_OF_PROMPT; }
 
 /* Some rows of one head. What a row finds does not depend on the others. */
 static void read_prompt(const Single *work, int piece) {
     const PromptPanels *panels = work->panels;
     const Prompt *prompt = panels->prompt;
-    const int size = prompt->size, head = piece / rows_of_prompt(prompt), begin = piece % rows_of_prompt(prompt) * ROWS_TOGETHER;
-    const int count = prompt->rows - begin < ROWS_TOGETHER ? prompt->rows - begin : ROWS_TOGETHER;
+    const int size = prompt->size, head = piece / rows_of_prompt(prompt), begin = piece % rows_of_prompt(prompt) * ROWS_OF_PROMPT;
+    const int count = prompt->rows - begin < ROWS_OF_PROMPT ? prompt->rows - begin : ROWS_OF_PROMPT;
     const int position = prompt->count - prompt->rows + begin, shared = head / (prompt->heads / prompt->shared);
     const int64_t key_panel = 4 * (int64_t)MOST_WIDTH * size / panels->step;
     const int64_t value_panel = 4 * (int64_t)MOST_WIDTH * KEYS_OF_PROMPT / panels->step;
@@ -1206,6 +1346,15 @@ int specbench_pack(const Packing *packing, Parallel parallel, int threads, int l
     if (level < 1 || level > specbench_level()) return 1;
     Single work = {.packing = packing, .ways = WAYS[level]};
     share_with(&work, parallel, threads, run_packing);
+    return 0;
+}
+
+/* Some panels of a weight in 12 bits, from `first` on, to as many in bfloat16. */
+int specbench_unpack(
+    const Matrix *matrix, int first, int panels, void *out, Parallel parallel, int threads, int level) {
+    if (level < 1 || level > specbench_level()) return 1;
+    Single work = {.matrix = matrix, .first = first, .rows = panels, .out = out, .ways = WAYS[level]};
+    share_with(&work, parallel, threads, run_unpacking);
     return 0;
 }
 

@@ -405,11 +405,101 @@ TARGET static Line NAME(round_group)(const float *w, uint8_t *codes) {
     return chosen;
 }
 
+/* Numbers of a block, without their signs, that do not have one of eight upper bytes up to the highest, or 0 in place of
+ * the lowest of these; they get codes, and others none. */
+INLINE TARGET int NAME(give_codes)(const uint16_t *numbers, int count, int highest, int with_zero, uint8_t *codes) {
+    const int lowest = highest - CODES + 1 + with_zero;
+    int missed = 0;
+    for (int i = 0; i < count; i++) {
+        const int upper = numbers[i] >> 8 & 0x7f, code = upper - lowest + with_zero;
+        const int is_missed = with_zero ? upper && code <= 0 : code < 0;
+        codes[i] = (uint8_t)(is_missed ? 0xff : with_zero && !upper ? 0 : code);
+        missed += is_missed;
+    }
+    return missed;
+}
+
+/* Codes by the eight most frequent upper bytes, which are returned in `upper`. */
+static void NAME(give_frequent_codes)(const uint16_t *numbers, int count, uint8_t *upper, uint8_t *codes) {
+    int found[128] = {0};
+    uint8_t code_of[128];
+    memset(code_of, 0xff, sizeof code_of);
+    for (int i = 0; i < count; i++) found[numbers[i] >> 8 & 0x7f]++;
+    for (int code = 0; code < CODES; code++) {
+        int most = 0;
+        for (int i = 1; i < 128; i++) most = found[i] > found[most] ? i : most;
+        upper[code] = (uint8_t)most;
+        if (found[most] >= 0) code_of[most] = (uint8_t)code;
+        found[most] = -1;
+    }
+    for (int i = 0; i < count; i++) codes[i] = code_of[numbers[i] >> 8 & 0x7f];
+}
+
+/* A panel in 12 bits: rows in bfloat16. */
+TARGET static void NAME(pack_in_12_bits)(const Packing *given, int panel) {
+    const int columns = given->columns, steps = padded_to_groups(columns) / 2, begin = panel * MOST_WIDTH;
+    const int rows = given->rows - begin < MOST_WIDTH ? given->rows - begin : MOST_WIDTH;
+    uint8_t *to = given->panels + panel * bytes_in_12_bits(steps);
+    uint32_t *exceptions = given->exceptions + (int64_t)panel * given->capacity;
+    int found = 0;
+    for (int step = 0; step < steps; step += STRETCH) {
+        const int count = steps - step < STRETCH ? steps - step : STRETCH, all = count * MOST_WIDTH * 2;
+        const int left = columns - 2 * step < 2 * count ? columns - 2 * step : 2 * count;
+        uint32_t pairs[STRETCH * MOST_WIDTH];
+        uint16_t *numbers = (uint16_t *)pairs, highest = 0;
+        uint8_t codes[STRETCH * MOST_WIDTH * 2];
+        if (rows < MOST_WIDTH) memset(pairs, 0, sizeof pairs);
+        for (int r = 0; r < rows; r++) {
+            uint32_t row[STRETCH] = {0};
+            memcpy(row, given->halves + (int64_t)(begin + r) * columns + 2 * step, sizeof(uint16_t) * (size_t)left);
+            for (int i = 0; i < count; i++) pairs[i * MOST_WIDTH + r] = row[i];
+        }
+        Block *block = (Block *)to;
+        *block = (Block){.first = found};
+        int zeros = 0;
+        for (int i = 0; i < all; i++) {
+            const uint16_t upper = numbers[i] >> 8 & 0x7f;
+            highest = upper > highest ? upper : highest;
+            zeros += !upper;
+        }
+        const int with_zero = zeros > all / 512 || highest < CODES;
+        int missed = with_zero ? NAME(give_codes)(numbers, all, highest, 1, codes) : NAME(give_codes)(numbers, all, highest, 0, codes);
+        for (int code = 0; code < CODES; code++)
+            block->upper[code] = (uint8_t)(with_zero && !code ? 0 : highest - CODES + 1 + code);
+        if (missed > all / 256) NAME(give_frequent_codes)(numbers, all, block->upper, codes);
+        for (int code = 0; code < CODES; code++) block->upper[CODES + code] = block->upper[code] | 0x80;
+        to += sizeof *block;
+        for (int i = 0; i < count; i++, to += STEP_IN_12_BITS) {
+            const uint16_t *own = numbers + i * 2 * MOST_WIDTH;
+            uint8_t *code = codes + i * 2 * MOST_WIDTH, none = 0;
+            for (int j = 0; j < 2 * MOST_WIDTH; j++) none |= code[j];
+            for (int j = 0; none == 0xff && j < 2 * MOST_WIDTH; j++) {
+                if (code[j] != 0xff) continue;
+                if (found < given->capacity) exceptions[found] = (uint32_t)(i * 2 * MOST_WIDTH + j) << 16 | own[j];
+                found++;
+                code[j] = 0;
+            }
+            for (int j = 0; j < 2 * MOST_WIDTH; j++) code[j] |= (uint8_t)(own[j] >> 15 << 3);
+            for (int j = 0; j < 2 * MOST_WIDTH; j += 8)
+                for (int k = 0; k < 8; k++) to[place_in_step(j) + k] = (uint8_t)own[j + k];
+            for (int j = 0; j < MOST_WIDTH; j += 8)
+                for (int k = 0; k < 8; k++)
+                    to[2 * MOST_WIDTH + place_in_step(j) + k] = (uint8_t)(code[j + k] | code[MOST_WIDTH + j + k] << 4);
+        }
+        block->count = found - block->first;
+    }
+    given->found[panel] = found;
+}
+
 /* 32 rows of a weight to one panel; rows and columns that are missing count as zeros. */
 TARGET static void NAME(pack)(const Packing *given, int panel) {
     const int columns = given->columns, padded = padded_to_groups(columns), begin = panel * PANEL;
     const int rows = given->rows - begin < PANEL ? given->rows - begin : PANEL;
     const Matrix matrix = {.bits = given->bits, .width = PANEL, .depth = padded};
+    if (given->bits == 12) {
+        NAME(pack_in_12_bits)(given, panel);
+        return;
+    }
     uint8_t *to = given->panels + panel * panel_bytes(&matrix);
     if (given->bits == 16) {
         uint16_t *halves = (uint16_t *)to;
@@ -532,10 +622,12 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
 
 static const Ways NAME(ways) = {
     .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .softmax = NAME(softmax), .pack = NAME(pack), .recur = NAME(recur),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
 };
 
 #undef LANES
+#undef UNPACK
+#undef UNPACKS_STEPS
 #undef NAME
 #undef TARGET
 #undef VF

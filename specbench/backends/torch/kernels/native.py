@@ -33,13 +33,16 @@ LIBRARY = "_native.so"
 PANEL = 32
 """Outputs in a panel of our own."""
 
+WIDE_PANEL = 64
+"""Outputs in a panel of bfloat16 in 12 bits."""
+
 STEP = 16
 """Sizes of heads and hidden states must be multiples of this: numbers that are processed at a time between products."""
 
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 10  # of the interface; the library's must be the same
+_VERSION = 11  # of the interface; the library's must be the same
 
 LAYOUT = 2
 """Version of the layout of our own panels, with which they are stored."""
@@ -56,7 +59,7 @@ def _fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 class CMatrix(Structure):
     _fields_ = (
-        *_fields(c_void_p, "panels bias"),
+        *_fields(c_void_p, "panels bias exceptions"),
         *_fields(c_int32, "outputs inputs bits width depth unused"),
     )
 
@@ -120,8 +123,8 @@ class CPrompt(Structure):
 
 class CPacking(Structure):
     _fields_ = (
-        *_fields(c_void_p, "bytes scales weight halves panels"),
-        *_fields(c_int32, "rows columns bits unused"),
+        *_fields(c_void_p, "bytes scales weight halves panels exceptions found"),
+        *_fields(c_int32, "rows columns bits width capacity unused"),
     )
 
 
@@ -176,7 +179,10 @@ def _load() -> _Native | str:
         return "this torch does not use GCC's OpenMP"
     library.specbench_packed_bytes.restype = c_int64
     library.specbench_product.argtypes = (
-        POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int
+        POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int, c_int
+    )  # fmt: skip
+    library.specbench_unpack.argtypes = (
+        POINTER(CMatrix), c_int, c_int, c_void_p, c_void_p, c_int, c_int
     )  # fmt: skip
     library.specbench_pack.argtypes = (POINTER(CPacking), c_void_p, c_int, c_int)
     library.specbench_prompt.argtypes = (POINTER(CPrompt), c_void_p, c_int, c_int)
@@ -208,35 +214,49 @@ def check(status: int) -> None:
 
 _GROUP = 32  # inputs of our own panels are padded with zeros to a multiple of this
 _BITS = {torch.bfloat16: 16, torch.float32: 32}  # of weights that products read as they are
+_EXCEPTIONS = 64  # numbers of which one may be an exception in 12 bits
+_BLOCK_BYTES = 64 + 64 * 192
+"""Bytes of a block of weights in 12 bits, which begins with the number of its first exception."""
 _MAX_ROWS = {1: 48, 2: 128, 3: 128}
 """Rows up to which a native forward is faster than torch's products, by level of instructions (notes/log.md)."""
+
+
+def most_rows(dtype: torch.dtype) -> float:
+    """Return the number of rows up to which native products in this dtype are faster than torch's."""
+    level = loaded().level
+    return math.inf if dtype == torch.bfloat16 and level < 3 else _MAX_ROWS[level]
 
 
 class Panels:
     """A weight in the layout of native products; only if ``is_available()``.
 
     Attributes:
-        bits: 32 and 16 for float32 and bfloat16, 8 with a scale per output, 4 with a scale and an offset per 32 inputs.
+        bits: 32 and 16 for float32 and bfloat16, 12 for bfloat16 with exponents in 4 bits, 8 with a scale per output, 4
+            with a scale and an offset per 32 inputs.
         width: Outputs in a panel.
+        depth: Inputs, with the zeros behind them.
         data: All panels: uint8 in our own layout.
     """
 
-    def __init__(self, bits: int, outputs: int, inputs: int, laid: PackedLayout | None = None) -> None:
+    def __init__(
+        self, bits: int, outputs: int, inputs: int, laid: PackedLayout | None = None, width: int = PANEL
+    ) -> None:
         """Allocate panels of our own, or take those that oneDNN has made."""
-        self.bits, self.outputs, self.inputs = bits, outputs, inputs
+        self.bits, self.outputs, self.inputs, self.width = bits, outputs, inputs, width
         if laid is None:
             data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
-            laid = PackedLayout(data, data.data_ptr(), PANEL, -(-inputs // _GROUP) * _GROUP)
-        self.data, self._address, self.width, self._depth = laid
+            laid = PackedLayout(data, data.data_ptr(), width, -(-inputs // _GROUP) * _GROUP)
+        self.data, self._address, self.width, self.depth = laid
+        self._exceptions: Tensor | None = None  # int32, in 12 bits
 
     def _bytes_of(self, outputs: int) -> int:
-        return int(loaded().library.specbench_packed_bytes(outputs, self.inputs, self.bits))
+        return int(loaded().library.specbench_packed_bytes(outputs, self.inputs, self.bits, self.width))
 
     def _pack(self, first: int, packing: CPacking) -> None:
         """Pack rows from ``first`` on, which begins a panel."""
         native = loaded()
         packing.panels = self._address + self._bytes_of(first)
-        packing.columns, packing.bits = self.inputs, self.bits
+        packing.columns, packing.bits, packing.width = self.inputs, self.bits, self.width
         threads = torch.get_num_threads()
         check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
 
@@ -275,6 +295,28 @@ class Panels:
         return made
 
     @classmethod
+    def shorten_bfloat16(cls, weight: Tensor) -> Panels | None:
+        """Pack a bfloat16 weight [out, in] in 12 bits, without loss; ``None`` without AVX-512, or if its numbers are
+        of too many sizes.
+        """
+        if loaded().level < 2:
+            return None
+        outputs, inputs = weight.shape
+        made = cls(12, outputs, inputs, width=WIDE_PANEL)
+        panels, capacity = -(-outputs // made.width), made.width * made.depth // _EXCEPTIONS
+        weight, lists = weight.detach().contiguous(), torch.empty(panels, capacity, dtype=torch.int32)
+        found = torch.empty(panels, dtype=torch.int32)
+        packing = CPacking(halves=weight.data_ptr(), rows=outputs, capacity=capacity)
+        packing.exceptions, packing.found = lists.data_ptr(), found.data_ptr()
+        made._pack(0, packing)
+        if int(found.max()) > capacity:
+            return None
+        heads = made.data.view(torch.int32).view(panels, -1)[:, :: _BLOCK_BYTES // 4]
+        heads += (found.cumsum(0, dtype=torch.int32) - found)[:, None]
+        made._exceptions = lists[torch.arange(capacity) < found[:, None]]
+        return made
+
+    @classmethod
     def from_onednn(cls, packed: Tensor, weight: Tensor) -> Panels | None:
         """Read a weight, [out, in], where oneDNN has packed it; ``None`` if its layout is not known."""
         found = layout_of(packed, weight, loaded().level) if weight.dtype in _BITS else None
@@ -282,28 +324,49 @@ class Panels:
         return None if found is None else cls(_BITS[weight.dtype], outputs, inputs, found)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers that products multiply."""
+        return torch.int8 if self.bits <= 8 else torch.bfloat16 if self.bits <= 16 else torch.float32
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a product reads, without padding."""
         return self.outputs * self.inputs * self.bits // 8
 
+    def unpack(self, first: int, count: int, address: int) -> None:
+        """Write panels of a weight in 12 bits, ``count`` from number ``first`` on, to memory, as bfloat16."""
+        native, matrix = loaded(), self.matrix(None)
+        threads = (native.parallel, torch.get_num_threads(), native.level)
+        check(native.library.specbench_unpack(byref(matrix), first, count, address, *threads))
+
     def dense(self) -> Tensor:
-        """Return the weight of panels that ``from_bfloat16`` made, [out, in]."""
-        panels = self.data.view(torch.bfloat16).view(-1, self._depth // 2, self.width, 2)
-        padded = panels.permute(0, 2, 1, 3).reshape(-1, self._depth)
+        """Return the weight of panels in bfloat16 of our own, [out, in]."""
+        data, count = self.data, -(-self.outputs // self.width)
+        if self.bits == 12:
+            data = torch.empty(count * self.width * self.depth * 2, dtype=torch.uint8)
+            self.unpack(0, count, data.data_ptr())
+        panels = data.view(torch.bfloat16).view(count, self.depth // 2, self.width, 2)
+        padded = panels.permute(0, 2, 1, 3).reshape(-1, self.depth)
         return padded[: self.outputs, : self.inputs].contiguous()
 
     def matrix(self, bias: Tensor | None) -> CMatrix:
         """Return its C structure; valid as long as the panels and the bias, float32, exist."""
-        sizes = (self.outputs, self.inputs, self.bits, self.width, self._depth)
-        return CMatrix(self._address, address(bias), *sizes)
+        sizes = (self.outputs, self.inputs, self.bits, self.width, self.depth)
+        return CMatrix(self._address, address(bias), address(self._exceptions), *sizes)
 
-    def product(self, x: Tensor) -> Tensor:
-        """[rows, in], float32 -> [rows, out], float32; a row's bits do not depend on the others."""
-        native, x = loaded(), x.contiguous()
-        out = torch.empty(len(x), self.outputs)
-        matrix, threads = self.matrix(None), torch.get_num_threads()
-        arguments = (x.data_ptr(), len(x), out.data_ptr(), native.parallel, threads, native.level)
-        check(native.library.specbench_product(byref(matrix), *arguments))
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[rows, in] -> [rows, out]; a row's bits do not depend on the others.
+
+        Args:
+            x: With weights in bfloat16 it may be in it too: then the result is rounded to it once. Else in float32.
+            bias: [out], float32.
+        """
+        is_bfloat16 = x.dtype == torch.bfloat16 == self.dtype
+        native, matrix, x = loaded(), self.matrix(bias), (x if is_bfloat16 else x.float()).contiguous()
+        out = x.new_empty(len(x), self.outputs)
+        arguments = (x.data_ptr(), len(x), out.data_ptr(), is_bfloat16)
+        threads = (native.parallel, torch.get_num_threads(), native.level)
+        check(native.library.specbench_product(byref(matrix), *arguments, *threads))
         return out
 
 
@@ -425,10 +488,8 @@ class DecoderStack:
         self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
         self._head_nbytes = head.panels.nbytes
         self.sizes = (len(layers), hidden, *config[:3], middle, self._vocabulary, bits)
-        level = loaded().level
-        self.quantizes_rows = bits <= 8
-        unlimited = self.quantizes_rows or (bits == 16 and level < 3)
-        self.max_rows = math.inf if unlimited else _MAX_ROWS[level]
+        self.quantizes_rows = head.panels.dtype == torch.int8
+        self.max_rows = math.inf if self.quantizes_rows else most_rows(head.panels.dtype)
 
     def layers_of(self, nbytes: int) -> int:
         """Return the number of first layers that, with the head,

@@ -58,7 +58,7 @@ def make_stack(
         len(found) < len(layers)
         or {(own.output.panels.outputs, own.down.panels.inputs) for own in found}
         != {(hidden, found[0].down.panels.inputs)}
-        or len({max(8, product.panels.bits) for product in products}) > 1
+        or len({product.panels.dtype for product in products}) > 1
         or hidden % native.STEP
         or config.head_size % native.STEP
         or config.rotated % native.STEP

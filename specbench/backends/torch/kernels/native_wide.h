@@ -15,23 +15,54 @@ TARGET static void NAME(halve)(const float *x, uint16_t *to, int count) {
 }
 #endif
 
-/* `count` rows times `parts` vectors of outputs: they, and whether weights are in bfloat16, are constants where this is
- * inlined. What is read next is fetched on the way, `further` bytes ahead after every step. */
-INLINE TARGET void NAME(tile_of_numbers)(
-    const char *weights, const int64_t apart, const int steps, const char *x, const int64_t row, const char *fetch,
-    const int64_t further, float *totals, const int width, const int halves, const int parts, const int count) {
+/* What a tile of rows is multiplied by, from step to step of one stretch of a panel. */
+typedef struct {
+    const char *weights, *fetch; /* `apart` bytes from one step to the next; what is fetched for later, `further` bytes */
+    int64_t apart, further;
+    int fetched; /* bytes in every step: whole lines, so that some may be fetched again; may be 0 */
+    const char *x; /* `row` bytes from one row to the next */
+    int64_t row;
+    float *totals; /* `width` numbers from one row to the next */
+    int width, steps;
+    const Block *block; /* in 12 bits, where its weights are not unpacked before */
+    const uint32_t *exceptions;
+} NAME(Tile);
+
+/* `count` rows times `parts` vectors of outputs: they, and whether weights are in bfloat16 or in 12 bits, are constants
+ * where this is inlined. */
+INLINE TARGET void NAME(multiply_tile)(
+    const NAME(Tile) *tile, const int halves, const int in_12_bits, const int parts, const int count) {
+    const char *weights = tile->weights, *fetch = tile->fetch, *x = tile->x;
+    const int64_t row = tile->row;
     VF sums[TILE_NUMBERS][MOST_PARTS];
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) {
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++) sums[r][part] = F_SET(0.0f);
     }
-    for (int step = 0; step < steps; step++, weights += apart, fetch += further) {
+#if UNPACKS_STEPS
+    const VI upper = in_12_bits ? upper_of(tile->block) : I_SET(0);
+    const uint32_t *exception = in_12_bits ? tile->exceptions + tile->block->first : NULL;
+    const uint32_t *end = in_12_bits ? exception + tile->block->count : NULL;
+#endif
+    for (int step = 0; step < tile->steps; step++, weights += tile->apart, fetch += tile->further) {
+        VI loaded[MOST_PARTS];
+        if (in_12_bits) {
+            for (int bytes = 0; bytes < tile->fetched; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T1);
+#if UNPACKS_STEPS
+            unpack_step(weights, upper, loaded);
+            for (; __builtin_expect(exception < end && step_of(*exception) == step, 0); exception++)
+                put_exception(loaded, *exception);
+#endif
+        } else {
 #pragma GCC unroll 4
-        for (int bytes = 0; bytes < 4 * MOST_WIDTH; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T0);
+            for (int bytes = 0; bytes < tile->fetched; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T0);
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) loaded[part] = I_LOAD(weights + part * LANES * 4);
+        }
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++) {
-            VI weight = I_LOAD(weights + part * LANES * 4);
+            const VI weight = loaded[part];
 #if ONLY_HALVES
             (void)halves;
 #pragma GCC unroll 8
@@ -58,22 +89,44 @@ INLINE TARGET void NAME(tile_of_numbers)(
     for (int r = 0; r < count; r++) {
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++) {
-            float *total = totals + r * width + part * LANES;
+            float *total = tile->totals + r * tile->width + part * LANES;
             F_STORE(total, F_ADD(F_LOAD(total), sums[r][part]));
         }
     }
 }
 
+/* The same with what are constants there. */
+TARGET static void NAME(multiply_rows)(const NAME(Tile) *tile, int halves, int parts, int count) {
+#define TILE(p, n)                                                                         \
+    case 8 * p + n:                                                                        \
+        if (n <= TILE_NUMBERS && !halves)                                                  \
+            NAME(multiply_tile)(tile, 0, 0, p, n <= TILE_NUMBERS ? n : 1);                 \
+        else if (n <= TILE_WIDENED && UNPACKS_STEPS && p == 4 && tile->block)              \
+            NAME(multiply_tile)(tile, 1, UNPACKS_STEPS, p, n <= TILE_WIDENED ? n : 1);     \
+        else if (n <= TILE_WIDENED)                                                        \
+            NAME(multiply_tile)(tile, 1, 0, p, n <= TILE_WIDENED ? n : 1);                 \
+        break;
+#define TILES(n) TILE(4, n) TILE(2, n) TILE(1, n)
+    switch (8 * parts + count) {
+        TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+    }
+#undef TILES
+#undef TILE
+}
+
 /* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
 TARGET static void NAME(product_of_numbers)(
     const Matrix *matrix, const Given *x, int rows, int panel, float *out, int64_t stride) {
-    const int width = matrix->width, begin = panel * width, halves = ONLY_HALVES || matrix->bits == 16;
+    const int width = matrix->width, begin = panel * width, is_short = matrix->bits == 12;
+    const int halves = ONLY_HALVES || matrix->bits <= 16;
     const int left = matrix->outputs - begin < width ? matrix->outputs - begin : width;
     const int steps = halves ? matrix->depth / 2 : matrix->depth;
     const int64_t apart = (int64_t)sizeof(float) * width, row = (int64_t)x->padded * number_bytes(x->form);
+    const int64_t read = is_short ? STEP_IN_12_BITS : apart; /* bytes of a step */
     const int most = halves ? TILE_WIDENED : TILE_NUMBERS, step_bytes = number_bytes(x->form) * (halves ? 2 : 1);
-    const char *weights = (const char *)matrix->panels + panel * steps * apart;
+    const char *weights = (const char *)matrix->panels + panel * panel_bytes(matrix);
     _Alignas(64) float totals[ROWS_TOGETHER * MOST_WIDTH];
+    _Alignas(64) uint16_t unpacked[2 * STRETCH * MOST_WIDTH];
     for (int from = 0; from < rows; from += ROWS_TOGETHER) {
         const int some = rows - from < ROWS_TOGETHER ? rows - from : ROWS_TOGETHER, tiles = (some + most - 1) / most;
         memset(totals, 0, sizeof(float) * (size_t)(some * width));
@@ -81,32 +134,39 @@ TARGET static void NAME(product_of_numbers)(
             memcpy(totals + r * width, matrix->bias + begin, sizeof(float) * (size_t)left);
         for (int step = 0; step < steps; step += STRETCH) {
             const int count = steps - step < STRETCH ? steps - step : STRETCH;
-            const char *here = weights + step * apart, *next = here + count * apart;
+            const char *here = weights + (is_short ? bytes_in_12_bits(step) : step * apart);
+            const char *next = here + (is_short ? bytes_in_12_bits(count) : count * apart);
+            NAME(Tile) tile = {.weights = here, .apart = apart, .row = row, .width = width, .steps = count};
+            if (is_short && UNPACKS_STEPS && tiles <= TILES_UNPACKING) {
+                tile.block = (const Block *)here;
+                tile.exceptions = matrix->exceptions;
+                tile.weights = here + sizeof(Block);
+                tile.apart = read;
+            } else if (is_short) {
+                UNPACK((const Block *)here, matrix->exceptions, count, unpacked);
+                tile.weights = (const char *)unpacked;
+            }
+            const char *of_lanes = tile.weights;
             for (int lane = 0, parts; lane < width; lane += parts * LANES) {
                 const int vectors = (width - lane) / LANES;
                 parts = vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
-                for (int tile = 0, first = 0, taken; tile < tiles; tile++, first += taken) {
-                    taken = (some - first + tiles - tile - 1) / (tiles - tile);
-                    /* Behind the first tile, weights are in the nearest cache: the others fetch what comes later. */
-                    const char *fetch = tile ? next + AHEAD + (tile - 1) * (count / 4) * apart : here + AHEAD;
-                    const int64_t further = tile ? apart / 4 : apart;
-                    const char *given = x->numbers + (from + first) * row + (int64_t)step * step_bytes;
-                    float *to = totals + first * width + lane;
-#define TILE(p, n)                                                                                                   \
-    case 8 * p + n:                                                                                                  \
-        if (n <= TILE_NUMBERS && !halves)                                                                            \
-            NAME(tile_of_numbers)(here + 4 * lane, apart, count, given, row, fetch, further, to, width, 0, p,        \
-                                  n <= TILE_NUMBERS ? n : 1);                                                        \
-        else if (n <= TILE_WIDENED)                                                                                  \
-            NAME(tile_of_numbers)(here + 4 * lane, apart, count, given, row, fetch, further, to, width, 1, p,        \
-                                  n <= TILE_WIDENED ? n : 1);                                                        \
-        break;
-#define TILES(n) TILE(4, n) TILE(2, n) TILE(1, n)
-                    switch (8 * parts + taken) {
-                        TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+                tile.weights = of_lanes + 4 * lane;
+                for (int number = 0, first = 0, taken; number < tiles; number++, first += taken) {
+                    taken = (some - first + tiles - number - 1) / (tiles - number);
+                    tile.x = x->numbers + (from + first) * row + (int64_t)step * step_bytes;
+                    tile.totals = totals + first * width + lane;
+                    /* Behind the first tile, weights are in the nearest cache: the others fetch what comes later. Several
+                     * tiles in 12 bits fetch the next block, a part each; for one the processor does it in time. */
+                    if (is_short) {
+                        tile.fetch = next + number * (bytes_in_12_bits(count) / tiles);
+                        tile.further = read / tiles;
+                        tile.fetched = tiles == 1 ? 0 : tiles == 2 ? 128 : 64;
+                    } else {
+                        tile.fetch = number ? next + AHEAD + (number - 1) * (count / 4) * read : here + AHEAD;
+                        tile.further = number ? read / 4 : read;
+                        tile.fetched = 4 * MOST_WIDTH;
                     }
-#undef TILES
-#undef TILE
+                    NAME(multiply_rows)(&tile, halves, parts, taken);
                 }
             }
         }

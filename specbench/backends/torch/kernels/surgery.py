@@ -179,7 +179,9 @@ def quantize_linears(
         layers: Store of this model's quantized weights; int4 weights are stored in panels only.
     """
 
-    def quantized(name: str, weight: Callable[[], Tensor], bias: Tensor | None) -> QuantizedLinear:
+    def quantized(
+        name: str, weight: Callable[[], Tensor], bias: Tensor | None, _: Sequence[int]
+    ) -> QuantizedLinear:
         stored = None if layers is None else layers.find(name)
         if kind == "int4":
             known = stored if isinstance(stored, Panels) else None
@@ -333,11 +335,13 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _LinearLike = nn.Linear | PackedLinear | MergedLinear
-_MakeLayer = Callable[[str, Callable[[], Tensor], Tensor | None], PackedLinear | QuantizedLinear]
+_MakeLayer = Callable[
+    [str, Callable[[], Tensor], Tensor | None, Sequence[int]], PackedLinear | QuantizedLinear
+]
 
 
-def _packed(_: str, weight: Callable[[], Tensor], bias: Tensor | None) -> PackedLinear:
-    return PackedLinear(weight(), bias)
+def _packed(_: str, weight: Callable[[], Tensor], bias: Tensor | None, sizes: Sequence[int]) -> PackedLinear:
+    return PackedLinear(weight(), bias, sizes)
 
 
 class _WeightBuffers:
@@ -356,7 +360,7 @@ class _WeightBuffers:
 
 
 def _replace(model: nn.Module, make: _MakeLayer) -> bool:
-    """Replace all suitable linear layers by the results of ``make(name, weight, bias)``, in huge pages.
+    """Replace all suitable linear layers by the results of ``make(name, weight, bias, sizes)``, in huge pages.
 
     Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
     """
@@ -444,18 +448,18 @@ def _make_layers(
     ):
         return list(layers)
     if len(layers) == 1:
-        new = make(name, lambda: first.weight, first.bias)
+        new = make(name, lambda: first.weight, first.bias, ())
         _share_hooks(layers, [new])
         return [new]
-    bias = first.bias
+    bias, sizes = first.bias, tuple(layer.out_features for layer in layers)
     if isinstance(first, MergedLinear):
         packed = first.merged.layer
-        new = make(name, lambda: packed.weight, packed.bias)
+        new = make(name, lambda: packed.weight, packed.bias, sizes)
     else:
         if bias is not None:
             bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
-        new = make(name, lambda: buffers.join([layer.weight.detach() for layer in layers]), bias)
-    merged = _MergedProduct(new, tuple(layer.out_features for layer in layers))
+        new = make(name, lambda: buffers.join([layer.weight.detach() for layer in layers]), bias, sizes)
+    merged = _MergedProduct(new, sizes)
     parts = [MergedLinear(merged, index) for index in range(len(layers))]
     _share_hooks(layers, parts)
     merged.hooks = Hooks(parts)
