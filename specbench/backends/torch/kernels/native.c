@@ -255,10 +255,15 @@ INLINE int32_t four_of(const void *bytes) {
     return four;
 }
 
-/* Cache lines of a panel, for some rows. For one row they are there sooner without it. */
-INLINE void fetch_ahead(const uint8_t *weights, int lines, int rows) {
-    for (int line = 0; line < lines && rows > 1; line++)
-        _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
+/* Cache lines of a panel, for some rows. For one row they are there sooner without it; several rows of nibbles take so long
+ * that lines fetched into the nearest cache would push out what is used. */
+INLINE void fetch_ahead(const uint8_t *weights, int lines, int rows, int are_nibbles) {
+    for (int line = 0; line < lines && rows > 1; line++) {
+        if (are_nibbles && rows > 2)
+            _mm_prefetch((const char *)weights + 2 * AHEAD + 64 * line, _MM_HINT_T1);
+        else
+            _mm_prefetch((const char *)weights + AHEAD + 64 * line, _MM_HINT_T0);
+    }
 }
 
 INLINE uint16_t to_bfloat16(float x) {

@@ -76,7 +76,7 @@ INLINE TARGET void NAME(tile_of_bytes)(
     }
     for (int k = 0; k < x->padded; k += 4, weights += 4 * PANEL) {
         VI weight[NAME(PARTS)];
-        fetch_ahead(weights, 2, count);
+        fetch_ahead(weights, 2, count, 0);
 #pragma GCC unroll 4
         for (int part = 0; part < NAME(PARTS); part++) weight[part] = I_LOAD(weights + part * 4 * LANES);
 #pragma GCC unroll 8
@@ -109,7 +109,7 @@ INLINE TARGET void NAME(tile_of_nibbles)(
     for (int group = 0; group < groups; group++, panel += GROUP_BYTES) {
         VI sums[TILE_NIBBLES][NAME(PARTS)];
         const uint8_t *weights = panel + 2 * sizeof(uint16_t) * PANEL;
-        fetch_ahead(panel, 2, count);
+        fetch_ahead(panel, 2, count, 1);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
 #pragma GCC unroll 4
@@ -118,7 +118,7 @@ INLINE TARGET void NAME(tile_of_nibbles)(
 #pragma GCC unroll 2
         for (int k = 0; k < GROUP; k += 4, weights += 2 * PANEL) {
             VI weight[NAME(PARTS)];
-            fetch_ahead(weights, 1, count);
+            fetch_ahead(weights, 1, count, 1);
 #pragma GCC unroll 2
             for (int half = 0; half < NAME(PARTS) / 2; half++) {
                 VI pair = I_LOAD(weights + half * 4 * LANES);
