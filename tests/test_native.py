@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -286,6 +287,15 @@ def test_products_of_12_bits_are_those_of_16(monkeypatch):
             assert torch.equal(short.product(x), full.product(x))
             rounded = full.product(x.bfloat16().float(), bias).bfloat16()
             assert torch.equal(short.product(x.bfloat16(), bias), rounded)
+
+
+def test_a_copy_of_panels_reads_its_own_memory():
+    weight, x = torch.randn(128, 64).bfloat16(), torch.randn(2, 64)
+    made = native.Panels.shorten_bfloat16(weight) or native.Panels.from_bfloat16(weight)
+    expected, copied = made.product(x), copy.deepcopy(made)
+    made.data.zero_()
+    assert torch.equal(copied.product(x), expected)
+    assert torch.equal(copied.dense(), weight)
 
 
 def test_numbers_of_too_many_sizes_are_not_shortened():

@@ -162,7 +162,7 @@ def _slice_rows(outputs: int, inputs: int) -> int:
 def _shortened(weight: Tensor, sizes: Sequence[int]) -> native.Panels | None:
     """Pack a bfloat16 weight in 12 bits; ``None`` if it cannot be, or oneDNN could not multiply many rows by it."""
     outputs, inputs = weight.shape
-    if any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
+    if not weight.numel() or any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
         return None
     rows = _slice_rows(outputs, inputs)
     slices = {rows, outputs % rows or rows} if has_tiles() else ()

@@ -243,11 +243,17 @@ class Panels:
     ) -> None:
         """Allocate panels of our own, or take those that oneDNN has made."""
         self.bits, self.outputs, self.inputs, self.width = bits, outputs, inputs, width
+        self._onednn_address: int | None = None
         if laid is None:
-            data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
-            laid = PackedLayout(data, data.data_ptr(), width, -(-inputs // _GROUP) * _GROUP)
-        self.data, self._address, self.width, self.depth = laid
+            self.data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
+            self.depth = -(-inputs // _GROUP) * _GROUP
+        else:
+            self.data, self._onednn_address, self.width, self.depth = laid
         self._exceptions: Tensor | None = None  # int32, in 12 bits
+
+    @property
+    def _address(self) -> int:
+        return self.data.data_ptr() if self._onednn_address is None else self._onednn_address
 
     def _bytes_of(self, outputs: int) -> int:
         return int(loaded().library.specbench_packed_bytes(outputs, self.inputs, self.bits, self.width))
