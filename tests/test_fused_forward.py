@@ -181,6 +181,22 @@ def test_prompts_are_read_in_chunks(kind, dtype, cache, monkeypatch):
     assert deviation(found, exact) < 1.3 * deviation(expected, exact)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_what_a_prompt_has_left_behind_is_not_copied_by_the_first_step(kind, monkeypatch):
+    monkeypatch.setattr(ways, "_CHUNK_ROWS", 60)
+    scorer = Scorer(build(kind))
+    scorer.begin()
+    text = (CONTEXT * 7)[:260]
+    scorer.logits(text)
+    layers = scorer.cache.model_kwargs()["past_key_values"].layers
+    kept = [(layer.keys, layer.values) for layer in layers]
+    scorer.logits([*text, 5])
+    for layer, (keys, values) in zip(layers, kept, strict=True):
+        assert layer.keys is keys
+        assert layer.values is values
+        assert keys.shape[2] == 260 + 256
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_int8_model_takes_them_too(kind):
     exact = passes(Scorer(build(kind)))

@@ -68,8 +68,11 @@ class PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         capacity = max(INITIAL_CAPACITY, self.block)
-        self.keys, self.values = buffer_like(key_states, capacity), buffer_like(value_states, capacity)
+        self.keys, self.values = self._buffer(key_states, capacity), self._buffer(value_states, capacity)
         self.is_initialized = True
+
+    def _buffer(self, states: Tensor, capacity: int) -> Tensor:
+        return buffer_like(states, capacity)
 
     def _reserve(self, capacity: int) -> None:
         """Make sure that ``capacity`` positions fit, keeping the used ones."""
@@ -78,7 +81,7 @@ class PreallocatedLayer(CacheLayerMixin):
         capacity = self._grown(capacity)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = buffer_like(old, capacity)
+            new = self._buffer(old, capacity)
             new[:, :, : self.used] = old[:, :, : self.used]
             setattr(self, name, new)
 
@@ -195,7 +198,12 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
 class _Growing(PreallocatedLayer):
     """Replaces a layer of ``DynamicCache`` in native forwards: its buffers grow in steps, since they may hold long
     contexts.
+
+    Attributes:
+        expected: Positions that will be used soon: new buffers have them and those that growing adds.
     """
+
+    expected = 0
 
     def take(self, layer: DynamicLayer) -> None:
         """Take what a layer holds."""
@@ -205,7 +213,12 @@ class _Growing(PreallocatedLayer):
             self.used = self.written = layer.keys.shape[-2]
             self.dropped = layer.get_seq_length() - self.used
 
+    def _buffer(self, states: Tensor, capacity: int) -> Tensor:
+        batch, heads, _, size = states.shape  # nothing is given out after the used positions
+        return states.new_empty((batch, heads, capacity, size))
+
     def _grown(self, capacity: int) -> int:
+        capacity = max(capacity, self.expected)
         return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
 
 

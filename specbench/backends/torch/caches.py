@@ -87,6 +87,9 @@ class KVCache:
         """Return the keyword arguments that pass this cache to a ``transformers`` model."""
         return {"past_key_values": self._cache, "use_cache": True}
 
+    def expect(self, tokens: int) -> None:
+        """Note that so many tokens will be read in several forward passes."""
+
     def after_forward(self) -> None:
         """Note that a forward pass has just been made."""
 
@@ -227,6 +230,14 @@ class DynamicKVCache(KVCache):
         if not self._recording:
             self._cache.activate_past_recording()
             self._recording = True
+
+    def expect(self, tokens: int) -> None:
+        layers = self._cache.layers
+        for place, layer in enumerate(layers):
+            growing = GrowingLayer(layer) if type(layer) is DynamicLayer else layer
+            if isinstance(growing, GrowingLayer):
+                growing.expected = self.length + tokens
+                layers[place] = growing
 
     def most_kept(self, length: int) -> int:
         if self._recurrent is None:

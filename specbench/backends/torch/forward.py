@@ -123,9 +123,9 @@ def read_output(output: Any, rows: int, layers: Sequence[int]) -> ForwardOutput:
 
 def join_passes(parts: Sequence[ForwardOutput], rows: int) -> ForwardOutput:
     """Join consecutive forward passes: their last ``rows`` logits, and all hidden states."""
-    logits = torch.cat([part.logits for part in parts])[-rows:]
+    logits = concat([part.logits for part in parts])[-rows:]
     hidden = [part.hidden for part in parts if part.hidden is not None]
-    return ForwardOutput(logits, torch.cat(hidden) if hidden else None)
+    return ForwardOutput(logits, concat(hidden) if hidden else None)
 
 
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -190,6 +190,7 @@ class FusedForward(Forward):
         dense = is_folded(self._model.config) and self._lookup(self._hf_cache()) is not None
         if positions is not None or mask is not None or not (dense and self._cache.takes_trees):
             return self._fallback.run(ids, rows, layers, positions, mask)
+        self._cache.expect(ids.shape[1])
         passes, left = [], ids.shape[1]
         for chunk in ids.tensor_split(-(-left // _CHUNK_ROWS), dim=1):
             left -= chunk.shape[1]
