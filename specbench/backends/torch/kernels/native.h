@@ -292,6 +292,7 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
             const int count = a->count - first < KEYS ? a->count - first : KEYS;
             const uint8_t *mask = a->mask ? a->mask + first : NULL;
             if (mask && !memchr(mask, 1, (size_t)count)) continue;
+            if (mask && !memchr(mask, 0, (size_t)count)) mask = NULL;
             for (int j = 0; j < count; j += LANES)
                 NAME(score)(a, first + j, count - j, begin, heads, scores, j, is_bfloat16);
             for (int g = 0; g < heads; g++) {
