@@ -273,6 +273,11 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
     policy.reset()
+    policy.start(8000, reach, 8000, 0.05)  # of the target's time, by its size
+    policy.time_prefill(5.0 / 8000)
+    policy.observe(plain_step(8000, 0.04))
+    assert policy.notes()["reading_s"] == pytest.approx(0.25)
+    policy.reset()
     reach.time_reading(8000, 0.01)  # as fast as it was seen to read
     policy.start(8000, reach, 8000)
     policy.observe(plain_step(8000, 0.04))

@@ -9,7 +9,7 @@ from head_files import eagle_settings, eagle_tensors, write_head
 from scripted import ScriptedScorer, random_table
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 
-from specbench import GenerationRun, autoregressive_generate, wrap_drafter, wrap_target
+from specbench import GenerationRun, autoregressive_generate, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import StepOutcome
@@ -148,6 +148,17 @@ def test_a_window_is_an_option_of_a_model():
     made = wrap_drafter(tiny_language_model(1), target, window=64)
     assert isinstance(made, WindowDrafter)
     assert (made.window, made.name) == (64, "tiny-1:window=64 (float32)")
+
+
+def test_a_drafter_is_expected_to_read_by_the_weights_of_its_layers(tmp_path):
+    target = wrap_target(tiny_llama(layers=4), tiny_tokenizer())
+    small = save_tiny(tmp_path / "small", seed=1, layers=2)
+    head = write_head(tmp_path / "head", eagle_settings(), eagle_tensors())
+    for spec in (f"{small}", f"{small}:window=64", f"lookup+{small}"):
+        assert load_drafter(spec, target).reading_share == 0.5
+    # A layer whose projections read twice as much, and what joins three states, over four layers.
+    assert 0.25 < load_drafter(str(head), target).reading_share < 0.6
+    assert load_drafter("lookup", target).reading_share == 0.2
 
 
 def test_windows_that_cannot_be_are_refused(tmp_path):

@@ -20,6 +20,9 @@ _PER_OCTAVE = 2
 _FORGOTTEN = 64
 """Prompts that begin where a drafter is blind, after which it is tried again."""
 
+READING_SHARE = 0.2
+"""The time in which a drafter's model reads a prompt, over the target's, where their sizes are not known."""
+
 
 class ContextReach:
     """What is known of a drafter's first draft tokens, by length of context.

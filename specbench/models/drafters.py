@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from specbench.backends.torch.assistant import AssistantScorer
 from specbench.backends.torch.block_scorers import BlockScorer
@@ -22,6 +23,7 @@ from specbench.backends.torch.head_scorers import (
 )
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import (
+    linear_weights,
     pack_linears,
     quantize_linears,
     trim_head,
@@ -32,6 +34,7 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter, ForwardRequest
+from specbench.decoding.reach import READING_SHARE
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
@@ -265,7 +268,9 @@ def load_drafter_model(
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
-    return CascadeDrafter(make_free(spec.front), model, spec.passes)
+    joined = CascadeDrafter(make_free(spec.front), model, spec.passes)
+    joined.reading_share = model.reading_share
+    return joined
 
 
 # -- models of their own ---------------------------------------------------------------------------
@@ -334,11 +339,21 @@ def wrap_drafter(
     for option, value in (("vocab", vocab), ("window", window)):
         name = name if value is None else add_option(name, f"{option}={value}")
     name = f"{name} ({dtype})"
+    drafter: ModelDrafter
     if window is not None:
-        return WindowDrafter(scorer, name, window)
-    return (
-        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
-    )
+        drafter = WindowDrafter(scorer, name, window)
+    elif translation is not None:
+        drafter = TranslatingDrafter(scorer, name, translation)
+    else:
+        drafter = ModelDrafter(scorer, name)
+    drafter.reading_share = _reading_share(model, target)
+    return drafter
+
+
+def _reading_share(drafter: nn.Module, target: Target) -> float:
+    """Return the weights of a drafter's linear layers over those of the target, by which both read prompts."""
+    own, whole = (linear_weights(model) for model in (drafter, target.language_model.model))
+    return min(1.0, own / whole) if own and whole else READING_SHARE
 
 
 def _check_window(language_model: LanguageModel, window: int, translation: Translation | None) -> None:
@@ -478,7 +493,9 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
             scorer_of = partial(AssistantScorer, **_shared_with(head, target))
         scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
     require_states(target, layers)
-    return HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
+    drafter = HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
+    drafter.reading_share = _reading_share(module, target)
+    return drafter
 
 
 def _context_limit(head: TrainedHead, target: Target) -> int | None:

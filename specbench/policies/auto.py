@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
-from specbench.decoding.reach import ContextReach
+from specbench.decoding.reach import READING_SHARE, ContextReach
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
@@ -40,6 +40,9 @@ _NEARLY_ALL = 0.8
 
 _MEMORY = 0.98
 """The weight of a step in the rate over that of the next one."""
+
+_NEW = 0.1
+"""The weight of a step's last tested token in the mean of such tokens."""
 
 _ASKED = 0.97
 """The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""
@@ -92,7 +95,7 @@ class AutoLength(ChainPolicy):
         self._tokens = 0.0
         self._passes: defaultdict[int, float] = defaultdict(float)  # of steps: the drafter's passes
         self._widths: defaultdict[int, float] = defaultdict(float)  # and tokens verified
-        self._last = 2.0  # log-odds of the last tested token
+        self._last = self._usual = 2.0  # log-odds of the last tested token, and of such tokens in the mean
         self._credit = 0.0
         self._idle = 0  # steps since the last draft
         self._asked = True
@@ -100,7 +103,7 @@ class AutoLength(ChainPolicy):
         self._copies = False
         self._reach, self._context = ContextReach(), 0
         self._has_read, self._unread_s = False, 0.0
-        self._unread, self._prefill_s, self._reading_s = 0, 0.0, 0.0
+        self._unread, self._reading_share, self._prefill_s, self._reading_s = 0, READING_SHARE, 0.0, 0.0
         self._step = 0
         self._start_step()
         self._weigh()
@@ -109,11 +112,13 @@ class AutoLength(ChainPolicy):
         """Replace the costs, from the next prompt on."""
         self._costs = costs(self._costs)
 
-    def start(self, context: int, reach: ContextReach, unread: int = 0) -> None:
+    def start(
+        self, context: int, reach: ContextReach, unread: int = 0, reading_share: float = READING_SHARE
+    ) -> None:
         reach.begin(context)
-        self._reach, self._context = reach, context
+        self._reach, self._context, self._last = reach, context, self._usual
         self._has_read, self._unread_s = False, reach.reading_s(context)
-        self._unread, self._prefill_s = unread, 0.0
+        self._unread, self._reading_share, self._prefill_s = unread, reading_share, 0.0
         self._costs.start(context)
         self._weigh()
 
@@ -289,6 +294,10 @@ class AutoLength(ChainPolicy):
         passes = step.gamma if step.passes is None else step.passes
         self._costs.observe(step, self._asked, passes, self._rows_read or passes)
         self._learn(step)
+        if step.tested:
+            self._usual += _NEW * (self._last - self._usual)
+        else:  # what was tested before the last step says nothing of the next one
+            self._last = self._usual
         look_s = self._look_s
         self._learn_reach(step, passes)
         if not self._asked:
@@ -338,8 +347,8 @@ class AutoLength(ChainPolicy):
         """Update costs and rate."""
         self._reading_s = 0.0
         if self._unread:
-            known_s = self._reach.reading_s(self._unread)
-            self._reading_s = self._costs.reading_s(self._unread, self._prefill_s, known_s)
+            known_s = self._reach.reading_s(self._unread) or self._reading_share * self._prefill_s
+            self._reading_s = self._costs.reading_s(self._unread, self._reading_share, known_s)
         d = self._drafts_s = self._costs.drafts_s(max(self.gamma_max, *self._passes, 0))
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d[1] + v[2] - v[1] + self._costs.catching_up_s

@@ -84,13 +84,13 @@ class CostSource:
     def start(self, context: int) -> None:
         """Note that a prompt of ``context`` tokens begins."""
 
-    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:  # noqa: ARG002
+    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:  # noqa: ARG002
         """Return the time in which a drafter reads a context before it can draft; 0 where that is not counted.
 
         Args:
             tokens: How many tokens it has to read.
-            prefill_s: Seconds in which the target read as many.
-            known_s: Seconds in which the drafter would read them as fast as it read another prompt; 0 if unknown.
+            share: The expected time over that of the target.
+            expected_s: Expected seconds, from the target's reading or from another prompt that the drafter has read.
         """
         return 0.0
 
@@ -172,7 +172,7 @@ class GivenCosts(CostSource):
     ) -> None:
         self.start(step.position + len(step.tokens))
 
-    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:  # noqa: ARG002
+    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:  # noqa: ARG002
         return reading_seconds(self._reading_s, tokens)
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
@@ -206,8 +206,7 @@ class MeasuredCosts(CostSource):
     the rest of its step was: a slow machine slows both models, and while nothing is drafted only the target's passes
     show that it has recovered. First steps of later prompts are left out: they may read the prompt.
 
-    Until it was timed, a drafter is assumed to read a prompt in ``ASSUMED_C`` of the target's time; until anything was
-    timed, the target to read a token in no more than a pass over one.
+    Until anything was timed, the target is assumed to read a token in no more than a pass over one.
 
     Args:
         history: Samples of an earlier run (``to_dict()["steps"]``) to use in place of this run's times. Steps after
@@ -245,10 +244,10 @@ class MeasuredCosts(CostSource):
         slower = self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0
         return (self._passes_s(passes + 1) - self._passes_s(passes)) * slower
 
-    def reading_s(self, tokens: int, prefill_s: float, known_s: float) -> float:
+    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:
         if not self._steps.seen:
-            return ASSUMED_C * tokens * self._steps.first_s
-        self._reading_s = (known_s or ASSUMED_C * prefill_s) if self._earlier_s is None else self._earlier_s
+            return share * tokens * self._steps.first_s
+        self._reading_s = expected_s if self._earlier_s is None else self._earlier_s
         return self._reading_s
 
     @property

@@ -212,7 +212,7 @@ class RequestFactory:
             return self._opened(loaded, scorer.cache if shares else None)
 
         own = drafter.fork(scorer_like)
-        own.reach = drafter.reach
+        own.reach, own.reading_share = drafter.reach, drafter.reading_share
         return scorer, own
 
     @property

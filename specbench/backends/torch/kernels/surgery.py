@@ -146,6 +146,19 @@ class MergedLinear(nn.Module):
         return destination
 
 
+def linear_weights(model: nn.Module) -> int:
+    """Return how many weights a token of a prompt is multiplied by: of linear layers but experts and output layers."""
+    outputs: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
+    head = None if outputs is None else outputs()
+    return sum(
+        layer.in_features * layer.out_features
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | PackedLinear | QuantizedLinear)
+        and layer is not head
+        and not {"lm_head", "lm_heads", "experts"} & set(name.split("."))
+    )
+
+
 def pack_linears(model: PreTrainedModel) -> bool:
     """Replace the linear layers of a model by packed ones, one by one, so that there is no second copy of it.
 
