@@ -69,7 +69,7 @@ BOUNDED = ("nemotron_h", "zamba2")
 """Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
 
 RULES = (
-    "auto", "auto:siblings=0", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
+    "auto", "auto:siblings=4", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
     "heuristic", "heuristic:max=9",
 )  # fmt: skip
 FREE = (

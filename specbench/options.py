@@ -194,8 +194,7 @@ class SharedPolicyOptions:
         _policy(
             "--siblings",
             "N",
-            "Maximum number of alternative tokens verified in addition to a draft, in greedy decoding. Default: 8"
-            " with auto, otherwise 0.",
+            "Maximum number of alternative tokens verified in addition to a draft. Default: 0.",
             min=0,
         ),
     ] = None

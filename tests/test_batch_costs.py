@@ -145,7 +145,7 @@ def test_drafts_shrink_and_stop_as_the_batch_grows():
     lengths = []
     for batch in (1, 8, 20):
         kinds = ["good"] * batch
-        speed, drafted = House(roofline, lambda rows: 0.5).run(kinds, "auto:siblings=0")
+        speed, drafted = House(roofline, lambda rows: 0.5).run(kinds, "auto")
         fixed = [House(roofline, lambda rows: 0.5).run(kinds, f"fixed:gamma={gamma}")[0] for gamma in (1, 4)]
         plain, _ = House(roofline, lambda rows: 0.5).run(["none"] * batch, "fixed")
         lengths.append(drafted)
@@ -178,7 +178,7 @@ def test_each_keeps_its_own_acceptance():
     house = House(roofline, lambda rows: 0.3)
     scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.batch_costs.observe)
     for number, kind in enumerate(("good", "bad", "good", "bad")):
-        scheduler.add(partial(house.request, number, kind, "auto:siblings=0", 100))
+        scheduler.add(partial(house.request, number, kind, "auto", 100))
     gammas: dict[int, list[int]] = {number: [] for number in range(4)}
     for number, event in scheduler:
         if isinstance(event, Step):
@@ -216,7 +216,7 @@ def test_copies_that_are_mostly_wrong_are_hardly_made(batch):
 def test_drafts_of_some_hold_up_the_others_little():
     """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
     kinds = ["good", "fair", "bad", "bad"] * 6
-    observe = House(measured, lambda rows: 1.0).served(kinds, "auto:siblings=0", 8)
+    observe = House(measured, lambda rows: 1.0).served(kinds, "auto", 8)
     plain = House(measured, lambda rows: 1.0).served(["none"] * len(kinds), "fixed", 8)
     assert sum(plain) > sum(observe)
     ratios = {
@@ -244,7 +244,7 @@ def even(rows: int) -> float:
 
 
 @pytest.mark.parametrize("target", [large, even])
-@pytest.mark.parametrize("rule", ["auto:siblings=0", "auto-tree"])
+@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
 def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule, target):
     house, kinds = House(target, small, prompt=150), ["good"] * 8
     read: list[int] = []
@@ -290,7 +290,7 @@ def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind):
 def test_where_drafts_pay_for_it_every_prompt_is_read():
     """A pass takes as long for 24 rows as for one."""
     kinds = ["good"] * 4
-    observe = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto:siblings=0", 4)
+    observe = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto", 4)
     plain = House(lambda rows: 140.0 + rows, small, prompt=150).served(["none"] * 4, "fixed", 4)
     assert sum(plain) > 1.3 * sum(observe)
 

@@ -1014,7 +1014,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
     assert done.code == 0, done.err
     if note not in done.err:  # a processor that cannot says so
         assert json.loads(done.out)["identical"] is True
-    tiny("--siblings", "2").refused(2, f"--dtype {dtype} does not go with siblings", "siblings=0")
+    tiny("--siblings", "2").refused(2, f"--dtype {dtype} does not go with siblings", "Leave the siblings out")
 
     rounds = dtype == "int8" or native.is_available()  # without, an int4 target's activations are not rounded
     assert tiny("--cache", "dynamic").err.count(note) == rounds

@@ -140,7 +140,7 @@ def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(models, tmp_path, ca
 
     own, _ = stored("own")
     assert {config["cache"] for config in own["configs"]} == {"preallocated"}
-    assert {config["draft_policy"] for config in own["configs"]} == {"none", "auto:siblings=0"}
+    assert {config["draft_policy"] for config in own["configs"]} == {"none", "auto"}
     grown, said = stored("grown", "--cache", "dynamic")
     assert {config["cache"] for config in grown["configs"]} == {"dynamic"}
     assert said.count("outputs of this int8 target may differ") == 1
@@ -394,7 +394,7 @@ def test_twelve_prompts_are_taken_unless_sets_are_named(models, capsys, argument
         ((), "plain, lookup auto, lookup γ=1, lookup γ=2, "),
         (("--temperature", "0.8"), "plain, T=0.8, lookup γ=1, T=0.8, "),
         (("-t", "0", "-t", "0.8"), "plain, lookup auto, lookup γ=1, "),
-        (("--bit-exact", "-g", "3"), "plain, lookup auto:siblings=0, lookup γ=3\n"),
+        (("--bit-exact", "-g", "3"), "plain, lookup auto, lookup γ=3\n"),
         (("--draft-policy", "auto:max=4"), "plain, lookup auto:max=4\n"),
     ],
 )

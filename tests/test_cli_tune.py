@@ -167,11 +167,11 @@ def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch)
 
 
 def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
-    speeds_of = {"self:int8@auto:siblings=0,verification=block,t=1": 2.0}
+    speeds_of = {"self:int8@auto:verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)
     assert said.code == 0, said.err
-    assert said.out.startswith("self:int8 with auto:siblings=0,verification=block: 2.00")
-    assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:siblings=0,verification=block"
+    assert said.out.startswith("self:int8 with auto:verification=block: 2.00")
+    assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:verification=block"
     configs = _configs(tmp_path / "results")
     assert not any("block" in config["draft_policy"] for config in configs if config["drafter"] == "lookup")
 
@@ -381,12 +381,12 @@ def test_a_calibrated_form_is_tried_once(tune, tmp_path, models):
     assert drafters == {"none", "lookup", "self:int8", "self:int8,skip=1"}
 
 
-def test_an_int8_target_gets_chains_without_siblings(tune, tmp_path):
+def test_an_int8_target_gets_chains(tune, tmp_path):
     said = tune("--dtype", "int8")
     assert said.code in (0, 1), said.err
     (folder,) = (tmp_path / "results").iterdir()
     stored = run_json(folder)
-    assert {config["draft_policy"] for config in stored["configs"]} == {"none", "auto:siblings=0", "fixed"}
+    assert {config["draft_policy"] for config in stored["configs"]} == {"none", "auto", "fixed"}
     assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
     assert not any("self:int8" in config["drafter"] for config in stored["configs"])
 

@@ -193,13 +193,13 @@ def test_the_documentation_lists_every_option_with_its_default():
 
 
 def test_siblings_are_a_dimension_of_the_grid():
-    policies = names(["fixed", "fixed:siblings=4", "auto:siblings=0"])
-    assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=0")
+    policies = names(["fixed", "fixed:siblings=4", "auto:siblings=2"])
+    assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=2")
     configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
     assert [(config.id, config.gamma, config.draft_policy) for config in configs[1:]] == [
         ("small@2", 2, "fixed"),
         ("small@2,siblings=4", 2, "fixed:siblings=4"),
-        ("small@auto:siblings=0", None, "auto:siblings=0"),
+        ("small@auto:siblings=2", None, "auto:siblings=2"),
     ]
     assert build_policy("fixed:siblings=4", gamma=2).name == "fixed:gamma=2,siblings=4"
     assert names(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")

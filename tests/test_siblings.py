@@ -93,9 +93,8 @@ def test_the_rules_take_them_as_an_option():
     assert kept.name == "auto:siblings=2, kept"
     draft = Draft(tokens=[0], logits=[logits_of(0.5, 0.5)])
     assert beside(kept, draft) == [(0, 1)]
-    assert build_policy("auto").siblings.max_count == 8
-    assert build_policy("auto:siblings=8").name == "auto"
-    assert build_policy("fixed").siblings.max_count == build_policy("auto:siblings=0").siblings.max_count == 0
+    assert build_policy("auto:siblings=0").name == "auto"
+    assert build_policy("fixed").siblings.max_count == build_policy("auto").siblings.max_count == 0
     assert build_policy("fixed").siblings.widen(draft) is draft
     with pytest.raises(UsageError, match="maximum number of siblings is -1"):
         build_policy("auto:siblings=-1")

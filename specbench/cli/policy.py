@@ -70,12 +70,10 @@ class RequestedPolicy:
     def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:
         from specbench.policies import build_policy, check_costs, load_costs
 
-        if chained and spec.kind.tree:
-            refuse_siblings([spec], chained)
-        self.spec = spec.with_options({"siblings": 0}) if chained else spec
-        self.name: str = build_policy(self.spec).name
         if chained:
-            refuse_siblings([self.spec], chained)
+            refuse_siblings([spec], chained)
+        self.spec = spec
+        self.name: str = build_policy(spec).name
         self._costs = None
         if costs is not None:
             spec.require("costs")
@@ -197,7 +195,7 @@ def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
         if policy.siblings:
             raise UsageError(
                 f"{chained} does not go with siblings, as in {policy}.",
-                "Write siblings=0, or leave them out.",
+                "Leave the siblings out.",
             )
 
 

@@ -164,8 +164,6 @@ def _compared_models(
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
     requested, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
-    if chained is not None:
-        shared = {"siblings": 0, **shared}
     usual = ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]  # `generate` takes auto at temperature 0
     policies = parse_policies(requested or usual, **shared)
     if chained:

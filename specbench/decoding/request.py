@@ -30,7 +30,6 @@ class DraftPlan:
     Attributes:
         policy: Decides how many tokens are drafted, and in which shape.
         siblings: Adds candidates to a chain, where they can be verified.
-        usual_siblings: How many siblings the policy has by default, so that its name does not say.
         keeps_state: Whether the policy keeps what it has learned for the next prompt.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
         relaxed: Accepts draft tokens by this rule instead, at any temperature: NOT LOSSLESS. ``None`` for no such rule.
@@ -39,7 +38,6 @@ class DraftPlan:
 
     policy: DraftPolicy
     siblings: Siblings = NO_SIBLINGS
-    usual_siblings: int = 0
     keeps_state: bool = False
     verification: VerificationName | None = None
     relaxed: Relaxed | None = None
@@ -61,7 +59,7 @@ class DraftPlan:
     def name(self) -> str:
         """The policy's name with the plan's options."""
         name = self.policy.name
-        if self.siblings.max_count != self.usual_siblings:
+        if self.siblings.max_count:
             name = add_option(name, f"siblings={self.siblings.max_count}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")

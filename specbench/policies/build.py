@@ -35,7 +35,6 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     return DraftPlan(
         policy,
         Siblings(most, policy.min_accept_prob),
-        usual_siblings=spec.kind.siblings,
         keeps_state=keep,
         **verifying,
     )

@@ -26,7 +26,6 @@ class PolicyKind:
         policy: Its class in ``specbench.policies``, as ``module:Class``.
         own: Its own options, named as the class's arguments.
         needs_logits: Whether it uses the drafter's distributions, which n-gram and lookup lack.
-        siblings: The default number of siblings.
         tree: Whether it drafts trees rather than chains.
         timed: Whether it uses times of forward passes, which can be given as a file (``costs``).
     """
@@ -36,14 +35,13 @@ class PolicyKind:
     policy: str
     own: tuple[Option, ...]
     needs_logits: bool = False
-    siblings: int = 0
     tree: bool = False
     timed: bool = False
 
     @property
     def options(self) -> tuple[Option, ...]:
         """All its options."""
-        siblings = () if self.tree else (replace(_SIBLINGS, default=self.siblings),)
+        siblings = () if self.tree else (_SIBLINGS,)
         return (*self.own, *siblings, _VERIFICATION, _RELAXED)
 
     def takes(self, name: str) -> bool:
@@ -53,7 +51,8 @@ class PolicyKind:
 
 _SIBLINGS = Option(
     "siblings=N",
-    "maximum number of alternative tokens verified in addition to a draft, in greedy decoding (auto: 8, others: 0)",
+    "maximum number of alternative tokens verified in addition to a draft (0)",
+    0,
     name="siblings",
 )
 _VERIFICATION = Option(
@@ -105,7 +104,6 @@ POLICIES: tuple[PolicyKind, ...] = (
         " decoding. Nothing to tune.",
         "auto:AutoLength",
         (_most(16),),
-        siblings=8,
         timed=True,
     ),
     PolicyKind(
@@ -252,7 +250,7 @@ class PolicySpec:
     @property
     def siblings(self) -> int:
         """The maximum number of siblings of a draft."""
-        return int(self.options.get("siblings", self.kind.siblings))
+        return int(self.options.get("siblings", 0))
 
     @property
     def nodes(self) -> int:

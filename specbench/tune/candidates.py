@@ -52,7 +52,7 @@ out: policies that adapt, prompts that differ, passes that are slower within a s
 BATCHES = (2, 4, 8, 16)
 """Batch sizes whose passes are timed."""
 
-_BLOCK_CHAIN = "auto:siblings=0,verification=block"
+_BLOCK_CHAIN = "auto:verification=block"
 """The chain of ``auto``, with block verification, above temperature 0."""
 
 _FRONTS = ("lookup", "suffix")
@@ -97,12 +97,12 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     """Return the draft policies to try.
 
     Args:
-        greedy: Whether the temperature is 0; otherwise block verification is tried too, on chains without siblings.
+        greedy: Whether the temperature is 0; otherwise block verification is tried too.
         chained: Whether forward passes must be bit-exact, so that only chains can be drafted.
     """
     block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
-        return ("auto:siblings=0", "fixed", *block)
+        return ("auto", "fixed", *block)
     return ("auto", *block, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
 
 
