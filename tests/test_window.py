@@ -8,6 +8,7 @@ import pytest
 from head_files import eagle_settings, eagle_tensors, write_head
 from scripted import ScriptedScorer, random_table
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from specbench import GenerationRun, autoregressive_generate, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
@@ -159,6 +160,11 @@ def test_a_drafter_is_expected_to_read_by_the_weights_of_its_layers(tmp_path):
     # A layer whose projections read twice as much, and what joins three states, over four layers.
     assert 0.25 < load_drafter(str(head), target).reading_share < 0.6
     assert load_drafter("lookup", target).reading_share == 0.2
+    experts = wrap_target(
+        MixtralForCausalLM(MixtralConfig(**tiny_llama().config.to_dict(), num_local_experts=2)),
+        tiny_tokenizer(),
+    )
+    assert load_drafter(f"{small}", experts).reading_share == 0.2
 
 
 def test_windows_that_cannot_be_are_refused(tmp_path):

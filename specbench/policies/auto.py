@@ -180,16 +180,20 @@ class AutoLength(ChainPolicy):
     def _pays(self, chance: float, budget: int, faster: float = 1.0) -> bool:
         """Return whether the next draft token earns its time, if the drafter is ``faster`` than measured.
 
-        If the drafter must read or catch up first, the rest of the output must earn that time too. It may end at any
-        token, so half of what it may still have is expected. And as all of that time is paid now, the gain must also
-        hold at the lower chance of acceptance.
+        If the drafter must catch up first, the rest of the output must earn that time too. It may end at any token, so
+        half of what it may still have is expected. And as all of that time is paid now, the gain must also hold at the
+        lower chance of acceptance. If it must read the prompt, the gain is that over plain decoding.
         """
         draft_s = [seconds / faster for seconds in self._drafts_s]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
-        if not (catching_up_s := max(self._costs.catching_up_s, self._reading_s)):
-            return True
         feared = self._upcoming.lower_chance(self._last)
+        if self._reading_s > self._costs.catching_up_s:
+            v, tokens = self._verify_s, expected_tokens_by_position([feared] * self._limit)
+            token_s = min((draft_s[k] + v[k + 1]) / tokens[k] for k in range(1, self._limit + 1))
+            return (v[1] - token_s) * (budget / 2) >= self._reading_s
+        if not (catching_up_s := self._costs.catching_up_s):
+            return True
         gain = self._promise(0, feared, feared, draft_s)
         return gain > 0.0 and gain * (budget / 2) / (1.0 + gain) >= self._rate * catching_up_s
 

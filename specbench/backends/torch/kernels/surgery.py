@@ -147,15 +147,21 @@ class MergedLinear(nn.Module):
 
 
 def linear_weights(model: nn.Module) -> int:
-    """Return how many weights a token of a prompt is multiplied by: of linear layers but experts and output layers."""
+    """Return how many weights a token of a prompt is multiplied by: of linear layers without output layers.
+
+    0 where that is not known: with experts a token is multiplied by some of them only.
+    """
     outputs: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
     head = None if outputs is None else outputs()
+    layers = dict(model.named_modules())
+    if any(name.endswith(".experts") for name in layers):
+        return 0
     return sum(
         layer.in_features * layer.out_features
-        for name, layer in model.named_modules()
+        for name, layer in layers.items()
         if isinstance(layer, nn.Linear | PackedLinear | QuantizedLinear)
         and layer is not head
-        and not {"lm_head", "lm_heads", "experts"} & set(name.split("."))
+        and not {"lm_head", "lm_heads"} & set(name.split("."))
     )
 
 
