@@ -187,13 +187,14 @@ class AutoLength(ChainPolicy):
         draft_s = [seconds / faster for seconds in self._drafts_s]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
+        catching_up_s = self._costs.catching_up_s
+        if not max(catching_up_s, self._reading_s):
+            return True
         feared = self._upcoming.lower_chance(self._last)
-        if self._reading_s > self._costs.catching_up_s:
+        if self._reading_s > catching_up_s:
             v, tokens = self._verify_s, expected_tokens_by_position([feared] * self._limit)
             token_s = min((draft_s[k] + v[k + 1]) / tokens[k] for k in range(1, self._limit + 1))
             return (v[1] - token_s) * (budget / 2) >= self._reading_s
-        if not (catching_up_s := self._costs.catching_up_s):
-            return True
         gain = self._promise(0, feared, feared, draft_s)
         return gain > 0.0 and gain * (budget / 2) / (1.0 + gain) >= self._rate * catching_up_s
 
