@@ -31,7 +31,7 @@ from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs, read_costs
 from specbench.policies.costs import GivenCosts
 from specbench.results.contexts import ContextCurve, context_curves
-from specbench.results.lines import ReadingTimes
+from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.predict import predict
 from specbench.results.results import load_results
 from specbench.results.steps import Steps
@@ -197,6 +197,18 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert costs.at(0).target_s[1] == pytest.approx(0.9)
     assert costs.at(0).drafter_s["d"] == pytest.approx(0.01), "not below a tenth, or 0"
     assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
+    longer = [
+        DrafterTimes(drafter="d", seconds=[0.001 * x + 3 * (0.001 * x - 0.05)], context_tokens=x, passes=4)
+        for x in (100, 200, 400)
+    ]
+    costs = pass_costs([*lines, *longer], by_context=True)
+    assert [costs.at(x).later_s["d"] for x in (100, 300)] == pytest.approx([0.05, 0.25])
+    given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
+    again = parse_costs(given.to_dict())
+    again.start(300)
+    assert [again.next_draft_s(passes) for passes in (0, 1, 2)] == pytest.approx([0.3, 0.25, 0.25])
+    with pytest.raises(UsageError, match="drafter_later_pass_s"):
+        parse_costs({**given.to_dict(), "drafter_later_pass_s": "x"})
     alone = pass_costs(lines[:3], by_context=True)
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 

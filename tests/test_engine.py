@@ -26,7 +26,7 @@ from specbench.models.prepare import prepare
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import ReadingTimes, TreeTimes
+from specbench.results.lines import DrafterTimes, ReadingTimes, TreeTimes
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -211,10 +211,13 @@ def test_costs_are_times_of_single_passes(engine):
     costs = engine.measure_costs(PROMPT, [1, 2, 5])
     readings = [line for line in costs if isinstance(line, ReadingTimes)]
     assert all(len(line.seconds) == 1 for line in readings)
-    assert [line.seconds for line in costs if line not in readings] == [[1.0, 1.0]] * 6
+    assert [line.seconds for line in costs if line not in readings] == [[1.0, 1.0]] * 9
     assert {line.context_tokens for line in costs} == {256}
     assert pass_costs(costs).target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(pass_costs(costs).drafter_s) == 3
+    assert {line.drafter: line.passes for line in costs if isinstance(line, DrafterTimes) and line.passes > 1} == {
+        "lookup": 4, "small": 4, "self:int8": 4,
+    }  # fmt: skip
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 

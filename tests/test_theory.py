@@ -112,6 +112,13 @@ def test_a_drafters_pass_behind_nodes_of_a_tree():
     assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
 
 
+def test_passes_after_the_first_one_of_a_draft_have_a_time_of_their_own():
+    costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, later_s={"a": 0.01})
+    assert costs.drafting("a", 2, 7) == pytest.approx(2 * 0.2 + 5 * 0.1)
+    assert costs.drafting("b", 2, 7) == pytest.approx(7 * 0.3)
+    assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
+
+
 def test_times_follow_the_experts_that_passes_read():
     read = {1: 1.0, 2: 1.9, 3: 2.7}
     costs = PassCosts({n: 0.1 + 0.2 * ratio for n, ratio in read.items()} | {9: 2.0}, experts=read)
@@ -208,10 +215,10 @@ def test_the_best_length_is_the_first_of_the_fastest(rates, d, slope):
     v = [1.0 + slope * (n - 1) for n in range(len(tokens) + 1)]
     speeds = [predicted_speedup(tokens[gamma], gamma, d, v[gamma + 1]) for gamma in range(len(tokens))]
     for least in (0, 1):
-        assert best_length(tokens, d, v, least) == least + np.argmax(speeds[least:])
+        assert best_length(tokens, lambda gamma: gamma * d, v, least) == least + np.argmax(speeds[least:])
 
 
 def test_of_lengths_that_are_as_good_the_shortest_counts():
     tokens = [expected_tokens(1.0, gamma) for gamma in range(5)]
-    assert best_length(tokens, 1.0, [1.0] * 6) == 0
-    assert best_length(tokens, 1.0, [1.0] * 6, least=1) == 1
+    assert best_length(tokens, float, [1.0] * 6) == 0
+    assert best_length(tokens, float, [1.0] * 6, least=1) == 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cli_runs import refusal
 from msgspec import structs
@@ -143,17 +144,21 @@ def probe(
 def test_a_chain_is_predicted_from_a_longer_one():
     steps = probe([8, 8, 0], [5, 1, 0])
     # γ = 4: of 4, 4 and no drafts 4, 1 and none are kept, so 8 tokens, for 8 passes of c = 0.2 and v = 1.2, 1.2 and 1.
-    assert steps.chain_speedup(4, COSTS.c("d"), COSTS) == pytest.approx(8 / (8 * 0.2 + 3.4))
-    assert steps.tree_speedup(COSTS.c("d"), COSTS) == pytest.approx(9 / (16 * 0.2 + 2 + 2 + 1))
+    assert steps.chain_speedup(4, "d", COSTS) == pytest.approx(8 / (8 * 0.2 + 3.4))
+    assert steps.tree_speedup("d", COSTS) == pytest.approx(9 / (16 * 0.2 + 2 + 2 + 1))
     free = probe([8, 8], [8, 8], passes=[2, 0])  # a cascade's model made one pass of eight
-    assert free.chain_speedup(4, 0.2, COSTS) == pytest.approx(10 / (1 * 0.2 + 2.4))
-    assert Probe([], [], [], [], [], []).chain_speedup(4, 0.2, COSTS) == 0
+    assert free.chain_speedup(4, "d", COSTS) == pytest.approx(10 / (1 * 0.2 + 2.4))
+    assert Probe([], [], [], [], [], []).chain_speedup(4, "d", COSTS) == 0
+    later = msgspec.structs.replace(
+        COSTS, later_s={"d": 0.01}
+    )  # two drafts, so two first passes and six later ones
+    assert steps.chain_speedup(4, "d", later) == pytest.approx(8 / (2 * 0.2 + 6 * 0.1 + 3.4))
 
 
 def test_forced_tokens_do_not_count_towards_the_length_of_a_predicted_chain():
     """Four forced of eight, and one of the others accepted; γ = 2 keeps the forced ones."""
     steps = probe([8], [5], passes=[4], forced=[4])
-    assert steps.chain_speedup(2, 0.1, COSTS) == pytest.approx((1 + 4 + 1) / (2 * 0.1 + COSTS.v(7)))
+    assert steps.chain_speedup(2, "d", COSTS) == pytest.approx((1 + 4 + 1) / (2 * 0.2 + COSTS.v(7)))
 
 
 def test_with_a_format_everything_is_tried_behind_forced_tokens():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _CONTEXT = 256  # tokens of context at which passes are timed
 _SHARED_CONTEXT = 128  # the same for each of several requests, which all have to be read
 _EXTRA = 64  # further positions of a pool per request
+_DRAFTED = 4  # tokens of the longer drafts, which show what passes after the first one take
 TREE_NODES = (1, 2, 4, 8)
 """Numbers of tree nodes in the timed passes of drafters."""
 
@@ -51,20 +52,23 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
     the first one.
     """
     kinds = (TargetTimes, DrafterTimes, TreeTimes)
-    single = [line for line in lines if isinstance(line, kinds)]
+    single: list[TargetTimes | DrafterTimes | TreeTimes] = [line for line in lines if isinstance(line, kinds)]
     contexts = {line.context_tokens for line in single} if by_context else set()
     first = min(contexts) if len(contexts) > 1 else _context(lines, *kinds)
     if len(contexts) < 2:
         single = [msgspec.structs.replace(line, context_tokens=0) for line in single]
     targets = _by_context(_medians(single, TargetTimes, "tokens", "context_tokens"))
-    drafters = _by_context(_medians(single, DrafterTimes, "drafter", "context_tokens"))
+    drafts = _by_context(_medians(single, DrafterTimes, "drafter", "passes", "context_tokens"))
+    drafters = {name: times for (name, passes), times in drafts.items() if passes == 1}
     trees = _by_context(_medians(single, TreeTimes, "drafter", "nodes", "context_tokens"))
     fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
     draft_s = {name: fitted[name][0] for name in drafters}
+    later_s = _later_passes(drafts, {name: fitted[name][1] for name in drafters}, first)
     rows: dict[str, dict[int, float]] = {}
     for (name, nodes), times in sorted(trees.items()):
         if name in drafters:
-            rows.setdefault(name, {})[nodes] = max(draft_s[name], fit_context(times)[0] - draft_s[name])
+            least = min(draft_s[name], later_s.get(name, math.inf))
+            rows.setdefault(name, {})[nodes] = max(least, fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
     experts, reading = (
         _experts(lines),
@@ -72,7 +76,7 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
     )
     reading = {name: dict(sorted(times.items())) for name, times in reading.items()}
     if len(contexts) < 2:
-        return PassCosts(target, draft_s, first, rows, experts=experts, reading_s=reading)
+        return PassCosts(target, draft_s, first, rows, experts=experts, reading_s=reading, later_s=later_s)
     errors = [error for _, _, each in fitted.values() for error in each]
     return PassCosts(
         target,
@@ -84,7 +88,28 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
         experts,
         reading,
+        later_s,
     )
+
+
+def _later_passes(
+    drafts: Mapping[tuple[str, int], Mapping[int, float]], slopes: Mapping[str, float], first: int
+) -> dict[str, float]:
+    """Return the time of each pass after the first one of a draft, by drafter.
+
+    Args:
+        drafts: Times of drafts by drafter and passes, and then by context.
+        slopes: The seconds by which the first pass grows with each token of context; those after it are taken to
+            grow by as many.
+        first: The context to return times at.
+    """
+    found: dict[str, list[float]] = {}
+    for (name, passes), times in drafts.items():
+        single = drafts.get((name, 1), {})
+        for context in times.keys() & single.keys() if passes > 1 else ():
+            later_s = (times[context] - single[context]) / (passes - 1)
+            found.setdefault(name, []).append(max(0.0, later_s - slopes[name] * (context - first)))
+    return {name: fmean(each) for name, each in found.items()}
 
 
 def _experts(lines: Sequence[CostLine]) -> dict[int, float]:
@@ -162,7 +187,8 @@ def time_passes(
     tree_nodes: Sequence[int] = (),
     context: int | None = None,
 ) -> list[CostLine]:
-    """Time forwards of a target and one-token drafts in turn, after the same context. The target's cache is left empty.
+    """Time forwards of a target and drafts of one and of several tokens in turn, after the same context. The target's
+    cache is left empty.
 
     Args:
         scorer, drafters: The target's scorer, and drafters by name.
@@ -199,15 +225,18 @@ def time_passes(
 
     reading: dict[str, float] = {}
 
-    def draft(drafter: Drafter, nodes: int = 0) -> float:
-        """Draft one token, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
-        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(1)
+    passes: dict[str, int] = {}
+
+    def draft(drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
+        """Draft tokens, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
+        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
+        most = 2 if nodes else tokens
         began = clock.now()
-        found = run_to_end(
-            drafter.propose(text, 2 if nodes else 1, shape, Greedy(), Randomness(0, device), top)
-        )
+        found = run_to_end(drafter.propose(text, most, shape, Greedy(), Randomness(0, device), top))
         took = clock.now() - began
         reading[drafter.name] = reading.get(drafter.name, 0.0) + found.prefill_s
+        if tokens > 1:
+            passes[drafter.name] = len(found.tokens) if found.passes is None else found.passes
         drafter.update(_no_tokens(text))
         return took
 
@@ -227,10 +256,12 @@ def time_passes(
         if tree_nodes and drafter.takes_trees
         for nodes in tree_nodes
     ]
+    longer = {f"{name}, longer": name for name in drafters}
     jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
         **{n: partial(target_pass, n) for n in widths},
         **{name: partial(draft, drafter) for name, drafter in drafters.items()},
-        **{(name, nodes): partial(draft, drafters[name], nodes) for name, nodes in trees},
+        **{job: partial(draft, drafters[name], _DRAFTED) for job, name in longer.items()},
+        **{(name, nodes): partial(draft, drafters[name], nodes=nodes) for name, nodes in trees},
     }
     times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
@@ -238,6 +269,13 @@ def time_passes(
         TargetTimes(tokens=n, seconds=times[n], context_tokens=length, experts=experts[n]) for n in widths
     ]
     single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
+    single += [
+        DrafterTimes(
+            drafter=name, seconds=times[job], context_tokens=length, passes=passes[drafters[name].name]
+        )
+        for job, name in longer.items()
+        if passes[drafters[name].name] > 1
+    ]
     read = [
         ReadingTimes(drafter=name, seconds=[reading[each.name]], context_tokens=length)
         for name, each in drafters.items()

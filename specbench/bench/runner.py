@@ -44,9 +44,6 @@ COST_ROUNDS = 12
 SHARED_COST_ROUNDS = 8
 """How often those that several requests share are timed, which take longer."""
 
-CONTEXT_COST_ROUNDS = 4
-"""The same for each context of ``--context``, all of which has to be read before."""
-
 _LATEST = 5
 
 
@@ -221,8 +218,6 @@ def run_sweep(
             break
         kind = batch, context = kinds[cell.config]
         rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
-        if context is not None:
-            rounds = CONTEXT_COST_ROUNDS
         # Only between blocks: within one, configurations run back to back.
         begins = cell.order == 0 or kind != before
         if begins and timed[kind] * of_kind[kind] <= rounds * seen[kind] and runner.costs_work:

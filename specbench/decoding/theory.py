@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Annotated, NamedTuple
 
@@ -127,18 +127,20 @@ def prompt_readings(steps: Sequence[float], clients: int) -> float:
     return 1.0 + (clients - 1) / clients * sum(later) / max(1, len(later))
 
 
-def best_length(tokens: Sequence[float], draft_s: float, verify_s: Sequence[float], least: int = 0) -> int:
-    """Return the draft length with the most tokens per second, ``E(γ) / (γ·d + v(γ+1))``; the shortest of equal ones.
+def best_length(
+    tokens: Sequence[float], draft_s: Callable[[int], float], verify_s: Sequence[float], least: int = 0
+) -> int:
+    """Return the draft length with the most tokens per second, ``E(γ) / (d(γ) + v(γ+1))``; the shortest of equal ones.
 
     Args:
         tokens: Expected tokens of a step with γ drafts as item γ.
-        draft_s: d, time of a drafter's pass.
+        draft_s: d(γ), time of a draft of γ tokens.
         verify_s: v(n), time of the rest of a step that verifies n tokens, as item n, in the same unit.
         least: The shortest draft length to consider.
     """
     return max(
         range(least, len(tokens)),
-        key=lambda gamma: tokens[gamma] / (gamma * draft_s + verify_s[gamma + 1]),
+        key=lambda gamma: tokens[gamma] / (draft_s(gamma) + verify_s[gamma + 1]),
     )
 
 
@@ -170,6 +172,7 @@ class PassCosts(
     rename={
         "target_s": "target_pass_s",
         "drafter_s": "drafter_pass_s",
+        "later_s": "drafter_later_pass_s",
         "context": "context_tokens",
         "rows_s": "drafter_rows_s",
         "context_s": "target_context_s",
@@ -184,7 +187,7 @@ class PassCosts(
 
     Attributes:
         target_s: Of the target, by number of tokens, ascending.
-        drafter_s: Of drafting one token, by drafter.
+        drafter_s: Of drafting one token, by drafter: of the first pass of a draft.
         context: Tokens of context they were timed at, of several lengths the shortest; ``None`` if unknown.
         rows_s: Of one pass that drafts after several nodes of a tree, by drafter and number of nodes, ascending.
         context_s: By which a target's pass takes longer with each further token of context, by number of tokens in the
@@ -193,6 +196,7 @@ class PassCosts(
         error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
         experts: Experts that the target's passes read, over those of one token, by number of tokens; empty without.
         reading_s: Seconds in which a drafter reads a context before it can draft, by drafter and tokens; empty without.
+        later_s: Of each further pass of a chain, by drafter; where it was not timed, as the first.
     """
 
     target_s: PassSeconds
@@ -204,6 +208,7 @@ class PassCosts(
     error: float | None = None
     experts: PassSeconds = {}
     reading_s: Mapping[str, PassSeconds] = {}
+    later_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", _ascending(self.target_s))
@@ -230,6 +235,7 @@ class PassCosts(
             },
             experts=self.experts,
             reading_s=self.reading_s,
+            later_s={name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.later_s.items()},
         )
 
     def target_pass_s(self, n: int) -> float:
@@ -285,6 +291,12 @@ class PassCosts(
         timed = self.rows_s.get(drafter)
         seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
         return seconds / self.target_s[1]
+
+    def drafting(self, drafter: str, drafts: float, passes: float) -> float:
+        """Return the time of ``passes`` passes in ``drafts`` chains over that of a target's pass with one token."""
+        first = self.drafter_s[drafter]
+        later = self.later_s.get(drafter, first)
+        return (drafts * first + (passes - drafts) * later) / self.target_s[1]
 
 
 def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -414,4 +415,4 @@ def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None
     longest = int(np.sort(steps["tested"])[-_MIN_TESTED])
     tokens = expected_tokens_by_position(steps.rates(longest))
     verify = [costs.v(max(1, n)) for n in range(longest + 2)]
-    return best_length(tokens, costs.c(drafter), verify, 1)
+    return best_length(tokens, partial(costs.drafting, drafter, 1), verify, 1)

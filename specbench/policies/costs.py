@@ -43,6 +43,7 @@ COST_FIELDS = (
     "target_context_s",
     "drafter_context_s",
     "drafter_reading_s",
+    "drafter_later_pass_s",
 )
 """The fields of costs that hold for every generation."""
 
@@ -137,10 +138,11 @@ class GivenCosts(CostSource):
     """Costs that stay as given; if they were timed at several lengths of context, they follow the context.
 
     Args:
-        draft_s: Seconds of a drafter's pass.
+        draft_s: Seconds of a draft's first pass.
         passes: The target's, see ``PassCosts``.
         draft_context_s: By which a drafter's pass takes longer with each further token of context.
         reading_s: Seconds in which the drafter reads a context before it can draft, by its tokens.
+        later_s: Seconds of each further pass of a draft; ``None``: as the first.
     """
 
     timings = reach = math.inf
@@ -152,16 +154,21 @@ class GivenCosts(CostSource):
         passes: PassCosts,
         draft_context_s: float = 0.0,
         reading_s: Mapping[int, float] | None = None,
+        later_s: float | None = None,
     ) -> None:
         self.draft_s, self.passes, self._reading_s = draft_s, passes, reading_s or {}
         self._given_s, self._context_s = draft_s, draft_context_s
+        self._later_s = draft_s if later_s is None else later_s
         self._at, self._context = passes, float(passes.context or 0)
 
     def start(self, context: int) -> None:
         if self.passes.context_s and abs(context - self._context) > _NEAR * self._context:
             self._at, self._context = self.passes.at(context), context
-            more = context - (self.passes.context or 0)
-            self.draft_s = max(0.0, self._given_s + self._context_s * more)
+            self.draft_s = self._moved(self._given_s)
+
+    def _moved(self, seconds: float) -> float:
+        """Return the seconds of a drafter's pass at the context that has been reached."""
+        return max(0.0, seconds + self._context_s * (self._context - (self.passes.context or 0)))
 
     def observe(
         self,
@@ -176,7 +183,7 @@ class GivenCosts(CostSource):
         return reading_seconds(self._reading_s, tokens)
 
     def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
-        return self.draft_s
+        return self._moved(self._later_s) if passes else self.draft_s
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf
@@ -186,6 +193,8 @@ class GivenCosts(CostSource):
 
     def to_dict(self) -> Json:
         own = costs_to_dict(self._given_s, self.passes.target_s)
+        if self._later_s != self._given_s:
+            own["drafter_later_pass_s"] = self._later_s
         if self._reading_s:
             own["drafter_reading_s"] = {str(n): seconds for n, seconds in self._reading_s.items()}
         if not self.passes.context_s:
@@ -424,15 +433,25 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
     passes = {int(n): float(seconds) for n, seconds in target.items()}
+    first_s = float(drafters)  # type: ignore[arg-type]
     reading = _reading(data.get("drafter_reading_s"), drafter)
+    later_s = _seconds(data, "drafter_later_pass_s", drafter, first_s)
     if not data.get("target_context_s"):
-        return GivenCosts(float(drafters), PassCosts(passes), reading_s=reading)  # type: ignore[arg-type]
-    growing = data.get("drafter_context_s") or 0.0
-    if isinstance(growing, Mapping):
-        growing = growing.get(drafter, 0.0) if drafter is not None else next(iter(growing.values()))
-    if not _is_time(growing):
-        raise _bad(f"drafter_context_s is {growing!r}")
-    return GivenCosts(float(drafters), _with_context(passes, data), growing, reading)  # type: ignore[arg-type]
+        return GivenCosts(first_s, PassCosts(passes), reading_s=reading, later_s=later_s)
+    growing = _seconds(data, "drafter_context_s", drafter, 0.0)
+    return GivenCosts(first_s, _with_context(passes, data), growing, reading, later_s)
+
+
+def _seconds(data: Mapping[str, object], name: str, drafter: str | None, default: float) -> float:
+    """Return seconds that are given alone or by drafter."""
+    found = data.get(name)
+    if isinstance(found, Mapping):
+        found = found.get(drafter) if drafter is not None else next(iter(found.values()), None)
+    if found is None:
+        return default
+    if not _is_time(found):
+        raise _bad(f"{name} is {found!r}")
+    return float(found)  # type: ignore[arg-type]
 
 
 def _reading(data: object, drafter: str | None) -> dict[int, float]:

@@ -398,9 +398,10 @@ class TargetTimes(Times, tag="target"):
 
 
 class DrafterTimes(Times, tag="drafter"):
-    """Drafts of one token."""
+    """Drafts of one token, or of several in as many passes as it took."""
 
     drafter: Annotated[str, doc("its name")]
+    passes: Annotated[Count, doc("forward passes of the draft; left out: 1")] = 1
 
 
 class ReadingTimes(Times, tag="reading"):

@@ -63,9 +63,10 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         read = experts_by_rows(results.generations.iloc[np.unique(steps.row)])
         timed = timed.reading({rows: ratio for rows, (_, ratio) in read.items()})
     if drafter in timed.drafter_s:
-        c = timed.c(drafter)
+        c, later = timed.c(drafter), timed.drafting(drafter, 0, 1)
     elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps
         c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
+        later = c
     else:
         return NO_PREDICTION
     widest = int((steps["nodes"] + steps["siblings"]).max()) + 1
@@ -93,7 +94,9 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         # Its pass that reads the prompt drafts as well.
         readers = np.unique(mine.row[mine["draft_prefill_s"] > 0]).tolist() if reading else []
         reading_s = sum(reading_seconds(reading, float(lengths[row])) for row in readers)
-        cost = (mine["passes"].sum() - len(readers), c, verify + reading_s / timed.target_s[1])
+        drafts = (mine["passes"] > 0).sum()
+        drafting = (drafts - len(readers)) * c + (mine["passes"].sum() - drafts) * later
+        cost = (1, drafting, verify + reading_s / timed.target_s[1])
         by_position.append(predicted_speedup(by_length[mine["drafted"]].sum() + gained, *cost))
         iid.append(predicted_speedup(tokens_iid.sum() + gained, *cost))
         prompts.append(prompt)

@@ -170,7 +170,7 @@ def calibrate(
         agreement = _agreement(forms.model(form), texts)
         c = costs.c(forms.layers - len(form.skip), form.int8)
         tokens = [expected_tokens(agreement.accepted, gamma) for gamma in range(_LONGEST_DRAFT + 1)]
-        gamma = best_length(tokens, c, v, least=1)
+        gamma = best_length(tokens, lambda length: length * c, v, least=1)
         return Candidate(form, agreement, c, gamma, predicted_speedup(tokens[gamma], gamma, c, v[gamma + 1]))
 
     cheapest_first = sorted(kinds, key=lambda int8: costs.c(forms.layers, int8))

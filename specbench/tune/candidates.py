@@ -158,7 +158,7 @@ class Probe:
             found.forced.extend(steps.forced)
         return found
 
-    def chain_speedup(self, gamma: int, c: float, costs: PassCosts) -> float:
+    def chain_speedup(self, gamma: int, drafter: str, costs: PassCosts) -> float:
         """Return the speedup of a shorter chain, from the number of tokens accepted among the first γ of each step.
 
         This ignores that the steps of shorter chains would begin at other tokens. Forced tokens do not count towards γ.
@@ -172,17 +172,20 @@ class Probe:
             for accepted, free in zip(self.accepted, forced, strict=True)
         )
         verified = [length + free for length, free in zip(lengths, forced, strict=True)]
-        return _speedup(tokens, share * sum(lengths), c, verified, costs)
+        return self._speedup(tokens, share * sum(lengths), drafter, verified, costs)
 
-    def tree_speedup(self, c: float, costs: PassCosts) -> float:
+    def tree_speedup(self, drafter: str, costs: PassCosts) -> float:
         """Return the speedup of exactly these steps, with the usual times of their forward passes."""
-        return _speedup(sum(self.emitted), sum(self.passes), c, self.nodes, costs)
+        return self._speedup(sum(self.emitted), sum(self.passes), drafter, self.nodes, costs)
 
-
-def _speedup(tokens: float, passes: float, c: float, drafts: Sequence[int], costs: PassCosts) -> float:
-    if not drafts:
-        return 0.0
-    return predicted_speedup(tokens, passes, c, sum(costs.v(drafted + 1) for drafted in drafts))
+    def _speedup(
+        self, tokens: float, passes: float, drafter: str, nodes: Sequence[int], costs: PassCosts
+    ) -> float:
+        if not nodes:
+            return 0.0
+        drafts = min(passes, sum(each > 0 for each in self.passes))
+        drafting = costs.drafting(drafter, drafts, passes)
+        return predicted_speedup(tokens, 1, drafting, sum(costs.v(drafted + 1) for drafted in nodes))
 
 
 def predict(
@@ -199,11 +202,11 @@ def predict(
         probe = probes.get(config.id)
         if probe is None or config.drafter not in costs.drafter_s:
             continue
-        c = costs.c(config.drafter)
+        drafter = config.drafter
         if config.gamma == PROBED:
-            chains[config.drafter] = {gamma: probe.chain_speedup(gamma, c, costs) for gamma in GAMMAS}
+            chains[drafter] = {gamma: probe.chain_speedup(gamma, drafter, costs) for gamma in GAMMAS}
         else:
-            trees[config.drafter] = probe.tree_speedup(c, costs)
+            trees[drafter] = probe.tree_speedup(drafter, costs)
     found = {}
     for config in configs:
         if config.kind != "speculative":

@@ -189,8 +189,10 @@ def best_tree(ranks: Sequence[int], costs: PassCosts) -> PlannedTree:
             if len(parents) < nodes and best is not None:
                 continue  # more nodes gain nothing
             tokens = expected_tokens_of_tree(parents, rates)
-            read = read_by_depth(parents) if len(ranks) > 1 else [0] * (len(parents) - 1)
-            passes = sum(costs.c(_NAME, nodes) for nodes in (0, *read))
+            if len(ranks) > 1:
+                passes = sum(costs.c(_NAME, nodes) for nodes in (0, *read_by_depth(parents)))
+            else:
+                passes = costs.drafting(_NAME, 1, len(parents))
             speedup = predicted_speedup(tokens, 1, passes, costs.v(len(parents) + 1))
             if best is None or speedup > best.speedup:
                 best = PlannedTree(nodes, depth, tokens, speedup)

@@ -366,6 +366,9 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
                 yield f"the same, each further 1,000 tokens of context (k({n}))", s, f"k({n})", s / one
         for name, seconds in costs.drafter_s.items():
             yield f"drafter {one_line(name)}, 1 token", seconds, "c", seconds / one
+            if name in costs.later_s:
+                s = costs.later_s[name]
+                yield f"drafter {one_line(name)}, each later pass of a draft", s, "c later", s / one
             for n, s in costs.rows_s.get(name, {}).items():
                 yield f"drafter {one_line(name)}, after {n} nodes", s, f"c({n})", s / one
     if run.shared_costs is not None:
