@@ -19,12 +19,12 @@ from tiny import save_tiny
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base.errors import RunError
-from specbench.models import quantized_layers as module
+from specbench.models import kept_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
 from specbench.models.drafters import load_drafter
+from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.prepare import prepare
-from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import load_target
 from specbench.options import LoadOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
@@ -146,12 +146,12 @@ def test_a_cut_head_is_another_entry(folder, roundings):
         return model
 
     for number, rows in enumerate([None, (1, 2), (1, 3)], 1):
-        with quantized_layers(of(rows), "int8") as layers:
+        with kept_layers(of(rows), "int8") as layers:
             assert layers is not None
             assert layers.find("lm_head") is None
             layers.save("lm_head", int8_weight(torch.ones(2, 8)))
         assert len(entries()) == number
-    with quantized_layers(of((1, 2)), "int8") as layers:
+    with kept_layers(of((1, 2)), "int8") as layers:
         assert layers is not None
         assert layers.find("lm_head") is not None
         assert layers.find("another") is None
@@ -287,7 +287,7 @@ def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, probl
 
 def test_a_start_that_fails_leaves_nothing(folder):
     def interrupted() -> None:
-        with quantized_layers(load_model(str(folder), CPU), "int8") as layers:
+        with kept_layers(load_model(str(folder), CPU), "int8") as layers:
             assert layers is not None
             layers.save("x", int8_weight(torch.ones(2, 2)))
             raise RuntimeError("in the middle")
@@ -300,7 +300,7 @@ def test_a_start_that_fails_leaves_nothing(folder):
 def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
     model = load_model(str(folder), CPU)
     model.files = None
-    with quantized_layers(model, "int8") as layers:
+    with kept_layers(model, "int8") as layers:
         assert layers is None
     monkeypatch.setattr(module, "_WORTH_KEEPING", 1 << 25)
     load_target(str(folder), INT8)

@@ -14,7 +14,7 @@ from specbench.base.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbench.backends.torch.kernels.surgery import QuantizedLayers
+    from specbench.backends.torch.kernels.surgery import KeptLayers
     from specbench.specs.drafters import SelfForm
 
 
@@ -67,7 +67,7 @@ def cheaper_form(
     model: PreTrainedModel,
     kept: Sequence[int],
     int8: bool,
-    layers: QuantizedLayers | None = None,
+    layers: KeptLayers | None = None,
     *,
     int4: bool = False,
 ) -> PreTrainedModel:

@@ -52,10 +52,10 @@ from specbench.models.devices import check_options
 from specbench.models.dtypes import dtype_name
 from specbench.models.head_files import HeadFiles, find_head
 from specbench.models.heads import TrainedHead
+from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
 from specbench.models.mtp import checkpoint_files, load_any_head
 from specbench.models.pairing import translation_of
-from specbench.models.quantized_layers import quantized_layers
 from specbench.models.target import Target, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.drafters import (
@@ -420,7 +420,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     rounded: QuantizedName | None = "int8" if form.int8 else "int4" if form.int4 else None
     whole = rounded is not None and len(kept) == model.layers
     try:
-        with quantized_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
+        with kept_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
             cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
     except ValueError as error:
         raise UsageError(

@@ -20,8 +20,8 @@ from specbench.backends.torch.kernels.surgery import (
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
+from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model, wrap_model
-from specbench.models.quantized_layers import quantized_layers
 from specbench.models.timings import kept_timings
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec
@@ -191,5 +191,5 @@ def quantize(
     """Quantize a model's linear layers in place, or load stored quantized layers;
     for ``row_invariant`` see ``Int8Linear``.
     """
-    with quantized_layers(language_model, dtype, progress) as layers:
+    with kept_layers(language_model, dtype, progress) as layers:
         quantize_linears(language_model.model, dtype, row_invariant=row_invariant, layers=layers)

@@ -174,7 +174,7 @@ def pack_linears(model: PreTrainedModel) -> bool:
     return _replace(model, _packed)
 
 
-class QuantizedLayers(Protocol):
+class KeptLayers(Protocol):
     """Quantized weights of a model from an earlier run, by the names of its layers."""
 
     def find(self, place: str) -> QuantizedWeight | None:
@@ -189,7 +189,7 @@ def quantize_linears(
     kind: QuantizedName = "int8",
     *,
     row_invariant: bool = True,
-    layers: QuantizedLayers | None = None,
+    layers: KeptLayers | None = None,
 ) -> bool:
     """Replace the linear layers of a model by quantized ones.
 
@@ -259,7 +259,7 @@ def quantizes_activations(model: nn.Module) -> bool:
 
 
 def quantized_copy(
-    model: PreTrainedModel, kind: QuantizedName = "int8", layers: QuantizedLayers | None = None
+    model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None
 ) -> PreTrainedModel:
     """Return a drafter with quantized linear layers that shares everything else with a model, packed or not."""
     clone = _structural_copy(model)

@@ -39,7 +39,7 @@ from specbench.models.cache import (
 )
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.kernels.surgery import QuantizedLayers
+    from specbench.backends.torch.kernels.surgery import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
     from specbench.options import QuantizedName
 
@@ -56,9 +56,9 @@ _ABANDONED_S = 86_400
 
 
 @contextmanager
-def quantized_layers(
+def kept_layers(
     model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
-) -> Iterator[QuantizedLayers | None]:
+) -> Iterator[KeptLayers | None]:
     """Yield the store of a model's quantized weights, existing or new; ``None`` if they cannot be stored.
 
     If an entry is replaced, a note about it is added to the model.
