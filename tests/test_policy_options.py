@@ -540,7 +540,13 @@ def test_the_costs_of_a_sweep_are_those_of_another(call, tmp_path, models):
     two, three = (load_results(tmp_path / name).generations.set_index("config") for name in ("two", "three"))
     assert run_json(tmp_path / "two")["options"]["costs"] == {
         name: one["costs"][name]
-        for name in ("target_pass_s", "drafter_pass_s", "context_tokens", "drafter_reading_s")
+        for name in (
+            "target_pass_s",
+            "drafter_pass_s",
+            "context_tokens",
+            "drafter_reading_s",
+            "drafter_later_pass_s",
+        )
     }
     for config in ("lookup@auto,t=1", "small (int8)@auto,t=1"):
         assert tuple(two["token_ids"][config]) == tuple(three["token_ids"][config])

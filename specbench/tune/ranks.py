@@ -190,7 +190,8 @@ def best_tree(ranks: Sequence[int], costs: PassCosts) -> PlannedTree:
                 continue  # more nodes gain nothing
             tokens = expected_tokens_of_tree(parents, rates)
             if len(ranks) > 1:
-                passes = sum(costs.c(_NAME, nodes) for nodes in (0, *read_by_depth(parents)))
+                read = read_by_depth(parents)
+                passes = sum(costs.c(_NAME, nodes) for nodes in (0, *read))
             else:
                 passes = costs.drafting(_NAME, 1, len(parents))
             speedup = predicted_speedup(tokens, 1, passes, costs.v(len(parents) + 1))
