@@ -1,4 +1,4 @@
-"""The cache folder: int8 and int4 layers that are rounded once, what is bounded, and what is cleared."""
+"""The cache folder: layers that are packed or rounded once, what is bounded, and what is cleared."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
+from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base.errors import RunError
 from specbench.models import kept_layers as module
@@ -80,7 +81,7 @@ def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings):
     made = len(roundings)
     assert made == 2 * 4 + 1  # qkv, output, gate and up, down; the head
     (entry,) = entries()
-    assert len(list(entry.glob("*.safetensors"))) == made
+    assert sorted(path.name for path in entry.iterdir()) == ["layers.safetensors", "manifest.json"]
     again = int8_logits(folder)
     assert len(roundings) == made
     assert torch.equal(first, again)
@@ -121,6 +122,55 @@ def test_int4_layers_are_kept_too(folder, monkeypatch):
     assert len(packed) > made
     int8_logits(folder)
     assert len(entries()) == 2
+
+
+@pytest.mark.skipif(
+    not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
+)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_packed_layers_are_kept_if_they_are_large(folder, monkeypatch, mapped):
+    made: list[int] = []
+    shorten = native.Panels.shorten_bfloat16
+
+    def counted(weight: torch.Tensor) -> native.Panels | None:
+        made.append(len(weight))
+        return shorten(weight)
+
+    monkeypatch.setattr(native.Panels, "shorten_bfloat16", counted)
+    monkeypatch.setattr(module, "lie_in_large_pages", lambda _: mapped)
+    bfloat16 = LoadOptions(dtype="bfloat16", device="cpu")
+    first = int8_logits(folder, bfloat16)
+    assert entries() == [], "packed as soon as read"
+    monkeypatch.setattr(module, "_WORTH_PACKING", 0)
+    made.clear()
+    assert torch.equal(int8_logits(folder, bfloat16), first)
+    count = len(made)
+    assert count > 0
+    target = load_target(str(folder), bfloat16)
+    assert len(made) == count
+    model: Any = target.scorer.model
+    assert torch.equal(model.lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+    assert torch.equal(int8_logits(folder, bfloat16), first)
+    load_drafter(str(folder), target, bfloat16)
+    assert len(made) == count
+    (entry,) = entries()
+    damage_a_byte(entry)
+    note = "The packed layers stored for m are damaged, so they are made again."
+    assert load_target(str(folder), bfloat16).language_model.notes == [note]
+    assert len(made) == 2 * count
+    assert entries() == [entry]
+
+
+def test_a_file_in_large_pages_takes_few_faults(tmp_path, monkeypatch):
+    """By a made-up count of faults: what pages a system has for files is its own matter."""
+    faults = iter([100, 101, 100, 200])
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_minflt=next(faults)))
+    monkeypatch.setattr("sys.platform", "linux")
+    content = [torch.zeros(3 << 20, dtype=torch.uint8), torch.zeros(5, 5)]
+    assert lie_in_large_pages(content)
+    assert not lie_in_large_pages(content)
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not lie_in_large_pages(content)
 
 
 @needs_native

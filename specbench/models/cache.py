@@ -16,7 +16,7 @@ import platformdirs
 from msgspec import Meta
 
 from specbench.base.errors import UsageError
-from specbench.base.files import file_errors, sha256, sync, write_text
+from specbench.base.files import crc32, file_errors, sha256, sync, write_text
 from specbench.base.record import Record
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
@@ -26,7 +26,7 @@ SUITES_FOLDER = "suites"
 
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
-    LAYERS_FOLDER: "int8 and int4 layers of models, so that these start sooner",
+    LAYERS_FOLDER: "packed and quantized layers of models, so that these start sooner",
     "dtypes": "which dtype models decode fastest in",
     "timings": "timings of this machine that choose how forward passes are run",
     "calibrations": "forms in which targets draft for themselves",
@@ -49,7 +49,11 @@ _HASHERS = 2
 
 class _File(Record):
     size: int
-    sha256: str
+    sha256: str | None = None
+    crc32: str | None = None
+
+    def matches(self, path: Path) -> bool:
+        return self.sha256 == sha256(path) if self.crc32 is None else self.crc32 == crc32(path)
 
 
 class _Manifest(Record):
@@ -57,12 +61,18 @@ class _Manifest(Record):
     files: Annotated[dict[str, _File], Meta(min_length=1)]
 
 
-def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
-    """Complete a prepared folder with the sizes and hashes of its files."""
-    files = {}
+def write_manifest(folder: Path, version: int, source: dict[str, str], *, derived: bool = False) -> None:
+    """Complete a prepared folder with the sizes and hashes of its files.
+
+    Args:
+        derived: Whether it can be made again in seconds: then checksums will do, and nothing waits for the disk.
+    """
+    files: dict[str, dict[str, int | str]] = {}
     for path in sorted(folder.iterdir()):
-        sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
+        if not derived:
+            sync(path)
+        proof = {"crc32": crc32(path)} if derived else {"sha256": sha256(path)}
+        files[path.name] = {"size": path.stat().st_size, **proof}
     write_text(folder / MANIFEST, json.dumps({"format": version, "source": source, "files": files}) + "\n")
 
 
@@ -80,10 +90,9 @@ def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
                 return False
         hashed = [name for name, known in manifest.files.items() if known.size <= limit]
         with ThreadPoolExecutor(_HASHERS) as hashers:
-            found = list(hashers.map(lambda name: sha256(there[name]), hashed))
+            return all(hashers.map(lambda name: manifest.files[name].matches(there[name]), hashed))
     except (OSError, ValueError, RecursionError):
         return False
-    return found == [manifest.files[name].sha256 for name in hashed]
 
 
 def cache_folder() -> Path:

@@ -56,7 +56,7 @@ from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
 from specbench.models.mtp import checkpoint_files, load_any_head
 from specbench.models.pairing import translation_of
-from specbench.models.target import Target, quantize
+from specbench.models.target import Target, pack_kept, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.drafters import (
     Cascade,
@@ -324,8 +324,7 @@ def wrap_drafter(
         quantize(language_model, rounded, row_invariant=False, progress=progress)
         dtype = rounded
     else:
-        announce(progress, f"packing {language_model.name}")
-        pack_linears(model)
+        pack_kept(language_model, progress)
     name = language_model.name
     announce(progress, f"testing forward passes of {name}")
     scorer = Scorer(

@@ -1,30 +1,33 @@
-"""Quantized layers of models, kept in the cache folder so that int8 and int4 models start sooner.
+"""Packed and quantized layers of models, kept in the cache folder so that these start sooner.
 
-They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int4
-in panels only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for one state of
-the checkpoint's files (names, sizes, times and headers), this processor and these versions. All of its files are
-checked against their hashes before any is used. A damaged or outdated entry is replaced.
+They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int8
+only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for one state of the
+checkpoint's files (names, sizes, times and headers), this processor and these versions. All of its files are checked
+against their checksums before any is used. A damaged or outdated entry is replaced.
+
+Where the system keeps files in large pages, weights are used in the file's own pages; elsewhere they are copied.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
 from specbench.base.files import sync
@@ -41,7 +44,6 @@ from specbench.models.cache import (
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
-    from specbench.options import QuantizedName
 
 MOST_BYTES = 8 << 30
 """Budget of all entries; the least recently used are removed first."""
@@ -49,28 +51,42 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
-_FORMAT = 4
-"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files."""
+_WORTH_PACKING = 1 << 29
+"""The same of packed ones: fewer are packed as soon as read."""
+
+_FORMAT = 5
+"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files; 4: a file for each
+layer."""
+
+_FILE = "layers.safetensors"
+_PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
+_DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
+_DATA_AT = 1 << 21  # bytes before the first tensor: a huge page
+_ALIGNED = 64  # bytes: a cache line
+
+Kind = Literal["int8", "int4", "packed"]
 _ABANDONED_S = 86_400
 """Age from which an unfinished entry is removed."""
 
 
 @contextmanager
 def kept_layers(
-    model: LanguageModel, kind: QuantizedName, progress: Progress | None = None
+    model: LanguageModel, kind: Kind, progress: Progress | None = None
 ) -> Iterator[KeptLayers | None]:
-    """Yield the store of a model's quantized weights, existing or new; ``None`` if they cannot be stored.
+    """Yield the store of a model's weights of a kind, existing or new; ``None`` if they cannot be stored.
 
     If an entry is replaced, a note about it is added to the model.
     """
     files, panels = model.files, native.is_available()
+    making = f"packing {model.name}" if kind == "packed" else f"quantizing {model.name} to {kind}"
     if (
         files is None
         or files.numbers < _WORTH_KEEPING
         or model.model.device.type != "cpu"
-        or (kind == "int4" and not panels)
+        or (kind != "int8" and not panels)
+        or (kind == "packed" and not _packs_for_long(model, files.numbers))
     ):
-        announce(progress, f"quantizing {model.name} to {kind}")
+        announce(progress, making)
         yield None
         return
     parent = cache_folder() / LAYERS_FOLDER
@@ -94,17 +110,23 @@ def kept_layers(
         parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
     except OSError:  # read-only, or full: it starts as it would without a cache
-        announce(progress, f"quantizing {model.name} to {kind}")
+        announce(progress, making)
         yield None
         return
     try:
-        announce(progress, f"quantizing {model.name} to {kind} (the result is kept)")
-        made = _Made(work, parent, f"{model.name} in {kind}")
+        announce(progress, f"{making} (the result is kept)")
+        made = _Made(work, parent, f"{model.name}, {kind}" if kind == "packed" else f"{model.name} in {kind}")
         yield made
         made.finish(entry)
         _evict(parent, entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
+    """Return whether packing takes longer than reading what was packed, and leaves room for other entries."""
+    fits = _WORTH_PACKING <= numbers <= MOST_BYTES // 3  # at 12 bits each, half of the budget
+    return fits and model.dtype == "bfloat16" and native.loaded().level > 1
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
@@ -116,62 +138,89 @@ def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, st
     return first, second
 
 
-def _file(place: str) -> str:
-    """Return the file name for a layer, whose path can contain characters that are not allowed in file names."""
-    return hashlib.sha256(place.encode()).hexdigest()[:32] + ".safetensors"
-
-
 def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """Return what a weight is stored as, the largest part last."""
     if isinstance(weight, native.Panels):
-        return {"panels": weight.data, "sizes": torch.tensor([weight.bits, weight.outputs, weight.inputs])}
-    return {"quantized": weight.quantized, "scales": weight.scales}
+        return weight.stored()
+    return {"scales": weight.scales, "quantized": weight.quantized}
 
 
 class _Found:
     """An existing, valid entry."""
 
     def __init__(self, entry: Path) -> None:
-        self.entry = entry
+        self._tensors = load_file(entry / _FILE)  # maps the file
+        self._copies = not lie_in_large_pages(self._tensors.values())
 
     def find(self, place: str) -> QuantizedWeight | None:
-        path = self.entry / _file(place)
-        if not path.exists():
+        parts = {part: self._tensors.get(f"{place} {part}") for part in _PARTS}
+        tensors = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        if not tensors:
             return None
-        tensors = load_file(path)
         if "panels" not in tensors:
             return Int8Weight(tensors["quantized"], tensors["scales"])
-        bits, outputs, inputs = tensors["sizes"].tolist()
-        return native.Panels.from_data(bits, outputs, inputs, tensors["panels"])
+        if self._copies:
+            tensors = {part: tensor.clone() for part, tensor in tensors.items()}
+        return native.Panels.from_stored(tensors)
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
         """Do nothing: an existing entry is not extended."""
 
 
 class _Made:
-    """An entry that is being written, file by file; writing is abandoned if the disk is too small."""
+    """An entry that is being written: a safetensors file, whose header is written last, into space left for it.
+
+    What is large is written at once, beginning with a cache line, as products read it fastest. Writing is abandoned if
+    the disk is too small.
+    """
 
     def __init__(self, work: Path, parent: Path, name: str) -> None:
         self.work, self.parent, self.name = work, parent, name
         self.failed = False
+        self._header: dict[str, dict[str, Any]] = {}
+        self._end = 0
+        self._small: dict[str, torch.Tensor] = {}
 
     def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        tensors = _tensors(weight)
+        *small, (part, large) = _tensors(weight).items()
+        self._small |= {f"{place} {name}": tensor for name, tensor in small}
+        self._write({f"{place} {part}": large})
+
+    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.failed:
+            return
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError("no space")
-            if not self.failed:
-                save_file(tensors, self.work / _file(place))
-        except (OSError, SafetensorError):
+            with (self.work / _FILE).open("ab") as file:
+                if not self._header:
+                    file.write(b" " * _DATA_AT)
+                for name, tensor in tensors.items():
+                    if gap := -self._end % _ALIGNED:
+                        self._append(file, f"padding {self._end}", torch.zeros(gap, dtype=torch.uint8))
+                    self._append(file, name, tensor)
+        except OSError:
             self.failed = True
 
+    def _append(self, file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
+        begin, self._end = self._end, self._end + tensor.nbytes
+        self._header[name] = {
+            "dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, self._end]
+        }  # fmt: skip
+        file.write(tensor.contiguous().numpy().data)
+
     def finish(self, entry: Path) -> None:
-        if self.failed or not any(self.work.iterdir()):
+        self._write(self._small)
+        header = json.dumps(self._header).encode()
+        if self.failed or not self._header or len(header) > _DATA_AT - 8:
             return
         with suppress(OSError):  # such as another process that was quicker
-            write_manifest(self.work, _FORMAT, {"name": self.name})
+            with (self.work / _FILE).open("r+b") as file:
+                file.write((_DATA_AT - 8).to_bytes(8, "little") + header)
+            write_manifest(self.work, _FORMAT, {"name": self.name}, derived=True)
             self.work.rename(entry)
             sync(self.parent)
 

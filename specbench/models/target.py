@@ -170,8 +170,7 @@ def prepare_target(
     if language_model.quantize is not None:
         quantize(language_model, language_model.quantize, progress=progress)
     elif pack:
-        announce(progress, f"packing {language_model.name}")
-        pack_linears(model)
+        pack_kept(language_model, progress)
     dtype = quantization_of(model) or language_model.dtype
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
@@ -179,6 +178,12 @@ def prepare_target(
     widths_differ = scorer.why_not_bit_exact() if tried else None
     exact, packed = tried and widths_differ is None, has_layer(model, PackedLinear)
     return Target(language_model, scorer, dtype, packed, exact, widths_differ)
+
+
+def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
+    """Pack a model's linear layers in place, or load stored packed layers."""
+    with kept_layers(language_model, "packed", progress) as layers:
+        pack_linears(language_model.model, layers)
 
 
 def quantize(

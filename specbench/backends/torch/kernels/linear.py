@@ -70,17 +70,22 @@ class PackedLinear(nn.Module):
     ``panels`` is the memory that native products read; ``None`` if they cannot.
 
     Args:
-        weight: [out, in].
+        weight: [out, in]; or panels in bfloat16 that were made of it.
         sizes: Of the layers that are merged in it, in outputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, weight: Tensor | native.Panels, bias: Tensor | None, sizes: Sequence[int] = ()
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, weight.dtype
         self.panels: native.Panels | None = None
         self._packed: Tensor | None = None
         self._min_rows = 1
+        if isinstance(weight, native.Panels):
+            self.out_features, self.in_features, self.panels = weight.outputs, weight.inputs, weight
+            return
+        self.out_features, self.in_features = weight.shape
         if weight.dtype == torch.bfloat16 and native.is_available():
             self.panels = _shortened(weight, sizes)
             if self.panels is None and not onednn_packs(weight.dtype):

@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from itertools import accumulate
@@ -236,20 +236,27 @@ class Panels:
         width: Outputs in a panel.
         depth: Inputs, with the zeros behind them.
         data: All panels: uint8 in our own layout.
+        exceptions: Of 12 bits, int32: numbers whose exponents do not fit, in the order of their blocks.
     """
 
     def __init__(
-        self, bits: int, outputs: int, inputs: int, laid: PackedLayout | None = None, width: int = PANEL
+        self,
+        bits: int,
+        outputs: int,
+        inputs: int,
+        laid: PackedLayout | None = None,
+        width: int = PANEL,
+        data: Tensor | None = None,
     ) -> None:
-        """Allocate panels of our own, or take those that oneDNN has made."""
+        """Allocate panels of our own, or take those that are given or that oneDNN has made."""
         self.bits, self.outputs, self.inputs, self.width = bits, outputs, inputs, width
         self._onednn_address: int | None = None
         if laid is None:
-            self.data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8)
+            self.data = torch.empty(self._bytes_of(outputs), dtype=torch.uint8) if data is None else data
             self.depth = -(-inputs // _GROUP) * _GROUP
         else:
             self.data, self._onednn_address, self.width, self.depth = laid
-        self._exceptions: Tensor | None = None  # int32, in 12 bits
+        self.exceptions: Tensor | None = None
 
     @property
     def _address(self) -> int:
@@ -266,13 +273,25 @@ class Panels:
         threads = torch.get_num_threads()
         check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
 
+    @property
+    def is_own(self) -> bool:
+        """Whether they are in our own layout, and can be stored."""
+        return self._onednn_address is None
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what ``from_stored`` makes them of, the panels last."""
+        sizes = torch.tensor([self.bits, self.outputs, self.inputs, self.width])
+        exceptions = {} if self.exceptions is None else {"exceptions": self.exceptions}
+        return {"sizes": sizes, **exceptions, "panels": self.data}
+
     @classmethod
-    def from_data(cls, bits: int, outputs: int, inputs: int, data: Tensor) -> Panels:
-        """Copy stored panels; raise ``ValueError`` if they are not of this size."""
-        made = cls(bits, outputs, inputs)
-        if data.shape != made.data.shape or data.dtype != torch.uint8:
+    def from_stored(cls, tensors: Mapping[str, Tensor]) -> Panels:
+        """Use stored panels where they lie; raise ``ValueError`` if they are not of their size."""
+        (bits, outputs, inputs, width), data = tensors["sizes"].tolist(), tensors["panels"]
+        made = cls(bits, outputs, inputs, width=width, data=data)
+        if data.shape != (made._bytes_of(outputs),) or data.dtype != torch.uint8:
             raise ValueError("panels of another size")
-        made.data.copy_(data)
+        made.exceptions = tensors.get("exceptions")
         return made
 
     @classmethod
@@ -319,7 +338,7 @@ class Panels:
             return None
         heads = made.data.view(torch.int32).view(panels, -1)[:, :: _BLOCK_BYTES // 4]
         heads += (found.cumsum(0, dtype=torch.int32) - found)[:, None]
-        made._exceptions = lists[torch.arange(capacity) < found[:, None]]
+        made.exceptions = lists[torch.arange(capacity) < found[:, None]]
         return made
 
     @classmethod
@@ -358,7 +377,7 @@ class Panels:
     def matrix(self, bias: Tensor | None) -> CMatrix:
         """Return its C structure; valid as long as the panels and the bias, float32, exist."""
         sizes = (self.outputs, self.inputs, self.bits, self.width, self.depth)
-        return CMatrix(self._address, address(bias), address(self._exceptions), *sizes)
+        return CMatrix(self._address, address(bias), address(self.exceptions), *sizes)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[rows, in] -> [rows, out]; a row's bits do not depend on the others.

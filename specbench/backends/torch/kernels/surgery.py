@@ -165,23 +165,36 @@ def linear_weights(model: nn.Module) -> int:
     )
 
 
-def pack_linears(model: PreTrainedModel) -> bool:
-    """Replace the linear layers of a model by packed ones, one by one, so that there is no second copy of it.
-
-    Returns:
-        Whether anything was packed; False where operators are missing or the model is not on the CPU.
-    """
-    return _replace(model, _packed)
-
-
 class KeptLayers(Protocol):
-    """Quantized weights of a model from an earlier run, by the names of its layers."""
+    """Packed or quantized weights of a model from an earlier run, by the names of its layers."""
 
     def find(self, place: str) -> QuantizedWeight | None:
         """Return the stored weight of a layer; ``None`` if there is none."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
         """Store the weight of a layer."""
+
+
+def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bool:
+    """Replace the linear layers of a model by packed ones, one by one, so that there is no second copy of it.
+
+    Args:
+        layers: Store of this model's packed weights.
+
+    Returns:
+        Whether anything was packed; False where operators are missing or the model is not on the CPU.
+    """
+
+    def packed(
+        name: str, weight: Callable[[], Tensor], bias: Tensor | None, sizes: Sequence[int]
+    ) -> PackedLinear:
+        stored = None if layers is None else layers.find(name)
+        made = PackedLinear(stored if isinstance(stored, Panels) else weight(), bias, sizes)
+        if layers is not None and stored is None and made.panels is not None and made.panels.is_own:
+            layers.save(name, made.panels)
+        return made
+
+    return _replace(model, packed, packs=True)
 
 
 def quantize_linears(
@@ -359,10 +372,6 @@ _MakeLayer = Callable[
 ]
 
 
-def _packed(_: str, weight: Callable[[], Tensor], bias: Tensor | None, sizes: Sequence[int]) -> PackedLinear:
-    return PackedLinear(weight(), bias, sizes)
-
-
 class _WeightBuffers:
     """Buffers for joined weights, one for each shape, since allocating new memory costs more than copying."""
 
@@ -378,8 +387,10 @@ class _WeightBuffers:
         return torch.cat(list(weights), out=self._buffers[key])
 
 
-def _replace(model: nn.Module, make: _MakeLayer) -> bool:
+def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool:
     """Replace all suitable linear layers by the results of ``make(name, weight, bias, sizes)``, in huge pages.
+
+    If ``make`` packs, layers that are packed already, or cannot be, stay.
 
     Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
     """
@@ -399,7 +410,7 @@ def _replace(model: nn.Module, make: _MakeLayer) -> bool:
             freed += [
                 (each.weight.data_ptr(), each.weight.nbytes) for each in layers if isinstance(each, nn.Linear)
             ]
-            made = _make_layers(f"{path}.{'+'.join(names)}", layers, make, buffers)
+            made = _make_layers(f"{path}.{'+'.join(names)}", layers, make, buffers, packs)
             if made == layers:
                 continue
             changed = True
@@ -458,13 +469,11 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _make_layers(
-    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _WeightBuffers
+    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _WeightBuffers, packs: bool
 ) -> list[nn.Module]:
     """Return the layers that replace these, or these themselves."""
     first = layers[0]
-    if make is _packed and not (
-        isinstance(first, nn.Linear) and can_pack(first.weight.dtype, first.weight.device)
-    ):
+    if packs and not (isinstance(first, nn.Linear) and can_pack(first.weight.dtype, first.weight.device)):
         return list(layers)
     if len(layers) == 1:
         new = make(name, lambda: first.weight, first.bias, ())
