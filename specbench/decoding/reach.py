@@ -11,6 +11,9 @@ _BLIND, _SEEING = 0.02, 0.3
 _SURE = math.log(30.0)
 """Log-likelihood ratio from which on a drafter counts as blind: some nine rejections on end."""
 
+_ONE_PROMPT = 0.75 * _SURE
+"""The most that one prompt adds to it: a text that no drafter expects is no sign of blindness."""
+
 _REJECTED = math.log((1.0 - _BLIND) / (1.0 - _SEEING))
 _ACCEPTED = math.log(_BLIND / _SEEING)
 
@@ -28,8 +31,9 @@ class ContextReach:
     """What is known of a drafter's first draft tokens, by length of context.
 
     A sequential probability ratio test (Wald 1945) for each length: a drafter is blind there once rejections are 30
-    times as likely of one that guesses as of one whose tokens are accepted 3 times out of 10. An acceptance lowers the
-    ratio again. Beyond a length at which it is blind it is blind too, unless it was accepted there.
+    times as likely of one that guesses as of one whose tokens are accepted 3 times out of 10, in two prompts or more.
+    An acceptance lowers the ratio again. Beyond a length at which it is blind it is blind too, unless it was accepted
+    there.
     """
 
     def __init__(self) -> None:
@@ -41,7 +45,8 @@ class ContextReach:
     def learn(self, context: int, *, accepted: bool) -> None:
         """Learn whether a first draft token, after ``context`` tokens, was accepted."""
         evidence = _known(self._evidence, context) + (_ACCEPTED if accepted else _REJECTED)
-        self._evidence[_place(context)] = min(max(evidence, _ACCEPTED), _SURE)
+        most = max(0.0, _known(self._earlier, context)) + _ONE_PROMPT
+        self._evidence[_place(context)] = min(max(evidence, _ACCEPTED), _SURE, most)
 
     def is_blind(self, context: int) -> bool:
         """Return whether the drafter guesses after ``context`` tokens."""
@@ -50,9 +55,9 @@ class ContextReach:
     def was_blind(self, context: int) -> bool:
         """Return whether the drafter guessed after ``context`` tokens in earlier prompts, and does still.
 
-        What is learned within a prompt must not keep a drafter from being tried again there.
+        What is learned within a prompt alone must not keep a drafter from being tried again there.
         """
-        return _known(self._earlier, context) >= _SURE and self.is_blind(context)
+        return _known(self._earlier, context) >= _ONE_PROMPT and self.is_blind(context)
 
     def begin(self, context: int) -> None:
         """Note that a prompt begins; where the drafter is blind, it is tried again after many of them."""

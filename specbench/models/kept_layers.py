@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
 
+Kind = Literal["int8", "int4", "packed"]
+
 MOST_BYTES = 8 << 30
 """Budget of all entries; the least recently used are removed first."""
 
@@ -64,7 +66,6 @@ _DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.i
 _DATA_AT = 1 << 21  # bytes before the first tensor: a huge page
 _ALIGNED = 64  # bytes: a cache line
 
-Kind = Literal["int8", "int4", "packed"]
 _ABANDONED_S = 86_400
 """Age from which an unfinished entry is removed."""
 
