@@ -280,6 +280,11 @@ class TestSummary:
         assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5)), (
             "the tokens per step there were"
         )
+        costs["drafter_later_pass_s"] = {"d": 0.05}
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        assert figures["predicted_speedup"] == pytest.approx(2 / (0.2 + 0.1 + 1.5)), (
+            "a first pass and a later one"
+        )
 
     def test_a_tree_is_predicted_from_ranks_and_from_the_rows_of_its_drafters_passes(self):
         """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
@@ -291,6 +296,9 @@ class TestSummary:
         mine["steps_widths"], mine["steps_ranks"] = [[2, 2], [2, 1], [2, 2]], [[0, 1], [1], [0]]
         costs = {"target_pass_s": {"1": 0.5, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
         costs["drafter_rows_s"] = {"d": {"2": 0.15}}
+        costs["drafter_later_pass_s"] = {
+            "d": 0.05
+        }  # of chains: passes over several nodes have their own times
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"

@@ -74,7 +74,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     wider = np.zeros(len(steps.trees) + 1)  # extra cost by tree; the last item is that of chains
     if drafter in timed.rows_s:
         for tree in np.unique(steps.tree[steps.tree >= 0]):
-            wider[tree] = sum(timed.c(drafter, nodes) - c for nodes in read_by_depth(steps.trees[tree]))
+            wider[tree] = sum(timed.c(drafter, nodes) - later for nodes in read_by_depth(steps.trees[tree]))
     reading = timed.reading_s.get(drafter, {})
     lengths = results.generations["prompt_tokens"].to_numpy() if reading else ()
     by_position, iid, prompts = [], [], []
