@@ -6,7 +6,7 @@
 #include <pthread.h>
 #include <stdio.h>
 
-enum { HIDDEN = 64, HEADS = 6, SHARED = 2, SIZE = 16, MIDDLE = 128, LAYERS = 2, WORDS = 75, MOST_PAST = 140, MOST_ROWS = 32 };
+enum { HIDDEN = 64, HEADS = 6, SHARED = 2, SIZE = 16, MIDDLE = 128, LAYERS = 2, WORDS = 75, MOST_PAST = 600, MOST_ROWS = 32 };
 
 static uint64_t state = 88172645463325252u;
 

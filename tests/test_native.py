@@ -620,6 +620,28 @@ def test_rows_attend_to_what_their_requests_hold(level):
             assert relative(rows, expected.transpose(0, 1)) < 1e-5
 
 
+@pytest.mark.parametrize("past", [254, 255, 256, 511, 700])
+def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past):
+    choice = torch.Generator().manual_seed(past)
+    rows = 4
+    query = torch.randn(rows, 6, 48, generator=choice)
+    tree = torch.rand(rows, past + rows, generator=choice) < 0.5
+    tree[:, 256:512] &= (torch.arange(rows)[:, None] > 0)  # row 0 sees nothing of the second part
+    tree[:, 0] = True
+    for dtype in (torch.float32, torch.bfloat16):
+        keys, values = (torch.randn(1, 2, past + rows, 48, generator=choice).to(dtype) for _ in range(2))
+        k, v = (each[0].float().repeat_interleave(3, 0) for each in (keys, values))
+        for mask in (None, tree):
+            found = native.Attention([native.NativeRequest(rows, past, mask)])(query, keys, values)
+            seen = torch.ones(rows, past + rows, dtype=torch.bool).tril(past) if mask is None else mask
+            expected = scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=seen)
+            assert relative(found, expected.transpose(0, 1)) < 1e-5
+            for row in range(rows):
+                own = None if mask is None else mask[row : row + 1]
+                alone = native.NativeRequest(1, past + row if own is None else past + rows - 1, own)
+                assert torch.equal(native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row])
+
+
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, monkeypatch):

@@ -50,6 +50,7 @@ enum {
     SPINS = 400,        /* looks at a stage before the core is given away */
     YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
+    KEYS_OF_PART = 256, /* that a thread takes at once */
     KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
     MOST_SIZE = 256,    /* of a head */
@@ -175,6 +176,7 @@ typedef struct {
     const int32_t *places; /* of keys and values; NULL for one behind the other */
     const uint8_t *mask;
     float *out, scaling;
+    float *part; /* takes sums, highest scores and weights of all heads in place of `out`; NULL where these are all keys */
     int first, count, groups, size, is_bfloat16; /* positions from `first` on, up to `count` */
     int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
@@ -224,6 +226,7 @@ typedef struct {
     void (*gate)(float *, const float *, int, int);
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
+    void (*join)(const Attention *, const float *, int64_t, int);
     void (*softmax)(PromptRows *, int, int, int, int, int, float);
     void (*pack)(const Packing *, int);
     void (*unpack)(const Block *, const uint32_t *, int, uint16_t *);
@@ -575,6 +578,14 @@ static void finish(Stage *stage, int done) {
     if (atomic_load(&stage->asleep)) syscall(SYS_futex, &stage->done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
+/* What the rows of a pass attend to is taken in parts of KEYS_OF_PART positions, so that threads have equal shares of long
+ * contexts, and rows find keys and values in the nearest caches. */
+typedef struct {
+    int most, largest; /* parts of a row, and of them at most; numbers of one */
+    float *found;      /* [rows, shared, most, largest] */
+    atomic_int *done;  /* parts of each row and head */
+} Parts;
+
 typedef struct Work Work;
 typedef void (*Step)(const Work *, const Layer *, int piece);
 
@@ -585,6 +596,7 @@ struct Work {
     Given wide, narrow; /* what goes into the down product, and into all others */
     float *row, *more;  /* [rows, stride]: what comes out of products, and of attention */
     int64_t stride;
+    Parts parts;
     int shares;
     atomic_int joined; /* threads that take part */
 };
@@ -813,17 +825,53 @@ static Attention attention_of(
     };
 }
 
+/* The row, head and part of a piece: rows that attend to the same positions come one behind the other. */
+typedef struct {
+    int row, head, part;
+} Place;
+
+INLINE int pieces_of_attention(const Pass *pass, const Parts *parts) {
+    return pass->rows * pass->model->shared * parts->most;
+}
+
+static Place place_of_piece(const Pass *pass, const Parts *parts, int piece) {
+    const int other = piece / pass->rows;
+    return (Place){.row = piece % pass->rows, .head = other / parts->most, .part = other % parts->most};
+}
+
+/* Attend to a part of the positions. Whether all are done: the last thread joins them. */
+static int attend_to_part(const Pass *pass, const Ways *ways, const Parts *parts, Place at, Attention attention) {
+    const int count = attention.count - attention.first, all = (count + KEYS_OF_PART - 1) / KEYS_OF_PART;
+    if (at.part >= all) return 0;
+    if (all == 1) {
+        ways->attend(&attention);
+        return 1;
+    }
+    const int pair = at.row * pass->model->shared + at.head;
+    float *found = parts->found + (int64_t)pair * parts->most * parts->largest;
+    Attention own = attention;
+    own.part = found + (int64_t)at.part * parts->largest;
+    own.first += at.part * KEYS_OF_PART;
+    if (own.count > own.first + KEYS_OF_PART) own.count = own.first + KEYS_OF_PART;
+    ways->attend(&own);
+    if (atomic_fetch_add_explicit(&parts->done[pair], 1, memory_order_acq_rel) + 1 < all) return 0;
+    atomic_store_explicit(&parts->done[pair], 0, memory_order_relaxed); /* for the next layer */
+    ways->join(&attention, found, parts->largest, all);
+    return 1;
+}
+
 static void attend(const Work *work, const Layer *layer, int piece) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
-    const int row = piece / model->shared, head = piece % model->shared, own = model->heads / model->shared * model->size;
-    const int64_t first = row * work->stride + (int64_t)head * own;
+    const Place at = place_of_piece(pass, &work->parts, piece);
+    const int own = model->heads / model->shared * model->size;
+    const int64_t first = at.row * work->stride + (int64_t)at.head * own;
     const int place = (int)(layer - model->layers);
     const Attention attention =
-        attention_of(pass, place, layer->window, row, head, work->row + first, work->more + first);
-    work->ways->attend(&attention);
+        attention_of(pass, place, layer->window, at.row, at.head, work->row + first, work->more + first);
+    if (!attend_to_part(pass, work->ways, &work->parts, at, attention)) return;
     const Given given = given_to(work, &layer->output);
-    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, row, head * own, own);
+    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, at.row, at.head * own, own);
 }
 
 static void attended(const Work *work, const Layer *layer, int piece) {
@@ -913,13 +961,13 @@ static void run(void *given) {
     Work *joining = given;
     const Work *work = joining;
     const Model *model = work->pass->model;
-    const int pairs = work->pass->rows * model->shared, own = atomic_fetch_add(&joining->joined, 1);
+    const int attending = pieces_of_attention(work->pass, &work->parts), own = atomic_fetch_add(&joining->joined, 1);
     Stage *stage = work->stages;
     take_part(stage++, 1, own, work, model->layers, begin, NULL);
     for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
         const int some = panels_at_once(&layer->gates, PIECE_OF_GATES), half = model->middle / layer->gates.width;
         take_part(stage++, pieces_of(&layer->projections), own, work, layer, project, rotate);
-        take_part(stage++, pairs, own, work, layer, attend, attended);
+        take_part(stage++, attending, own, work, layer, attend, attended);
         take_part(stage++, pieces_of(&layer->output), own, work, layer, put_out, after_attention);
         take_part(stage++, (half + some - 1) / some, own, work, layer, gate, gated);
         take_part(stage++, pieces_of(&layer->down), own, work, layer, bring_down, after_layer);
@@ -959,6 +1007,21 @@ static Given some_given(Arena *arena, int rows, int inputs, int form) {
 
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 
+static Parts some_parts(Arena *arena, const Pass *pass) {
+    const Model *model = pass->model;
+    const int groups = model->heads / model->shared, pairs = pass->rows * model->shared;
+    Parts found = {.most = 1, .largest = (groups * (model->size + 2) + PANEL - 1) / PANEL * PANEL};
+    for (const Request *request = pass->requests; request < pass->requests + pass->count; request++) {
+        const int after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
+        found.most = larger(found.most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
+    }
+    if (found.most == 1) return found;
+    found.found = some(arena, (size_t)pairs * (size_t)found.most * (size_t)found.largest * sizeof(float));
+    found.done = some(arena, (size_t)pairs * sizeof(atomic_int));
+    for (int i = 0; arena->next && i < pairs; i++) atomic_init(&found.done[i], 0);
+    return found;
+}
+
 static void lay_out(Work *work, Arena *arena) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
@@ -973,6 +1036,7 @@ static void lay_out(Work *work, Arena *arena) {
     work->wide = some_given(arena, pass->rows, model->middle, form);
     work->row = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
     work->more = some(arena, (size_t)pass->rows * (size_t)work->stride * sizeof(float));
+    work->parts = some_parts(arena, pass);
 }
 
 static void all_threads(Parallel parallel, int threads, void (*each)(void *), void *given) {
@@ -1019,6 +1083,7 @@ typedef struct {
     const void *x;
     void *out;
     Given given;
+    Parts parts; /* of attention */
     int first, rows, shares, is_bfloat16; /* x and out */
     atomic_int joined[2];
     Stage stages[2];
@@ -1072,10 +1137,10 @@ static void multiply_panel(const Single *work, int piece) {
 static void attend_alone(const Single *work, int piece) {
     const Pass *pass = work->pass;
     const Model *model = pass->model;
-    const int row = piece / model->shared, head = piece % model->shared, groups = model->heads / model->shared;
-    const int64_t first = ((int64_t)row * model->heads + head * groups) * model->size;
-    const Attention attention = attention_of(pass, 0, 0, row, head, pass->x + first, pass->logits + first);
-    work->ways->attend(&attention);
+    const Place at = place_of_piece(pass, &work->parts, piece);
+    const int64_t first = ((int64_t)at.row * model->heads + at.head * (model->heads / model->shared)) * model->size;
+    const Attention attention = attention_of(pass, 0, 0, at.row, at.head, pass->x + first, pass->logits + first);
+    attend_to_part(pass, work->ways, &work->parts, at, attention);
 }
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
@@ -1113,7 +1178,7 @@ static void run_product(void *given) {
 
 static void run_attention(void *given) {
     Single *work = given;
-    take_singly(work, 0, work->pass->rows * work->pass->model->shared, attend_alone);
+    take_singly(work, 0, pieces_of_attention(work->pass, &work->parts), attend_alone);
 }
 
 static void run_packing(void *given) {
@@ -1170,7 +1235,14 @@ int specbench_product(
 int specbench_attend(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
     Single work = {.pass = pass, .ways = WAYS[pass->level]};
+    Arena arena = {0};
+    some_parts(&arena, pass);
+    char *memory = aligned_alloc(64, arena.used + 64);
+    if (!memory) return 1;
+    arena.next = memory;
+    work.parts = some_parts(&arena, pass);
     share_with(&work, pass->parallel, pass->threads, run_attention);
+    free(memory);
     return 0;
 }
 

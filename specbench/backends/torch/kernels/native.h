@@ -255,23 +255,40 @@ INLINE TARGET void NAME(score)(
     }
 }
 
-/* Values, times what every head, of which there is a constant number where this is inlined, gives them, are added up. */
+/* Vectors of values from number `i` on, times what every head gives them, are added up. There are constant numbers of
+ * vectors and heads where this is inlined, and sums enough of both that additions do not wait for each other. */
+INLINE TARGET void NAME(weigh_some)(
+    const Attention *a, int first, int count, const uint8_t *mask, float scores[][KEYS], float sums[][MOST_SIZE], int i,
+    const int vectors, const int heads, const int is_bfloat16) {
+    VF found[4][HEADS_AT_ONCE];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int g = 0; g < heads; g++) found[v][g] = F_LOAD(sums[g] + i + v * LANES);
+    for (int j = 0; j < count; j++) {
+        if (mask && !mask[j]) continue;
+        const int64_t from = place_of(a->places, first + j) * a->size + i;
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            VF value = NAME(load)(a->values, from + v * LANES, is_bfloat16);
+#pragma GCC unroll 8
+            for (int g = 0; g < heads; g++) found[v][g] = F_FMA(F_SET(scores[g][j]), value, found[v][g]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int g = 0; g < heads; g++) F_STORE(sums[g] + i + v * LANES, found[v][g]);
+}
+
 INLINE TARGET void NAME(weigh)(
     const Attention *a, int first, int count, const uint8_t *mask, float scores[][KEYS], float sums[][MOST_SIZE],
     const int heads, const int is_bfloat16) {
-    for (int i = 0; i < a->size; i += LANES) {
-        VF found[HEADS_AT_ONCE];
-#pragma GCC unroll 8
-        for (int g = 0; g < heads; g++) found[g] = F_LOAD(sums[g] + i);
-        for (int j = 0; j < count; j++) {
-            if (mask && !mask[j]) continue;
-            VF value = NAME(load)(a->values, place_of(a->places, first + j) * a->size + i, is_bfloat16);
-#pragma GCC unroll 8
-            for (int g = 0; g < heads; g++) found[g] = F_FMA(F_SET(scores[g][j]), value, found[g]);
-        }
-#pragma GCC unroll 8
-        for (int g = 0; g < heads; g++) F_STORE(sums[g] + i, found[g]);
-    }
+    const int vectors = heads <= 3 ? 4 : heads <= 6 ? 2 : 1;
+    int i = 0;
+    for (; i + vectors * LANES <= a->size; i += vectors * LANES)
+        NAME(weigh_some)(a, first, count, mask, scores, sums, i, vectors, heads, is_bfloat16);
+    for (; i < a->size; i += LANES) NAME(weigh_some)(a, first, count, mask, scores, sums, i, 1, heads, is_bfloat16);
 }
 
 /* Query heads of one row that share a key/value head attend to it, KEYS keys at a time with a running maximum
@@ -326,10 +343,34 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
             }
         }
         for (int g = 0; g < heads; g++) {
-            VF scale = F_SET(1.0f / weight[g]);
-            for (int i = 0; i < size; i += LANES)
-                F_STORE(a->out + (int64_t)(begin + g) * size + i, F_MUL(F_LOAD(sums[g] + i), scale));
+            const int head = begin + g;
+            float *out = (a->part ? a->part : a->out) + (int64_t)head * size;
+            VF scale = F_SET(a->part ? 1.0f : 1.0f / weight[g]);
+            for (int i = 0; i < size; i += LANES) F_STORE(out + i, F_MUL(F_LOAD(sums[g] + i), scale));
+            if (!a->part) continue;
+            a->part[a->groups * size + head] = most[g];
+            a->part[a->groups * (size + 1) + head] = weight[g];
         }
+    }
+}
+
+/* What heads found in parts of the positions becomes what they find in all. */
+TARGET static void NAME(join)(const Attention *a, const float *parts, int64_t stride, int count) {
+    const int size = a->size;
+    for (int g = 0; g < a->groups; g++) {
+        const float *sums = parts + g * size, *most = parts + a->groups * size + g, *weight = most + a->groups;
+        float *out = a->out + (int64_t)g * size, highest = -INFINITY, total = 0.0f;
+        for (int p = 0; p < count; p++) highest = fmaxf(highest, most[p * stride]);
+        memset(out, 0, sizeof(float) * (size_t)size);
+        for (int p = 0; p < count; p++) {
+            if (weight[p * stride] == 0.0f) continue; /* all masked */
+            const float faded = expf(most[p * stride] - highest);
+            total += faded * weight[p * stride];
+            for (int i = 0; i < size; i += LANES)
+                F_STORE(out + i, F_FMA(F_SET(faded), F_LOAD(sums + p * stride + i), F_LOAD(out + i)));
+        }
+        VF scale = F_SET(1.0f / total);
+        for (int i = 0; i < size; i += LANES) F_STORE(out + i, F_MUL(F_LOAD(out + i), scale));
     }
 }
 
@@ -623,7 +664,7 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
 
 static const Ways NAME(ways) = {
     .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .join = NAME(join), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
 };
 
 #undef LANES
