@@ -21,7 +21,7 @@ from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.reach import ContextReach
+from specbench.decoding.reach import ContextReach, DrafterPrior
 from specbench.decoding.records import Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness
@@ -285,7 +285,7 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
     policy.reset()
-    policy.start(8000, reach, 8000, 0.05)  # of the target's time, by its size
+    policy.start(8000, reach, 8000, DrafterPrior(0.05))  # of the target's time, by its size
     policy.time_prefill(5.0 / 8000)
     policy.observe(plain_step(8000, 0.04))
     assert policy.notes()["reading_s"] == pytest.approx(0.25)
@@ -294,6 +294,27 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
     policy.start(8000, reach, 8000)
     policy.observe(plain_step(8000, 0.04))
     assert begins(policy, 62)
+
+
+def test_auto_expects_of_a_head_what_its_training_measured():
+    costs = GivenCosts(0.1, PassCosts({1: 1.0, 9: 1.1}), reading_s={8000: 15.0})
+    policy = AutoLength(8, costs)
+
+    def reads(acceptance: float | None) -> bool:
+        policy.reset()
+        policy.start(8000, ContextReach(), 8000, DrafterPrior(acceptance=acceptance))
+        return begins(policy, 100)
+
+    assert [reads(each) for each in (None, 0.9, 0.3, None)] == [True, True, False, True]
+    for known, expected in ((0.3, 0.3), (None, 0.88)):
+        policy.reset()
+        policy.start(50, ContextReach(), 0, DrafterPrior(acceptance=known))
+        assert policy._upcoming.chance(2.0) == pytest.approx(expected, abs=0.01)
+    for _ in range(5):
+        policy._upcoming.learn(2.0, outcome=False)
+    learned = policy._upcoming.chance(2.0)
+    policy.start(50, ContextReach(), 0, DrafterPrior(acceptance=0.9))
+    assert policy._upcoming.chance(2.0) == learned, "what earlier prompts taught is kept"
 
 
 def test_what_copies_reads_in_no_time_but_the_model_behind_it_does_not():

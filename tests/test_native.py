@@ -626,7 +626,7 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
     rows = 4
     query = torch.randn(rows, 6, 48, generator=choice)
     tree = torch.rand(rows, past + rows, generator=choice) < 0.5
-    tree[:, 256:512] &= (torch.arange(rows)[:, None] > 0)  # row 0 sees nothing of the second part
+    tree[:, 256:512] &= torch.arange(rows)[:, None] > 0  # row 0 sees nothing of the second part
     tree[:, 0] = True
     for dtype in (torch.float32, torch.bfloat16):
         keys, values = (torch.randn(1, 2, past + rows, 48, generator=choice).to(dtype) for _ in range(2))
@@ -639,7 +639,9 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
             for row in range(rows):
                 own = None if mask is None else mask[row : row + 1]
                 alone = native.NativeRequest(1, past + row if own is None else past + rows - 1, own)
-                assert torch.equal(native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row])
+                assert torch.equal(
+                    native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row]
+                )
 
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])

@@ -72,6 +72,28 @@ def test_it_drafts(packaged):
     assert any(step.drafted for step in found.steps)
 
 
+def test_its_best_measurement_says_what_is_expected_of_it(packaged):
+    target = tiny_target()
+    assert load_drafter(ALIAS, target, PLAIN).prior.acceptance is None, "it was never measured"
+    measured = [
+        {"tokens": 1, "tokens_per_step": each, "accepted": [accepted], "categories": {}}
+        for each, accepted in ((1.2, 0.1), (1.8, 0.4), (1.5, 0.3))
+    ]
+    facts = {
+        **json.loads((packaged / TRAINING_FILE).read_text()),
+        "data": {"tokens": 3},
+        "seconds": 1.0,
+        "measured": measured,
+    }
+    (packaged / TRAINING_FILE).write_text(json.dumps(facts))
+    for drafter in (ALIAS, f"lookup+{ALIAS}"):
+        assert load_drafter(drafter, target, PLAIN).prior.acceptance == 0.4
+    for useless in ([0.0], [1.0], []):
+        measured[1]["accepted"] = useless
+        (packaged / TRAINING_FILE).write_text(json.dumps(facts))
+        assert load_drafter(ALIAS, target, PLAIN).prior.acceptance is None
+
+
 def test_weights_that_are_not_its_own_are_refused(packaged):
     whole = (packaged / WEIGHTS).read_bytes()
     (packaged / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -156,15 +156,15 @@ def test_a_drafter_is_expected_to_read_by_the_weights_of_its_layers(tmp_path):
     small = save_tiny(tmp_path / "small", seed=1, layers=2)
     head = write_head(tmp_path / "head", eagle_settings(), eagle_tensors())
     for spec in (f"{small}", f"{small}:window=64", f"lookup+{small}"):
-        assert load_drafter(spec, target).reading_share == 0.5
+        assert load_drafter(spec, target).prior.reading_share == 0.5
     # A layer whose projections read twice as much, and what joins three states, over four layers.
-    assert 0.25 < load_drafter(str(head), target).reading_share < 0.6
-    assert load_drafter("lookup", target).reading_share == 0.2
+    assert 0.25 < load_drafter(str(head), target).prior.reading_share < 0.6
+    assert load_drafter("lookup", target).prior.reading_share == 0.2
     experts = wrap_target(
         MixtralForCausalLM(MixtralConfig(**tiny_llama().config.to_dict(), num_local_experts=2)),
         tiny_tokenizer(),
     )
-    assert load_drafter(f"{small}", experts).reading_share == 0.2
+    assert load_drafter(f"{small}", experts).prior.reading_share == 0.2
 
 
 def test_windows_that_cannot_be_are_refused(tmp_path):

@@ -138,7 +138,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     if not plan.keeps_state:  # what the policy has learned from earlier prompts
         policy.reset()
         drafter.reach = ContextReach()
-    policy.start(len(context), drafter.reach, drafter.unread(request.prompt), drafter.reading_share)
+    policy.start(len(context), drafter.reach, drafter.unread(request.prompt), drafter.prior)
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from specbench.decoding.reach import READING_SHARE, ContextReach
+from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class DraftPolicy:
         """Forget everything: a new prompt begins."""
 
     def start(
-        self, context: int, reach: ContextReach, unread: int = 0, reading_share: float = READING_SHARE
+        self, context: int, reach: ContextReach, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER
     ) -> None:
         """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not.
 
@@ -137,7 +137,7 @@ class DraftPolicy:
             context: The prompt's length.
             reach: What is known of the drafter, from earlier prompts too if their state is kept; a policy adds to it.
             unread: How many of these tokens the drafter's model has to read before it can draft.
-            reading_share: See ``Drafter``.
+            prior: What was known of the drafter before.
         """
 
     def time_prefill(self, seconds_per_token: float) -> None:
@@ -313,11 +313,11 @@ class Drafter:
         certain: Whether all tokens of its trees are certain, not drawn.
         reach: How far into a context it can draft, as draft policies have learned; forks share it. It is forgotten
             together with the state of draft policies.
-        reading_share: The expected time in which its model reads a prompt, over the target's.
+        prior: What is known of it before it has drafted.
     """
 
     several_drafters = certain = False
-    reading_share = READING_SHARE
+    prior = UNKNOWN_DRAFTER
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,9 +1,10 @@
-"""How far into a context a drafter can draft: what was accepted of it, by length of context."""
+"""What is known of a drafter: before it has drafted, and how far into a context it can draft."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 _BLIND, _SEEING = 0.02, 0.3
 """Chances of acceptance that are told apart: of a drafter that guesses, and of one that is worth asking."""
@@ -23,8 +24,22 @@ _PER_OCTAVE = 2
 _FORGOTTEN = 64
 """Prompts that begin where a drafter is blind, after which it is tried again."""
 
-READING_SHARE = 0.2
-"""The time in which a drafter's model reads a prompt, over the target's, where their sizes are not known."""
+
+@dataclass(frozen=True)
+class DrafterPrior:
+    """What is known of a drafter before it has drafted.
+
+    Attributes:
+        reading_share: The expected time in which its model reads a prompt, over the target's.
+        acceptance: The share of its first draft tokens that were accepted when it was trained, strictly between 0 and
+            1; ``None`` if that is not known.
+    """
+
+    reading_share: float = 0.2
+    acceptance: float | None = None
+
+
+UNKNOWN_DRAFTER = DrafterPrior()
 
 
 class ContextReach:

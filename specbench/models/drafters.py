@@ -34,7 +34,7 @@ from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter, ForwardRequest
-from specbench.decoding.reach import READING_SHARE
+from specbench.decoding.reach import UNKNOWN_DRAFTER, DrafterPrior
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
@@ -269,7 +269,7 @@ def load_drafter_model(
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
     joined = CascadeDrafter(make_free(spec.front), model, spec.passes)
-    joined.reading_share = model.reading_share
+    joined.prior = model.prior
     return joined
 
 
@@ -345,14 +345,14 @@ def wrap_drafter(
         drafter = TranslatingDrafter(scorer, name, translation)
     else:
         drafter = ModelDrafter(scorer, name)
-    drafter.reading_share = _reading_share(model, target)
+    drafter.prior = DrafterPrior(_reading_share(model, target))
     return drafter
 
 
 def _reading_share(drafter: nn.Module, target: Target) -> float:
     """Return the weights of a drafter's linear layers over those of the target, by which both read prompts."""
     own, whole = (linear_weights(model) for model in (drafter, target.language_model.model))
-    return min(1.0, own / whole) if own and whole else READING_SHARE
+    return min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
 
 
 def _check_window(language_model: LanguageModel, window: int, translation: Translation | None) -> None:
@@ -493,7 +493,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
     require_states(target, layers)
     drafter = HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
-    drafter.reading_share = _reading_share(module, target)
+    drafter.prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
     return drafter
 
 

@@ -41,6 +41,16 @@ class TrainingMetadata(Record):
     seconds: Annotated[Seconds | None, doc("that took")] = None
     measured: list[TrainingMeasurement] = []
 
+    @property
+    def acceptance(self) -> float | None:
+        """The share of first draft tokens that were accepted in the best measurement, the one whose weights were kept.
+
+        ``None`` if nothing was measured, or all or no tokens were accepted.
+        """
+        best = max(self.measured, key=lambda each: each.tokens_per_step, default=None)
+        share = best.accepted[0] if best and best.accepted else 0.0
+        return share if 0.0 < share < 1.0 else None
+
 
 class _Settings(Record):
     compact: bool = False

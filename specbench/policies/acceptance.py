@@ -44,8 +44,15 @@ class OnlineLogistic:
         self._drift = tuple(d * d for d in drift)
         self.reset()
 
+    def expect(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        """Set the prior, and return to it if nothing has been learned."""
+        self._mean, self._variance = tuple(mean), tuple(d * d for d in deviation)
+        if not self._learned:
+            self.reset()
+
     def reset(self) -> None:
         """Return to the prior."""
+        self._learned = False
         self.intercept, self.slope = self._mean
         self._p00, self._p11 = self._variance
         self._p01 = 0.0
@@ -70,6 +77,7 @@ class OnlineLogistic:
 
     def learn(self, x: float, outcome: bool) -> None:
         """Learn the outcome of a token with ``x``."""
+        self._learned = True
         chance = self.chance(x)
         information = max(chance * (1.0 - chance), 1e-3)
         g0 = self._p00 + self._p01 * x

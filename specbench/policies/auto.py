@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
-from specbench.decoding.reach import READING_SHARE, ContextReach
+from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
@@ -50,6 +50,18 @@ _ASKED = 0.97
 _PRIOR_STEPS = 3.0
 """The weight of the prior rate, in steps."""
 
+_USUAL = 2.0
+"""The log-odds that drafters give their tokens in the mean."""
+
+_USUAL_ODDS = 2.0
+"""The log-odds with which a drafter's first tokens are accepted, if nothing is known of it."""
+
+_UNKNOWN, _KNOWN = 1.0, 0.6
+"""The standard deviations of these over prompts, of any drafter and of one whose mean acceptance is known."""
+
+_SLOPE = 0.3
+"""What the log-odds of the next token's acceptance gain, in the prior, by one of the token before it."""
+
 _FREE = (0.0,) * (LONGEST_DRAFT + 1)
 """The times of drafts without passes."""
 
@@ -81,10 +93,10 @@ class AutoLength(ChainPolicy):
         super().__init__("auto", gamma_max)
         self._costs = costs or MeasuredCosts()
         # Acceptance by a draft token's own log-odds, and by those of the token before it.
-        # The priors lie between those of two pairs of models, and of lookup and ngram.
+        # The priors lie between those of two pairs of models, and of lookup and ngram; a drafter may have its own.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
         self._matched = OnlineLogistic((-1.6, 1.6), (1.0, 0.4))  # for tokens without logits
-        self._upcoming = OnlineLogistic((1.4, 0.3), (1.0, 0.2))
+        self._upcoming = OnlineLogistic((_USUAL_ODDS - _SLOPE * _USUAL, _SLOPE), (_UNKNOWN, 0.2))
         self.reset()
 
     def reset(self) -> None:
@@ -95,7 +107,7 @@ class AutoLength(ChainPolicy):
         self._tokens = 0.0
         self._passes: defaultdict[int, float] = defaultdict(float)  # of steps: the drafter's passes
         self._widths: defaultdict[int, float] = defaultdict(float)  # and tokens verified
-        self._last = self._usual = 2.0  # log-odds of the last tested token, and of such tokens in the mean
+        self._last = self._usual = _USUAL  # log-odds of the last tested token, and of such tokens in the mean
         self._credit = 0.0
         self._idle = 0  # steps since the last draft
         self._asked = True
@@ -103,7 +115,7 @@ class AutoLength(ChainPolicy):
         self._copies = False
         self._reach, self._context = ContextReach(), 0
         self._has_read, self._unread_s = False, 0.0
-        self._unread, self._reading_share, self._prefill_s, self._reading_s = 0, READING_SHARE, 0.0, 0.0
+        self._unread, self._prior, self._prefill_s, self._reading_s = 0, UNKNOWN_DRAFTER, 0.0, 0.0
         self._step = 0
         self._start_step()
         self._weigh()
@@ -113,12 +125,16 @@ class AutoLength(ChainPolicy):
         self._costs = costs(self._costs)
 
     def start(
-        self, context: int, reach: ContextReach, unread: int = 0, reading_share: float = READING_SHARE
+        self, context: int, reach: ContextReach, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER
     ) -> None:
         reach.begin(context)
         self._reach, self._context, self._last = reach, context, self._usual
         self._has_read, self._unread_s = False, reach.reading_s(context)
-        self._unread, self._reading_share, self._prefill_s = unread, reading_share, 0.0
+        self._unread, self._prior, self._prefill_s = unread, prior, 0.0
+        odds, spread = _USUAL_ODDS, _UNKNOWN
+        if prior.acceptance is not None:
+            odds, spread = log_odds(prior.acceptance), _KNOWN
+        self._upcoming.expect((odds - _SLOPE * _USUAL, _SLOPE), (spread, 0.2))
         self._costs.start(context)
         self._weigh()
 
@@ -352,8 +368,9 @@ class AutoLength(ChainPolicy):
         """Update costs and rate."""
         self._reading_s = 0.0
         if self._unread:
-            known_s = self._reach.reading_s(self._unread) or self._reading_share * self._prefill_s
-            self._reading_s = self._costs.reading_s(self._unread, self._reading_share, known_s)
+            share = self._prior.reading_share
+            known_s = self._reach.reading_s(self._unread) or share * self._prefill_s
+            self._reading_s = self._costs.reading_s(self._unread, share, known_s)
         d = self._drafts_s = self._costs.drafts_s(max(self.gamma_max, *self._passes, 0))
         v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d[1] + v[2] - v[1] + self._costs.catching_up_s

@@ -212,7 +212,7 @@ class RequestFactory:
             return self._opened(loaded, scorer.cache if shares else None)
 
         own = drafter.fork(scorer_like)
-        own.reach, own.reading_share = drafter.reach, drafter.reading_share
+        own.reach, own.prior = drafter.reach, drafter.prior
         return scorer, own
 
     @property
