@@ -53,6 +53,7 @@ enum {
     KEYS_OF_PART = 256, /* that a thread takes at once */
     KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
+    HEADS_TOGETHER = 32, /* of all rows that take the same keys at once */
     MOST_SIZE = 256,    /* of a head */
     KEYS_OF_PROMPT = 256, /* at once: four panels */
 };
@@ -177,9 +178,27 @@ typedef struct {
     const uint8_t *mask;
     float *out, scaling;
     float *part; /* takes sums, highest scores and weights of all heads in place of `out`; NULL where these are all keys */
-    int first, count, groups, size, is_bfloat16; /* positions from `first` on, up to `count` */
+    int64_t stride, mask_stride, part_stride; /* between rows: of queries and `out`, in numbers, and of the others */
+    int rows;       /* of one request: without a mask each sees one more position than the one before */
+    int first, end; /* positions at hand */
+    int count;      /* positions up to which the first row sees */
+    int groups, size, is_bfloat16;
     int is_first; /* of the rows that attend to the same: it has their keys and values fetched */
 } Attention;
+
+/* Positions up to which a row sees, of those at hand. */
+INLINE int seen_by(const Attention *a, int row) {
+    const int count = a->mask ? a->count : a->count + row;
+    return count < a->end ? count : a->end;
+}
+
+/* Which of some positions any row sees; NULL for all. */
+static const uint8_t *seen_by_any(const Attention *a, int first, int count, uint8_t *seen) {
+    memcpy(seen, a->mask + first, (size_t)count);
+    for (int row = 1; row < a->rows; row++)
+        for (int j = 0; j < count; j++) seen[j] |= a->mask[row * a->mask_stride + first + j];
+    return memchr(seen, 0, (size_t)count) ? seen : NULL;
+}
 
 /* Causal attention of many rows of one request, which are the last of `count` positions. Queries [heads, rows, size], keys
  * and values [shared, count, size] and what is found, [rows, heads, size], are all in bfloat16 or all in float32. */
@@ -226,7 +245,7 @@ typedef struct {
     void (*gate)(float *, const float *, int, int);
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
-    void (*join)(const Attention *, const float *, int64_t, int);
+    void (*join)(const Attention *, const float *, int64_t, int, float *);
     void (*softmax)(PromptRows *, int, int, int, int, int, float);
     void (*pack)(const Packing *, int);
     void (*unpack)(const Block *, const uint32_t *, int, uint16_t *);
@@ -581,9 +600,10 @@ static void finish(Stage *stage, int done) {
 /* What the rows of a pass attend to is taken in parts of KEYS_OF_PART positions, so that threads have equal shares of long
  * contexts, and rows find keys and values in the nearest caches. */
 typedef struct {
-    int most, largest; /* parts of a row, and of them at most; numbers of one */
+    int most, largest; /* parts of a row at most, and numbers of one */
+    int together;      /* rows to a piece */
     float *found;      /* [rows, shared, most, largest] */
-    atomic_int *done;  /* parts of each row and head */
+    atomic_int *done;  /* [rows, shared], parts */
 } Parts;
 
 typedef struct Work Work;
@@ -814,9 +834,12 @@ static Attention attention_of(
         .values = kept.values + (size_t)(head * kept.values_stride) * number,
         .places = request->places,
         .mask = request->mask ? request->mask + own * request->mask_stride : NULL,
+        .mask_stride = request->mask_stride,
         .out = out,
         .scaling = model->scaling,
+        .rows = 1,
         .first = unseen - dropped,
+        .end = INT_MAX,
         .count = count - dropped,
         .groups = model->heads / model->shared,
         .size = model->size,
@@ -825,53 +848,60 @@ static Attention attention_of(
     };
 }
 
-/* The row, head and part of a piece: rows that attend to the same positions come one behind the other. */
-typedef struct {
-    int row, head, part;
-} Place;
-
 INLINE int pieces_of_attention(const Pass *pass, const Parts *parts) {
-    return pass->rows * pass->model->shared * parts->most;
+    return (pass->rows + parts->together - 1) / parts->together * pass->model->shared * parts->most;
 }
 
-static Place place_of_piece(const Pass *pass, const Parts *parts, int piece) {
-    const int other = piece / pass->rows;
-    return (Place){.row = piece % pass->rows, .head = other / parts->most, .part = other % parts->most};
-}
+INLINE int parts_of(const Attention *a) { return (a->count - a->first + KEYS_OF_PART - 1) / KEYS_OF_PART; }
 
-/* Attend to a part of the positions. Whether all are done: the last thread joins them. */
-static int attend_to_part(const Pass *pass, const Ways *ways, const Parts *parts, Place at, Attention attention) {
-    const int count = attention.count - attention.first, all = (count + KEYS_OF_PART - 1) / KEYS_OF_PART;
-    if (at.part >= all) return 0;
-    if (all == 1) {
-        ways->attend(&attention);
-        return 1;
+/* Some rows attend to a part of the positions with the heads that share keys and values. Rows of a request that have the
+ * same parts do so at once, and who does the last part of a row joins them. Rows of `query` and `out` are `stride` numbers
+ * apart; what rows find is also put into `given`, unless that is NULL. */
+static void attend_to(
+    const Pass *pass, const Ways *ways, const Parts *parts, int place, int window, int piece, const float *query,
+    float *out, int64_t stride, const Given *given) {
+    const Model *model = pass->model;
+    const int chunks = (pass->rows + parts->together - 1) / parts->together, begin = piece % chunks * parts->together;
+    const int end = begin + parts->together < pass->rows ? begin + parts->together : pass->rows;
+    const int head = piece / chunks / parts->most, part = piece / chunks % parts->most;
+    const int groups = model->heads / model->shared, own = groups * model->size;
+    for (int row = begin, rows; row < end; row += rows) {
+        const int64_t at = row * stride + (int64_t)head * own;
+        Attention some = attention_of(pass, place, window, row, head, query + at, out + at);
+        const int all = parts_of(&some);
+        for (rows = 1; row + rows < end && (rows + 1) * groups <= HEADS_TOGETHER; rows++) {
+            const Attention next = attention_of(pass, place, window, row + rows, head, query, out);
+            if (whose(pass, row + rows) != whose(pass, row) || next.first != some.first || parts_of(&next) != all) break;
+        }
+        if (part >= all) continue;
+        const int64_t pairs = model->shared, largest = parts->most * parts->largest;
+        float *found = parts->found + (row * pairs + head) * largest;
+        some.rows = rows;
+        some.stride = stride;
+        if (all > 1) {
+            some.part = found + (int64_t)part * parts->largest;
+            some.part_stride = pairs * largest;
+            some.first += part * KEYS_OF_PART;
+            some.end = some.first + KEYS_OF_PART;
+        }
+        ways->attend(&some);
+        for (int r = 0; r < rows; r++) {
+            if (all > 1) {
+                atomic_int *done = &parts->done[(row + r) * pairs + head];
+                if (atomic_fetch_add_explicit(done, 1, memory_order_acq_rel) + 1 < all) continue;
+                atomic_store_explicit(done, 0, memory_order_relaxed); /* for the next layer */
+                ways->join(&some, found + r * pairs * largest, parts->largest, all, some.out + r * stride);
+            }
+            if (given) put(ways, some.out + r * stride, given, row + r, head * own, own);
+        }
     }
-    const int pair = at.row * pass->model->shared + at.head;
-    float *found = parts->found + (int64_t)pair * parts->most * parts->largest;
-    Attention own = attention;
-    own.part = found + (int64_t)at.part * parts->largest;
-    own.first += at.part * KEYS_OF_PART;
-    if (own.count > own.first + KEYS_OF_PART) own.count = own.first + KEYS_OF_PART;
-    ways->attend(&own);
-    if (atomic_fetch_add_explicit(&parts->done[pair], 1, memory_order_acq_rel) + 1 < all) return 0;
-    atomic_store_explicit(&parts->done[pair], 0, memory_order_relaxed); /* for the next layer */
-    ways->join(&attention, found, parts->largest, all);
-    return 1;
 }
 
 static void attend(const Work *work, const Layer *layer, int piece) {
-    const Pass *pass = work->pass;
-    const Model *model = pass->model;
-    const Place at = place_of_piece(pass, &work->parts, piece);
-    const int own = model->heads / model->shared * model->size;
-    const int64_t first = at.row * work->stride + (int64_t)at.head * own;
-    const int place = (int)(layer - model->layers);
-    const Attention attention =
-        attention_of(pass, place, layer->window, at.row, at.head, work->row + first, work->more + first);
-    if (!attend_to_part(pass, work->ways, &work->parts, at, attention)) return;
     const Given given = given_to(work, &layer->output);
-    if (given.form != IN_BYTES) put(work->ways, attention.out, &given, at.row, at.head * own, own);
+    attend_to(
+        work->pass, work->ways, &work->parts, (int)(layer - work->pass->model->layers), layer->window, piece, work->row,
+        work->more, work->stride, given.form == IN_BYTES ? NULL : &given);
 }
 
 static void attended(const Work *work, const Layer *layer, int piece) {
@@ -1015,6 +1045,8 @@ static Parts some_parts(Arena *arena, const Pass *pass) {
         const int after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
         found.most = larger(found.most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
     }
+    found.together = pairs * found.most / (4 * shares_for(pass->parallel, pass->threads)); /* four pieces for a thread */
+    found.together = larger(1, found.together < pass->rows ? found.together : pass->rows);
     if (found.most == 1) return found;
     found.found = some(arena, (size_t)pairs * (size_t)found.most * (size_t)found.largest * sizeof(float));
     found.done = some(arena, (size_t)pairs * sizeof(atomic_int));
@@ -1136,11 +1168,8 @@ static void multiply_panel(const Single *work, int piece) {
 
 static void attend_alone(const Single *work, int piece) {
     const Pass *pass = work->pass;
-    const Model *model = pass->model;
-    const Place at = place_of_piece(pass, &work->parts, piece);
-    const int64_t first = ((int64_t)at.row * model->heads + at.head * (model->heads / model->shared)) * model->size;
-    const Attention attention = attention_of(pass, 0, 0, at.row, at.head, pass->x + first, pass->logits + first);
-    attend_to_part(pass, work->ways, &work->parts, at, attention);
+    const int64_t stride = (int64_t)pass->model->heads * pass->model->size;
+    attend_to(pass, work->ways, &work->parts, 0, 0, piece, pass->x, pass->logits, stride, NULL);
 }
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }

@@ -232,17 +232,18 @@ INLINE void NAME(fetch)(const Attention *a, const void *states, int position) {
 
 /* Scores of LANES keys, of which there are `count`; those missing stand for others. */
 INLINE TARGET void NAME(score)(
-    const Attention *a, int first, int count, int begin, int heads, float scores[][KEYS], int at, const int is_bfloat16) {
+    const Attention *a, int first, int count, int last, const float **queries, int heads, float scores[][KEYS], int at,
+    const int is_bfloat16) {
     const int size = a->size;
     _Alignas(64) float keys[LANES * MOST_SIZE];
     for (int j = 0; j < LANES; j++) {
         const int64_t from = place_of(a->places, first + (j < count ? j : count - 1)) * size;
         if (a->is_first && j < count) NAME(fetch)(a, a->values, first + j);
-        if (a->is_first && first + j + KEYS_AHEAD < a->count) NAME(fetch)(a, a->keys, first + j + KEYS_AHEAD);
+        if (a->is_first && first + j + KEYS_AHEAD < last) NAME(fetch)(a, a->keys, first + j + KEYS_AHEAD);
         for (int i = 0; i < size; i += LANES) F_STORE(keys + j * size + i, NAME(load)(a->keys, from + i, is_bfloat16));
     }
     for (int g = 0; g < heads; g++) {
-        const float *query = a->query + (int64_t)(begin + g) * size;
+        const float *query = queries[g];
         VF products[LANES];
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) products[j] = F_SET(0.0f);
@@ -284,39 +285,45 @@ INLINE TARGET void NAME(weigh_some)(
 INLINE TARGET void NAME(weigh)(
     const Attention *a, int first, int count, const uint8_t *mask, float scores[][KEYS], float sums[][MOST_SIZE],
     const int heads, const int is_bfloat16) {
-    const int vectors = heads <= 3 ? 4 : heads <= 6 ? 2 : 1;
+    const int sums_at_once = LANES, vectors = 4 * heads <= sums_at_once ? 4 : 2 * heads <= sums_at_once ? 2 : 1;
     int i = 0;
     for (; i + vectors * LANES <= a->size; i += vectors * LANES)
         NAME(weigh_some)(a, first, count, mask, scores, sums, i, vectors, heads, is_bfloat16);
     for (; i < a->size; i += LANES) NAME(weigh_some)(a, first, count, mask, scores, sums, i, 1, heads, is_bfloat16);
 }
 
-/* Query heads of one row that share a key/value head attend to it, KEYS keys at a time with a running maximum
+/* Query heads of some rows that share a key/value head attend to it, KEYS keys at a time with a running maximum
  * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass, with a window at the first that it sees. */
 INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
-    const int size = a->size;
-    _Alignas(64) float scores[HEADS_AT_ONCE][KEYS], sums[HEADS_AT_ONCE][MOST_SIZE];
-    for (int j = a->first; a->is_first && j < a->first + KEYS_AHEAD && j < a->count; j++) NAME(fetch)(a, a->keys, j);
-    for (int begin = 0; begin < a->groups; begin += HEADS_AT_ONCE) {
-        const int heads = a->groups - begin < HEADS_AT_ONCE ? a->groups - begin : HEADS_AT_ONCE;
-        float most[HEADS_AT_ONCE], weight[HEADS_AT_ONCE];
+    const int size = a->size, all = a->rows * a->groups, last = seen_by(a, a->rows - 1);
+    _Alignas(64) float scores[HEADS_TOGETHER][KEYS], sums[HEADS_TOGETHER][MOST_SIZE];
+    for (int j = a->first; a->is_first && j < a->first + KEYS_AHEAD && j < last; j++) NAME(fetch)(a, a->keys, j);
+    for (int begin = 0; begin < all; begin += HEADS_TOGETHER) {
+        const int heads = all - begin < HEADS_TOGETHER ? all - begin : HEADS_TOGETHER;
+        const float *queries[HEADS_TOGETHER];
+        float most[HEADS_TOGETHER], weight[HEADS_TOGETHER];
+        int rows[HEADS_TOGETHER];
         for (int g = 0; g < heads; g++) {
+            rows[g] = (begin + g) / a->groups;
+            queries[g] = a->query + rows[g] * a->stride + (int64_t)((begin + g) % a->groups) * size;
             most[g] = -INFINITY;
             weight[g] = 0.0f;
             memset(sums[g], 0, sizeof(float) * (size_t)size);
         }
-        for (int first = a->first; first < a->count; first += KEYS) {
-            const int count = a->count - first < KEYS ? a->count - first : KEYS;
-            const uint8_t *mask = a->mask ? a->mask + first : NULL;
-            if (mask && !memchr(mask, 1, (size_t)count)) continue;
-            if (mask && !memchr(mask, 0, (size_t)count)) mask = NULL;
+        for (int first = a->first; first < last; first += KEYS) {
+            const int count = last - first < KEYS ? last - first : KEYS;
+            uint8_t seen[KEYS]; /* by any row: what nobody sees may never have been written */
+            const uint8_t *some = a->mask ? seen_by_any(a, first, count, seen) : NULL;
+            if (some && !memchr(some, 1, (size_t)count)) continue;
             for (int j = 0; j < count; j += LANES)
-                NAME(score)(a, first + j, count - j, begin, heads, scores, j, is_bfloat16);
+                NAME(score)(a, first + j, count - j, last, queries, heads, scores, j, is_bfloat16);
             for (int g = 0; g < heads; g++) {
+                const int own = seen_by(a, rows[g]) - first;
+                const uint8_t *mask = a->mask ? a->mask + rows[g] * a->mask_stride + first : NULL;
                 float highest = most[g];
                 for (int j = 0; mask && j < count; j++)
                     if (!mask[j]) scores[g][j] = -INFINITY;
-                for (int j = count; j < KEYS; j++) scores[g][j] = -INFINITY;
+                for (int j = own < 0 ? 0 : own; j < KEYS; j++) scores[g][j] = -INFINITY;
                 VF top = F_LOAD(scores[g]);
                 for (int j = LANES; j < KEYS; j += LANES) top = F_MAX(top, F_LOAD(scores[g] + j));
                 highest = fmaxf(highest, F_LARGEST(top));
@@ -333,33 +340,36 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
                 if (faded != 1.0f)
                     for (int i = 0; i < size; i += LANES) F_STORE(sums[g] + i, F_MUL(F_LOAD(sums[g] + i), F_SET(faded)));
             }
-            switch (heads) {
-#define WEIGH(n)                                                          \
-    case n:                                                               \
-        NAME(weigh)(a, first, count, mask, scores, sums, n, is_bfloat16); \
+            for (int g = 0; g < heads; g += HEADS_AT_ONCE) switch (heads - g) {
+#define WEIGH(n)                                                                  \
+    case n:                                                                       \
+        NAME(weigh)(a, first, count, some, scores + g, sums + g, n, is_bfloat16); \
         break;
-                WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5) WEIGH(6) WEIGH(7) WEIGH(8)
+                    WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5) WEIGH(6) WEIGH(7)
+                default:
+                    NAME(weigh)(a, first, count, some, scores + g, sums + g, HEADS_AT_ONCE, is_bfloat16);
 #undef WEIGH
-            }
+                }
         }
         for (int g = 0; g < heads; g++) {
-            const int head = begin + g;
-            float *out = (a->part ? a->part : a->out) + (int64_t)head * size;
-            VF scale = F_SET(a->part ? 1.0f : 1.0f / weight[g]);
+            const int head = (begin + g) % a->groups;
+            float *part = a->part ? a->part + rows[g] * a->part_stride : NULL;
+            float *out = (part ? part : a->out + rows[g] * a->stride) + (int64_t)head * size;
+            VF scale = F_SET(part ? 1.0f : 1.0f / weight[g]);
             for (int i = 0; i < size; i += LANES) F_STORE(out + i, F_MUL(F_LOAD(sums[g] + i), scale));
-            if (!a->part) continue;
-            a->part[a->groups * size + head] = most[g];
-            a->part[a->groups * (size + 1) + head] = weight[g];
+            if (!part) continue;
+            part[a->groups * size + head] = most[g];
+            part[a->groups * (size + 1) + head] = weight[g];
         }
     }
 }
 
 /* What heads found in parts of the positions becomes what they find in all. */
-TARGET static void NAME(join)(const Attention *a, const float *parts, int64_t stride, int count) {
+TARGET static void NAME(join)(const Attention *a, const float *parts, int64_t stride, int count, float *joined) {
     const int size = a->size;
     for (int g = 0; g < a->groups; g++) {
         const float *sums = parts + g * size, *most = parts + a->groups * size + g, *weight = most + a->groups;
-        float *out = a->out + (int64_t)g * size, highest = -INFINITY, total = 0.0f;
+        float *out = joined + (int64_t)g * size, highest = -INFINITY, total = 0.0f;
         for (int p = 0; p < count; p++) highest = fmaxf(highest, most[p * stride]);
         memset(out, 0, sizeof(float) * (size_t)size);
         for (int p = 0; p < count; p++) {
