@@ -180,6 +180,21 @@ def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
         assert all(layer.dropped and layer.keys.shape[-2] < 900 for layer in sliding)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache, level):
+    """In layers with a window of more than one part; the others take all of their rows at once."""
+    model, context, width = packed("Gemma3", sliding_window=300), CONTEXT * 12, 6
+    scorer, own = chosen(model, cache), usual(model)
+    for each in (scorer, own):
+        each.begin()
+        each.logits(context, rows=1)
+    together, expected = (each.logits(context, CONTEXT[:width], rows=width) for each in (scorer, own))
+    assert relative(together, expected) < 1e-4
+    scorer.rollback(len(context))
+    for n in range(width):
+        assert torch.equal(scorer.logits([*context, *CONTEXT[: n + 1]], rows=1)[0], together[n])
+
+
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("kind", ["Gemma3", "Granite", "SmolLM3", "Mistral"])
 def test_requests_have_the_bits_they_have_alone(kind, pool, monkeypatch):
