@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
@@ -211,6 +212,25 @@ def test_the_output_is_the_targets_own(spec, rule, cache, read_late):
     found, steps = output(spec, rule, cache)
     assert found == expected
     assert any(step.drafted for step in steps)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "peagle", "dflash", "medusa", "mtp", "mtp-3"])
+def test_heads_whose_drafts_are_read_late_leave_the_output_as_it_is(kind, read_late, tmp_path):
+    target = wrap_target(few_tokens(), pack=False)
+    head = few_head(tmp_path, kind, target)
+    outputs = []
+    for drafter in (None, head):
+        run = GenerationRun(
+            [1, 2, 3, 1, 2],
+            target,
+            drafter,
+            policy=build_policy("fixed:gamma=3"),
+            max_new_tokens=40,
+            ignore_eos=True,
+        )
+        assert all(True for _ in run)
+        outputs.append(run.result().token_ids)
+    assert outputs[0] == outputs[1]
 
 
 def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):

@@ -50,8 +50,8 @@ class DeviceTokens(Sequence[int]):
 
     @property
     def tensor(self) -> Tensor:
-        """[length], on the device."""
-        return torch.stack(self._tensors)
+        """[length], on the device; if there is none, on the CPU."""
+        return torch.stack(self._tensors) if self._tensors else torch.empty(0, dtype=torch.long)
 
     def append(self, token: Tensor) -> None:
         """Add one, a tensor of no dimension."""
@@ -77,7 +77,7 @@ class DeviceTokens(Sequence[int]):
 
     def _values(self) -> list[int]:
         if self._read is None:
-            self._read = [int(token) for token in self.tensor.tolist()] if self._tensors else []
+            self._read = [int(token) for token in self.tensor.tolist()]
         return self._read
 
 
