@@ -208,10 +208,9 @@ class GenerationRun:
         sampling = target.language_model.transforms(sampling, decoding)
         self._prefill: Prefill | None = None
         self._steps: list[Step] = []
-        device = str(target.scorer.device)
         self._settings: dict[str, Any] = {
             "sampling": sampling,
-            "random": Randomness(seed, device),
+            "random": Randomness(seed),
             "max_new_tokens": decoding.max_new_tokens,
             "stops": StopRules(decoding.end_ids(target.end_ids), decoding.stop, tokenizer),
             "first_target": decoding.first_target,

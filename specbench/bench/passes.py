@@ -211,7 +211,6 @@ def time_passes(
     length = max(1, min(wanted, limit - max(widths)))
     text = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
     drafters = {name: each for name, each in drafters.items() if (context_limit(each) or length) >= length}
-    device = str(scorer.device)
     experts: dict[int, float | None] = {}
 
     def target_pass(n: int) -> float:
@@ -232,7 +231,7 @@ def time_passes(
         shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
         most = 2 if nodes else tokens
         began = clock.now()
-        found = run_to_end(drafter.propose(text, most, shape, Greedy(), Randomness(0, device), top))
+        found = run_to_end(drafter.propose(text, most, shape, Greedy(), Randomness(0), top))
         took = clock.now() - began
         reading[drafter.name] = reading.get(drafter.name, 0.0) + found.prefill_s
         if tokens > 1:
@@ -314,7 +313,6 @@ def time_shared_passes(
     length = max(1, min(_SHARED_CONTEXT, limit - max(widths)))
     text = list(prompt) * (length // max(1, len(prompt)) + 2)
     contexts = [text[i % len(prompt) :][:length] for i in range(requests)]
-    device = str(target.scorer.device)
     places = requests * (1 + len(drafters))  # all contexts stay read
     tokens = places * (length + max(widths) + _EXTRA) if requests > 1 else None
     factory = RequestFactory(target.scorer, tokens, places, "slotted")
@@ -337,7 +335,7 @@ def time_shared_passes(
 
     def draft(opened: Sequence[Drafter]) -> float:
         asking = [
-            each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0, device), top)
+            each.propose(text, 1, FixedLength(1), Greedy(), Randomness(0), top)
             for each, text in zip(opened, contexts, strict=True)
         ]
         began = clock.now()

@@ -253,8 +253,8 @@ class _RecordingRandomness(Randomness):
     bias it: it only makes rejections occur at all positions, even if nearly everything is accepted.
     """
 
-    def __init__(self, seed: int, device: torch.device | str, log: _Log, *, forcing: bool) -> None:
-        super().__init__(seed, device)
+    def __init__(self, seed: int, log: _Log, *, forcing: bool) -> None:
+        super().__init__(seed)
         self._log = log
         self._choices = standard_random.Random(seed) if forcing else None
 
@@ -312,9 +312,7 @@ def observe(
         drafter=_RecordingDrafter(drafter, log),
         plan=DraftPlan.of(FixedLength(1) if plain else setup.policy),
         sampling=setup.sampling.greedily() if greedy else setup.sampling,
-        random=_RecordingRandomness(
-            setup.seed if seed is None else seed, target.device, log, forcing=forcing
-        ),
+        random=_RecordingRandomness(setup.seed if seed is None else seed, log, forcing=forcing),
         max_new_tokens=setup.max_new_tokens,
         stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
         first_target=setup.first_target,

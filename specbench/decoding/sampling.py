@@ -341,8 +341,8 @@ def _best(scores: torch.Tensor) -> list[int]:
     """Return the largest entry of every row, the first of equals; raises ``RunError`` for NaN."""
     if scores.device.type != "cpu":
         largest = scores.float().max(dim=-1)
-        choices = [int(index) for index in largest.indices.tolist()]
-        failed = bool(largest.values.isnan().any())
+        choices = largest.indices.masked_fill(largest.values.isnan(), -1).tolist()  # the device is read once
+        failed = -1 in choices
     elif scores.dtype == torch.float32 or scores.numel() <= _PIECE:
         rows = scores.detach().float().numpy()
         best = rows.argmax(axis=-1)
@@ -481,23 +481,21 @@ class Randomness:
     drafts of a step are *tested* in order. (Tests that enumerate a run put another object of this shape in its place.)
 
     Args:
-        seed: Seed of the generator; the same seed, model, dtype and options give the same tokens.
-        device: Where the distributions live. (Those on Apple's GPUs are drawn from on the CPU, for float64.)
+        seed: Seed of the generator; the same seed, model, dtype and options give the same tokens. It is on the CPU,
+            wherever the distributions are, so that another device draws the same but for rounding.
     """
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device("cpu" if torch.device(device).type == "mps" else device)
-        self.generator = torch.Generator(self._device).manual_seed(seed)
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self, probabilities: torch.Tensor) -> int:
         """One token id from ``probabilities``, [vocab], which need not sum to 1. Inverse CDF in float64."""
-        probabilities = probabilities.to(self._device)
-        u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)
-        if self._device.type == "cpu":
-            return _at_share(probabilities, float(u))
+        u = float(torch.rand(1, generator=self.generator, dtype=torch.float64))
+        if probabilities.device.type in ("cpu", "mps"):  # Apple's GPUs have no float64
+            return _at_share(probabilities.cpu(), u)
         cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        _positive(float(cumulative[-1]))
-        index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
+        total = _positive(float(cumulative[-1]))
+        index = int(torch.searchsorted(cumulative, u * total, right=True))
         return index if index < len(cumulative) else _last_possible(probabilities)
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
@@ -509,8 +507,7 @@ class Randomness:
         Returns:
             The number of drafts that passed before the first failure, and the γ uniform numbers.
         """
-        acceptance = acceptance.to(self._device)
-        r = torch.rand(len(acceptance), generator=self.generator, device=self._device).tolist()
+        r = torch.rand(len(acceptance), generator=self.generator).tolist()
         chances = acceptance.tolist()
         accepted = next((i for i, chance in enumerate(chances) if not r[i] < chance), len(r))
         return accepted, r
