@@ -27,16 +27,18 @@ class WallClock:
 
 
 class DeviceClock:
-    """A clock for accelerators: waits for their asynchronous work before it reads.
+    """A clock for accelerators: waits for the work of their current stream before it reads.
 
     Args:
-        device: Name of a torch device with a ``synchronize``, such as ``cuda``.
+        device: Name of a torch device with a ``synchronize``, such as ``cuda:0``.
     """
 
     def __init__(self, device: str) -> None:
         import torch
 
-        self._synchronize = torch.get_device_module(device).synchronize
+        module = torch.get_device_module(device)
+        stream = getattr(module, "current_stream", None)  # waiting for it alone takes a third of the time
+        self._synchronize = module.synchronize if stream is None else stream(device).synchronize
 
     def now(self) -> float:
         self._synchronize()
@@ -105,7 +107,7 @@ class Stopwatch:
 def clock_for(device: str) -> Clock:
     """Return the clock for work on ``device`` (``cpu``, ``cuda:0``, ...)."""
     kind = device.split(":")[0]
-    return WallClock() if kind in {"cpu", "meta"} else DeviceClock(kind)
+    return WallClock() if kind in {"cpu", "meta"} else DeviceClock(device)
 
 
 def peak_memory(device: str) -> int:
