@@ -345,6 +345,24 @@ def test_a_width_is_compiled_once_whatever_the_cache_holds(compiler):
     assert counts[-1] == counts[0]
 
 
+def test_layers_are_compiled_once_for_all(compiler):
+    """Whatever their number; also in passes whose hidden states are wanted."""
+    graphs = []
+    for layers in (1, 4):
+        torch._dynamo.reset()
+        compiler.graphs = 0
+        scorer, other = Scorer(tiny_llama(layers=layers), "compiled"), Scorer(tiny_llama(layers=layers))
+        for each in (scorer, other):
+            each.begin()
+            each.logits(CONTEXT)
+        asked = (CONTEXT, [4, 9, 3])
+        expected = other.score(ForwardRequest(other, *asked, layers=(0, layers)))
+        found = scorer.score(ForwardRequest(scorer, *asked, layers=(0, layers)))
+        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-5)
+        graphs.append(compiler.graphs)
+    assert graphs[0] == graphs[1] > 0
+
+
 def test_every_width_is_compiled(compiler):
     scorer = Scorer(tiny_llama(layers=1), "compiled")
     scorer.begin()

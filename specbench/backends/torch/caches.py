@@ -460,8 +460,7 @@ class StaticKVCache(KVCache):
             if isinstance(layer, _StaticLayer) and layer.is_initialized:
                 zero_nonfinite(layer, self.capacity)
         self.length = 0
-        if not self.compiled:  # passes are compiled for the object
-            self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
+        self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
 
 
 LegacyCache = tuple[tuple[Tensor, Tensor], ...]

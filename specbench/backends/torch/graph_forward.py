@@ -8,7 +8,8 @@ captured once as a graph and then replayed; elsewhere operators run one by one, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from specbench.backends.torch.caches import StaticKVCache
 from specbench.backends.torch.forward import Forward, read_output, takes_logits_to_keep
-from specbench.backends.torch.kernels.surgery import Hooks
+from specbench.backends.torch.kernels.surgery import Hooks, decoder_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput
 
@@ -63,12 +64,14 @@ def cuda_capture(run: Callable[[], Given]) -> tuple[Callable[[], None], Given]:
     return graph.replay, output
 
 
-def compiled(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a model's ``forward``, compiled for every width and number of logits.
+def compiled(model: PreTrainedModel, device: torch.device) -> Callable[..., Any]:
+    """Return a model's ``forward`` in which decoder layers are compiled, once for all that are alike.
+
+    Compiled as a whole it would take as many times longer as it has layers.
 
     Raises:
-        UsageError: There is no compiler for this device.
-        RunError: The result could not compile it.
+        UsageError: There is no compiler for this device, or the layers were not found.
+        RunError: The result could not compile them.
     """
     backend = COMPILERS.get(device.type)
     if backend is None:
@@ -76,29 +79,69 @@ def compiled(forward: Callable[..., Any], device: torch.device) -> Callable[...,
             f"Compilation is not supported on the device {device.type}.",
             "Leave --compile out: on a CPU the packed layers are the faster way.",
         )
+    try:
+        layers = decoder_layers(model)
+    except ValueError as error:
+        raise UsageError(f"This model cannot be compiled: {error}.", "Leave --compile out.") from error
     config: Any = torch._dynamo.config
     config.recompile_limit = max(
         config.recompile_limit, 4 * WIDEST_GRAPH
     )  # or later widths would run uncompiled
-    fast = torch.compile(forward, backend=backend, dynamic=False)
+    fast = torch.compile(_run_layer, backend=backend, dynamic=False)
+    forwards = [(layer, partial(_run_compiled, fast, layer, _cache_index(layer))) for layer in layers]
 
     def run(**arguments: Any) -> Any:
+        for layer, forward in forwards:
+            layer.forward = forward
         try:
-            return fast(**arguments)
+            return model(**arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise RunError(f"This model cannot be compiled here: {reason}", "Leave --compile out.") from error
+        finally:
+            for layer, _ in forwards:
+                del layer.forward
 
     return run
 
 
+def _run_layer(layer: torch.nn.Module, *inputs: Any, **arguments: Any) -> Any:
+    return type(layer).forward(layer, *inputs, **arguments)
+
+
+def _cache_index(layer: torch.nn.Module) -> int | None:
+    """Return which layer of a cache a decoder layer uses; ``None`` if that was not found."""
+    found = {index for part in layer.modules() if isinstance(index := getattr(part, "layer_idx", None), int)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _run_compiled(
+    fast: Callable[..., Any], layer: torch.nn.Module, index: int | None, *inputs: Any, **arguments: Any
+) -> Any:
+    cache = arguments.get("past_key_values")
+    if cache is not None and index is not None:
+        arguments["past_key_values"] = _CacheOfLayer(cache.layers[index])
+    return fast(layer, *inputs, **arguments)
+
+
+class _CacheOfLayer:
+    """One layer of a cache in place of the whole, whose index would be compiled into the code of every layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._layer.update(keys, values)
+        return found
+
+
 class _Inputs(NamedTuple):
-    """The inputs of a forward pass whose tensors have fixed shapes."""
+    """The inputs of a forward pass, of which only values change from pass to pass, not shapes."""
 
     ids: Tensor  # token ids, [1, n]
-    slots: Tensor  # where in the cache their keys and values go, [n]
-    positions: Tensor  # of the tokens, [1, n]
-    mask: Tensor  # bool [1, 1, n, capacity]: what each attends to
+    past: Tensor  # tokens in the cache, [1]
+    positions: Tensor | None  # of the tokens, [1, n]; None for those after the cached ones
+    mask: Tensor | None  # bool [1, 1, n, capacity]: what each attends to; None: causal
 
 
 class _Captured(NamedTuple):
@@ -126,26 +169,21 @@ class GraphForward(Forward):
         self._compiled = compiled or model
         self._limits_logits = takes_logits_to_keep(model)
         self._hooks = Hooks(model.modules())  # a replay would leave them out
-        self._captured: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
+        self._captured: dict[Hashable, _Captured] = {}
         self._generation = cache.generation
 
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
-        count, past, device = ids.shape[1], self._cache.length, ids.device
+        count, past = ids.shape[1], self._cache.length
         self._cache.reserve(past + count)
-        slots = torch.arange(past, past + count, device=device)
-        if mask is None:
-            mask = (torch.arange(self._cache.capacity, device=device) <= slots[:, None])[None, None]
-        inputs = _Inputs(ids, slots, slots[None] if positions is None else positions, mask)
-        # Hidden states are gathered during the forward, which is not compiled.
-        forward = self._model if layers else self._compiled
+        inputs = _Inputs(ids, torch.full((1,), past, device=ids.device), positions, mask)
         if count > WIDEST_GRAPH or self._hooks.are_present():
             found = self._call_model(self._model, inputs, rows, layers)
         elif self._capture is None:
-            found = self._call_model(forward, inputs, rows, layers)
+            found = self._call_model(self._compiled, inputs, rows, layers)
         else:
-            found = self._replayed(self._capture, forward, inputs, rows, layers)
+            found = self._replayed(self._capture, inputs, rows, layers)
         self._cache.length = past + count
         return found
 
@@ -153,14 +191,18 @@ class GraphForward(Forward):
         self, forward: Callable[..., Any], inputs: _Inputs, rows: int, layers: Sequence[int]
     ) -> ForwardOutput:
         """Run a forward that reads and writes its inputs and the buffers of the cache alone."""
-        self._cache.slots = inputs.slots
+        ids, past, positions, mask = inputs
+        slots = past + torch.arange(ids.shape[1], device=ids.device)
+        if mask is None:
+            mask = (torch.arange(self._cache.capacity, device=ids.device) <= slots[:, None])[None, None]
+        self._cache.slots = slots
         more: dict[str, Any] = {"logits_to_keep": rows} if self._limits_logits else {}
         if layers:
             more["output_hidden_states"] = [*layers]
         output = forward(
-            input_ids=inputs.ids,
-            position_ids=inputs.positions,
-            attention_mask=inputs.mask,
+            input_ids=ids,
+            position_ids=slots[None] if positions is None else positions,
+            attention_mask=mask,
             **self._cache.model_kwargs(),
             **more,
         )
@@ -169,7 +211,6 @@ class GraphForward(Forward):
     def _replayed(
         self,
         capture: Capture[ForwardOutput],
-        forward: Callable[..., Any],
         inputs: _Inputs,
         rows: int,
         layers: Sequence[int],
@@ -177,15 +218,16 @@ class GraphForward(Forward):
         if self._generation != self._cache.generation:  # its buffers are elsewhere now
             self._captured.clear()
             self._generation = self._cache.generation
-        key = (inputs.ids.shape[1], rows, tuple(layers))
+        key = (inputs.ids.shape[1], rows, tuple(layers), tuple(each is None for each in inputs))
         if key not in self._captured:
-            own = _Inputs(*(each.clone() for each in inputs))
+            own = _Inputs(*(None if each is None else each.clone() for each in inputs))  # type: ignore[arg-type]
             self._captured[key] = _Captured(
-                own, *capture(lambda: self._call_model(forward, own, rows, layers))
+                own, *capture(lambda: self._call_model(self._compiled, own, rows, layers))
             )
         captured = self._captured[key]
         for buffer, value in zip(captured.inputs, inputs, strict=True):
-            buffer.copy_(value)
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
         captured.replay()
         logits, hidden, _ = captured.output  # the next pass of this width writes there again
         return ForwardOutput(logits.clone(), None if hidden is None else hidden.clone())

@@ -73,7 +73,7 @@ def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = Fal
     """
     if isinstance(cache, StaticKVCache):
         device = _embeddings(model).device
-        forward = compiled(model.forward, device) if cache.compiled else None
+        forward = compiled(model, device) if cache.compiled else None
         if not shared and not _static_is_right(model):
             raise UsageError(
                 "The static cache does not support this model: it depends on more than positions and masks.",

@@ -280,6 +280,25 @@ def quantized_copy(
     return clone
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's decoder layers; raise ``ValueError`` if they were not found."""
+    return _list_of_layers(model)[2]
+
+
+def _list_of_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
+    """Return the module that has the list of decoder layers, the list's name, and the list."""
+    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == total
+    ]
+    if len(lists) != 1:
+        raise ValueError(f"the decoder layers of {type(model).__name__} were not found")
+    return lists[0]
+
+
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return a model of the first ``count`` decoder layers with its own final norm and head; all weights are shared.
 
@@ -296,15 +315,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise ValueError("its layers have embeddings of their own")
     clone = _structural_copy(model)
-    lists = [
-        (parent, name, child)
-        for parent in clone.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == total
-    ]
-    if len(lists) != 1:
-        raise ValueError(f"the decoder layers of {type(model).__name__} were not found")
-    parent, name, layers = lists[0]
+    parent, name, layers = _list_of_layers(clone)
     setattr(parent, name, nn.ModuleList(list(layers)[:count]))
     short: Any = copy.copy(parent.config)
     short.num_hidden_layers = count
