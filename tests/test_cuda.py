@@ -1,0 +1,175 @@
+"""On a CUDA device outputs are those of the CPU, for every drafter, cache and batch. Skipped without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_files import few_head, few_tokens
+from test_batches_exact import HEADS, NEW, prompts
+from tiny import tiny_language_model, tiny_llama
+
+from specbench import load_drafter, wrap_target
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Generation
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.generate import GenerationRun
+from specbench.generate_many import GenerationRuns
+from specbench.models.target import Target
+from specbench.options import CacheKind
+from specbench.policies import build_policy
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+ASKED = prompts()[:12]
+RULES = ("fixed:gamma=3", "auto", "svip")
+TREES = ("auto-tree", "dynamic-tree:nodes=5", "fixed:gamma=3,siblings=2")
+SPECS = (
+    "lookup",
+    "suffix",
+    "recycle",
+    "ngram:top-k=2",
+    "self:layers=1",
+    "lookup+self:layers=1",
+    "lookup|suffix",
+)
+SAMPLINGS = (
+    Greedy(),
+    Multinomial(0.8),
+    Sampling(temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.2),
+)
+
+
+def target_on(device: str, cache: CacheKind = "dynamic") -> Target:
+    return wrap_target(few_tokens().to(device), cache=cache, pack=False)
+
+
+def model_on(device: str, cache: CacheKind = "dynamic") -> ModelDrafter:
+    return ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2).to(device), cache), "model")
+
+
+def alone(
+    prompt: list[int], target: Target, drafter: Drafter | None = None, rule: str = "fixed:gamma=3",
+    sampling: Sampling | None = None,
+) -> Generation:  # fmt: skip
+    policy = None if drafter is None else build_policy(rule)
+    run = GenerationRun(
+        prompt, target, drafter, policy=policy, sampling=sampling or Greedy(), seed=7, max_new_tokens=NEW
+    )
+    assert all(True for _ in run)
+    return run.result()
+
+
+def assert_the_cpus(target: Target, drafter: Drafter, rule: str) -> None:
+    """Outputs with this drafter are those of plain decoding on the CPU, and some drafts were accepted."""
+    accepted, cpu = 0, target_on("cpu")
+    for prompt in ASKED:
+        found = alone(prompt, target, drafter, rule)
+        assert found.token_ids == alone(prompt, cpu).token_ids
+        accepted += sum(step.accepted for step in found.steps)
+    assert accepted > 0
+
+
+@pytest.fixture(autouse=True)
+def generator_as_before() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "compiled"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_models_drafts_leave_the_output_as_it_is(cache, rule):
+    target = target_on(DEVICE, cache)
+    assert_the_cpus(target, model_on(DEVICE, cache), rule)
+    assert_the_cpus(target, CascadeDrafter(LookupDrafter(), model_on(DEVICE, cache)), rule)
+
+
+@pytest.mark.parametrize("rule", TREES)
+def test_trees_leave_the_output_as_it_is(rule):
+    assert_the_cpus(target_on(DEVICE), model_on(DEVICE), rule)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("rule", ["fixed:gamma=3", "auto"])
+def test_drafts_of_other_drafters_leave_the_output_as_it_is(spec, rule):
+    target = target_on(DEVICE)
+    if "|" not in spec or rule.startswith("fixed"):
+        assert_the_cpus(target, load_drafter(spec, target), rule)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_drafts_of_heads_leave_the_output_as_it_is(tmp_path, kind):
+    target = target_on(DEVICE)
+    head = few_head(tmp_path / kind, kind, target)
+    for rule in ("fixed:gamma=3", "auto", "fixed:gamma=3,siblings=2"):
+        assert_the_cpus(target, head, rule)
+
+
+@pytest.mark.parametrize("pool", ["slotted", "paged"])
+def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, pool: Any):
+    target, cpu = target_on(DEVICE), target_on("cpu")
+    drafters = [None, model_on(DEVICE), *(load_drafter(spec, target) for spec in SPECS[:-1])]
+    drafters += [few_head(tmp_path / kind, kind, target) for kind in HEADS]
+    runs = []
+    for number, prompt in enumerate(prompts()):
+        drafter = drafters[number % len(drafters)]
+        policy = None if drafter is None else build_policy(RULES[number % 2])
+        runs.append(GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=NEW))
+    many = GenerationRuns(runs, max_batch=6, max_tokens_per_pass=64, pool=pool)
+    for prompt, made in zip(prompts(), many.results(), strict=True):
+        assert isinstance(made, Generation), made
+        assert made.token_ids == alone(prompt, cpu).token_ids
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_seed_gives_the_tokens_of_the_cpu(sampling):
+    for prompt in ASKED:
+        found, expected = (
+            alone(prompt, target_on(device), model_on(device), sampling=sampling).token_ids
+            for device in (DEVICE, "cpu")
+        )
+        assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_decodes_in_half_precision(dtype):
+    target = wrap_target(few_tokens().to(DEVICE, dtype), pack=False)
+    found = alone(ASKED[1], target, model_on(DEVICE))
+    assert len(found.token_ids) == NEW
+    assert all(step.times.verify_s > 0 for step in found.steps)
+
+
+def test_commands_run_on_it(models, cli, tmp_path):
+    pair = ("--target", models / "target", "--drafter", models / "small", "--device", DEVICE)
+    one = cli("generate", "Count to", *pair, "-n", 8, "--debug")
+    assert one.code == 0, one.err
+    for cache in ("dynamic", "static"):
+        swept = cli(
+            "sweep", *pair, "--gamma", "1,2", "--cache", cache, "-n", 6, "--limit", 1, "--repeats", 1,
+            "--out", tmp_path / cache,
+        )  # fmt: skip
+        assert swept.code == 0, swept.err
+    checked = cli("check", *pair, "-n", 8, "--limit", 2)
+    assert checked.code == 0, checked.err + checked.out
+
+
+def test_what_only_a_cpu_has_is_refused_in_a_sentence(models, cli):
+    found = cli("generate", "Count to", "--target", models / "target", "--dtype", "int8", "--device", DEVICE)
+    assert found.code in (0, 2)
+    assert "Traceback" not in found.err
+
+
+def test_peak_memory_is_the_devices():
+    from specbench.decoding.clocks import peak_memory
+
+    language_model = tiny_language_model()
+    held = sum(each.nbytes for each in language_model.model.to(DEVICE).parameters())
+    assert peak_memory(DEVICE) >= held
