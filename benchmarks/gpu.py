@@ -3,17 +3,18 @@
     python benchmarks/gpu.py --out gpu.json            # on one card of the class of an H100: below ten minutes
     python benchmarks/gpu.py --device cpu --tiny       # what a machine without a GPU can try: every side, tiny sizes
 
-Pairs: a target of 1.5 billion parameters with a drafter of 0.5 billion (the shapes of Qwen2.5), and one of 7 billion
-with an EAGLE-3 head. Random models have no text to agree on, so a script decides: it raises the logit of the next token
-of a fixed sequence in the target's passes, and in the drafter's that of the same token 3 times out of 4, else of
-another one. Passes, verification and roll-back are those of a real decoding; only acceptance is given.
+Targets: one of 1.5 billion parameters with a drafter of 0.5 billion (the shapes of Qwen2.5), and one of 7 billion with
+an EAGLE-3 head, and with the drafter of 0.5 billion. Random models have no text to agree on, so a script decides: it
+raises the logit of the next token of a fixed sequence in the target's passes, and in the drafter's that of the same
+token 3 times out of 4, else of another one. Passes, verification and roll-back are those of a real decoding; only
+acceptance is given.
 
 Sides, which decode the same prompts in turn: `generate` of `transformers` with its dynamic cache, and with its static
 cache, which it compiles; plain and speculative decoding (chains of 4) with each kind of cache of specbench: dynamic,
 static (replayed as CUDA graphs) and compiled; batches of 8 and 32 requests, plain and speculative. Tokens per second
-leave out the first token, those of batches include the prompts. Prints a table and one line of JSON. The first
-round of each side, in which graphs are captured and forwards compiled, is reported apart and not counted. Parts that
-`--minutes` leaves no time for are named.
+leave out the first token, those of batches include the prompts. Prints a table and one line of JSON, with the median
+milliseconds that a step drafts and verifies. The first round of each side, in which graphs are captured and forwards
+compiled, is reported apart and not counted. Parts that `--minutes` leaves no time for are named.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import parts  # noqa: F401 - before torch
 import torch
@@ -51,6 +52,7 @@ from specbench.options import CacheKind
 from specbench.policies import FixedLength
 
 GAMMA, RIGHT = 4, 0.75
+PLAIN, DRAFTED_BY = "plain", f"γ={GAMMA} with"
 PROMPTS, BATCHES = 3, (8, 32)
 CACHES: tuple[CacheKind, ...] = ("compiled", "static", "dynamic")
 RAISED = 1e4
@@ -75,7 +77,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True, "max_position_embeddings": 1024,
     },
 }  # fmt: skip
-PAIRS = {"1.5b+0.5b": ("1.5b", "0.5b"), "7b+head": ("7b", "head")}
+TARGETS = {"1.5b": ("0.5b",), "7b": ("head", "0.5b")}
+"""The drafters of each target."""
 DRAFTED = 32_000
 """Tokens that a head drafts; the script's tokens are among them."""
 
@@ -95,12 +98,12 @@ def random_model(
     return found
 
 
-def write_random_head(folder: Path, size: Mapping[str, Any], dtype: torch.dtype) -> Path:
+def write_random_head(folder: Path, size: Mapping[str, Any], dtype: torch.dtype, device: str) -> Path:
     """Write an EAGLE-3 head for a target of this size, with random weights."""
     width, inner = size["hidden_size"], size["intermediate_size"]
     each, shared = width // size["num_attention_heads"], size["num_key_value_heads"]
     drafted = min(DRAFTED, size["vocab_size"])
-    generator = torch.Generator().manual_seed(2)
+    torch.manual_seed(2)
     shapes = {
         "fc": (width, 3 * width), "lm_head": (drafted, width), "midlayer.self_attn.q_proj": (width, 2 * width),
         "midlayer.self_attn.k_proj": (shared * each, 2 * width),
@@ -109,7 +112,7 @@ def write_random_head(folder: Path, size: Mapping[str, Any], dtype: torch.dtype)
         "midlayer.mlp.up_proj": (inner, width), "midlayer.mlp.down_proj": (width, inner),
     }  # fmt: skip
     tensors = {
-        f"{name}.weight": 0.02 * torch.randn(shape, generator=generator, dtype=dtype)
+        f"{name}.weight": (0.02 * torch.randn(shape, dtype=dtype, device=device)).cpu()
         for name, shape in shapes.items()
     }
     norms = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")
@@ -178,24 +181,39 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def decode(
-    target: Target, drafter: Drafter | None, prompt: Sequence[int], tokens: int
-) -> tuple[float, float]:
-    """Return tokens per second after the first one, and tokens per step."""
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+class Measured(NamedTuple):
+    """One run: tokens per second and step, and the median milliseconds of a step for drafting and verifying."""
+
+    tokens_per_second: float
+    tokens_per_step: float
+    draft_ms: float | None = None
+    verify_ms: float | None = None
+
+
+def decode(target: Target, drafter: Drafter | None, prompt: Sequence[int], tokens: int) -> Measured:
+    """Decode one prompt; the speed is that after the first token."""
     policy = None if drafter is None else FixedLength(GAMMA)
     run = GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=tokens, ignore_eos=True)
-    first, steps = 0.0, -1
+    first = 0.0
     for _ in run:
-        first, steps = first or time.perf_counter(), steps + 1
-    took = time.perf_counter() - first
-    made = len(run.result().token_ids) - 1
-    return made / took, made / steps
+        first = first or time.perf_counter()
+    took, made = time.perf_counter() - first, run.result()
+    times = [step.times for step in made.steps]
+    tokens = len(made.token_ids) - 1
+    draft, verify = (
+        1e3 * statistics.median(each) for each in zip(*((t.draft_s, t.verify_s) for t in times), strict=True)
+    )
+    return Measured(tokens / took, tokens / len(times), draft, verify)
 
 
 def decode_many(
     target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tokens: int
-) -> tuple[float, float]:
-    """Return tokens per second of all requests together, and tokens per step."""
+) -> Measured:
+    """Decode prompts together; the speed is that of all of them."""
     began = time.perf_counter()
     runs = speculative_generate_many(
         prompts, target, drafter, gamma=None if drafter is None else GAMMA, max_batch=len(prompts),
@@ -208,11 +226,11 @@ def decode_many(
         if isinstance(each, Exception):
             raise each
         made, steps = made + len(each.token_ids), steps + len(each.steps)
-    return made / took, (made - len(results)) / steps
+    return Measured(made / took, (made - len(results)) / steps)
 
 
-def generate(model: Any, prompt: Sequence[int], tokens: int, cache: str | None) -> tuple[float, float]:
-    """Return tokens per second of ``generate`` after the first one, and tokens per step."""
+def generate(model: Any, prompt: Sequence[int], tokens: int, cache: str | None) -> Measured:
+    """Decode one prompt with ``generate``; the speed is that after the first token."""
     ids = torch.tensor([prompt], device=model.device)
     times: list[float] = []
 
@@ -226,14 +244,14 @@ def generate(model: Any, prompt: Sequence[int], tokens: int, cache: str | None) 
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
         cache_implementation=cache, stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
     )  # fmt: skip
-    return (tokens - 1) / (times[-1] - times[0]), 1.0
+    return Measured((tokens - 1) / (times[-1] - times[0]), 1.0)
 
 
 class Bench:
-    """The sides of one pair.
+    """The sides of one target.
 
     Args:
-        name: One of ``PAIRS``.
+        name: One of ``TARGETS``.
         given: The command line.
         end: When to stop, on the clock of ``time.monotonic``.
     """
@@ -244,23 +262,27 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         choice = Random(0)
-        large, small = PAIRS[name]
-        self.size = SIZES["tiny" if given.tiny else large]
-        self.small = None if small == "head" else SIZES["tiny" if given.tiny else small]
+        self.size = self.sized(name)
         tokens = min(DRAFTED, self.size["vocab_size"])
         self.prompts = [
             [choice.randrange(1, tokens) for _ in range(given.prompt_tokens)] for _ in range(max(BATCHES))
         ]
         self.script = Script(given.prompt_tokens + given.tokens + 4 * GAMMA, tokens, self.device)
 
+    def sized(self, name: str) -> dict[str, Any]:
+        return SIZES["tiny" if self.given.tiny else name]
+
     def model(self, size: Mapping[str, Any], seed: int) -> transformers.PreTrainedModel:
         return random_model(size, self.device, self.dtype, seed)
 
-    def drafter(self, target: Target, cache: CacheKind) -> Drafter:
-        if self.small is not None:
-            return wrap_drafter(wrap_model(self.model(self.small, 1), None, "drafter"), target, cache=cache)
+    def drafter(self, name: str, target: Target, cache: CacheKind) -> Drafter:
+        if name != "head":  # without a tokenizer to compare, both have as many tokens
+            size = {**self.sized(name), "vocab_size": self.size["vocab_size"]}
+            small = wrap_model(self.model(size, 1), None, "drafter")
+            return wrap_drafter(small, target, cache=cache)
         with tempfile.TemporaryDirectory() as folder:
-            return load_drafter(str(write_random_head(Path(folder), self.size, self.dtype)), target)
+            head = write_random_head(Path(folder), self.size, self.dtype, self.device)
+            return load_drafter(str(head), target)
 
     def run(self) -> None:
         """Measure all sides."""
@@ -274,28 +296,30 @@ class Bench:
                 continue
             target = wrap_target(model, name="target", cache=cache, pack=False)
             with self.script.played(target):
-                for kind in ("plain", f"γ={GAMMA}"):
-                    drafter = None if kind == "plain" else self.drafter(target, cache)
-                    self.measure(f"{kind}, {cache} cache", 1, partial(self.single, target, drafter))
+                sides = {PLAIN: None, **{f"{DRAFTED_BY} {each}": each for each in TARGETS[self.name]}}
+                for side, drafted in sides.items():
+                    if time.monotonic() > self.end:
+                        self.skipped.append(f"{side}, {cache} cache (no time left)")
+                        continue
+                    try:
+                        drafter = None if drafted is None else self.drafter(drafted, target, cache)
+                    except (SpecbenchError, RuntimeError) as error:
+                        self.skipped.append(f"{side}, {cache} cache ({first_line(error)})")
+                        continue
+                    self.measure(f"{side}, {cache} cache", 1, partial(self.single, target, drafter))
                     for batch in BATCHES if cache == "dynamic" else ():
-                        self.measure(f"{kind}, batch {batch}", batch, partial(self.many, target, drafter))
+                        self.measure(f"{side}, batch {batch}", batch, partial(self.many, target, drafter))
 
-    def theirs(self, model: Any, cache: str | None, prompts: Sequence[Sequence[int]]) -> tuple[float, float]:
+    def theirs(self, model: Any, cache: str | None, prompts: Sequence[Sequence[int]]) -> Measured:
         return generate(model, prompts[0], self.given.tokens, cache)
 
-    def single(
-        self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]
-    ) -> tuple[float, float]:
+    def single(self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]) -> Measured:
         return decode(target, drafter, prompts[0], self.given.tokens)
 
-    def many(
-        self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]
-    ) -> tuple[float, float]:
+    def many(self, target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]]) -> Measured:
         return decode_many(target, drafter, prompts, self.given.tokens)
 
-    def measure(
-        self, side: str, batch: int, once: Callable[[Sequence[Sequence[int]]], tuple[float, float]]
-    ) -> None:
+    def measure(self, side: str, batch: int, once: Callable[[Sequence[Sequence[int]]], Measured]) -> None:
         """Measure a side in some rounds, after one that is not counted."""
         if time.monotonic() > self.end:
             self.skipped.append(f"{side} (no time left)")
@@ -306,35 +330,40 @@ class Bench:
             first_s = time.perf_counter() - began
             taken = [once((2 * self.prompts)[i : i + batch]) for i in range(1, self.given.rounds + 1)]
         except (SpecbenchError, RuntimeError, ValueError) as error:
-            self.skipped.append(f"{side} ({str(error).partition(chr(10))[0]})")
+            self.skipped.append(f"{side} ({first_line(error)})")
             return
-        speeds = [speed for speed, _ in taken]
-        self.rows.append(
-            {
-                "pair": self.name, "side": side, "batch": batch, "first_s": round(first_s, 2),
-                "tokens_per_second": round(statistics.median(speeds), 2), "slowest": round(min(speeds), 2),
-                "fastest": round(max(speeds), 2), "tokens_per_step": round(statistics.median(t for _, t in taken), 3),
-            }
-        )  # fmt: skip
+        speeds = [each.tokens_per_second for each in taken]
+        row = {
+            "target": self.name, "side": side, "batch": batch, "first_s": round(first_s, 2),
+            "tokens_per_second": round(statistics.median(speeds), 2), "slowest": round(min(speeds), 2),
+            "fastest": round(max(speeds), 2),
+        }  # fmt: skip
+        for name in ("tokens_per_step", "draft_ms", "verify_ms"):
+            known = [value for each in taken if (value := getattr(each, name)) is not None]
+            row |= {name: round(statistics.median(known), 3)} if known else {}
+        self.rows.append(row)
         print(
-            f"{self.name:12} {side:40} {self.rows[-1]['tokens_per_second']:10.1f} tokens/s, first {first_s:.1f} s",
+            f"{self.name:5} {side:40} {row['tokens_per_second']:10.1f} tokens/s, first {first_s:.1f} s",
             flush=True,
         )
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return, of one pair, our best over the best ``generate``, and speculative over plain by cache and batch."""
+    """Return, of one target, our best over the best ``generate``, and speculative over plain by cache and batch."""
     speeds = {row["side"]: row["tokens_per_second"] for row in rows}
     theirs = [speed for side, speed in speeds.items() if side.startswith("transformers")]
     found = {}
-    for kind in ("plain", f"γ={GAMMA}"):
-        ours = [speed for side, speed in speeds.items() if side.startswith(kind) and "cache" in side]
+    for kind in dict.fromkeys(
+        side.partition(",")[0] for side in speeds if not side.startswith("transformers")
+    ):
+        ours = [speed for side, speed in speeds.items() if side.startswith(f"{kind},") and "cache" in side]
         if ours and theirs:
             found[f"best {kind} / best generate"] = round(max(ours) / max(theirs), 3)
     for side, speed in speeds.items():
-        plain = speeds.get(side.replace(f"γ={GAMMA}", "plain"))
-        if plain and side.startswith("γ"):
-            found[f"{side} / plain"] = round(speed / plain, 3)
+        kind, _, where = side.partition(", ")
+        plain = speeds.get(f"{PLAIN}, {where}")
+        if plain and kind.startswith(DRAFTED_BY):
+            found[f"{side} / {PLAIN}"] = round(speed / plain, 3)
     return found
 
 
@@ -343,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pair", choices=[*PAIRS], nargs="+", default=[*PAIRS])
+    parser.add_argument("--target", choices=[*TARGETS], nargs="+", default=[*TARGETS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -365,8 +394,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "prompt_tokens": given.prompt_tokens, "gamma": GAMMA, "right": RIGHT, "tiny": given.tiny,
         "sides": [], "ratios": {}, "skipped": {},
     }  # fmt: skip
-    for number, name in enumerate(given.pair):
-        share = (end - time.monotonic()) / (len(given.pair) - number)
+    for number, name in enumerate(given.target):
+        share = (end - time.monotonic()) / (len(given.target) - number)
         bench = Bench(name, given, time.monotonic() + share)
         bench.run()
         result["sides"] += bench.rows

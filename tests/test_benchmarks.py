@@ -36,6 +36,7 @@ from tiny import save_tiny, tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specbench.backends.torch.kernels.surgery import pack_linears
+from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
@@ -63,34 +64,52 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("pair", "compiled"),
-    [("1.5b+0.5b", False), ("7b+head", False), pytest.param("1.5b+0.5b", True, marks=pytest.mark.slow)],
+    ("target", "compiled"),
+    [("1.5b", False), ("7b", False), pytest.param("1.5b", True, marks=pytest.mark.slow)],
 )
-def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(pair, compiled, tmp_path, capsys, monkeypatch):
+def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(target, compiled, tmp_path, capsys, monkeypatch):
     """``compiled``: what ``torch.compile`` captures is run as it is."""
     monkeypatch.setattr(gpu, "BATCHES", (3,))
     if compiled:
         monkeypatch.setitem(gpu.COMPILERS, "cpu", "eager")
     sizes = ["--tokens", "24", "--prompt-tokens", "8", "--rounds", "1", "--out", str(tmp_path / "gpu.json")]
-    assert gpu.main(["--device", "cpu", "--tiny", "--pair", pair, *sizes]) == 0
+    assert gpu.main(["--device", "cpu", "--tiny", "--target", target, *sizes]) == 0
     found = last_json(capsys)
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == found
-    assert found["skipped"] == {pair: [] if compiled else ["compiled passes (a CPU has native ones instead)"]}
+    assert found["skipped"] == {
+        target: [] if compiled else ["compiled passes (a CPU has native ones instead)"]
+    }
     steps = {row["side"]: row["tokens_per_step"] for row in found["sides"]}
-    caches = [f"{kind}, {cache} cache" for kind in ("plain", "γ=4") for cache in gpu.CACHES[not compiled :]]
+    kinds = ("plain", *(f"γ=4 with {each}" for each in gpu.TARGETS[target]))
+    places = [*(f"{cache} cache" for cache in gpu.CACHES[not compiled :]), "batch 3"]
     assert steps.keys() == {
-        "transformers generate, dynamic cache", "transformers generate, static cache", *caches,
-        "plain, batch 3", "γ=4, batch 3",
+        "transformers generate, dynamic cache", "transformers generate, static cache",
+        *(f"{kind}, {place}" for kind in kinds for place in places),
     }  # fmt: skip
+    drafted = {side: each for side, each in steps.items() if side.startswith("γ")}
     for side, each in steps.items():
-        assert each == (pytest.approx(steps["γ=4, dynamic cache"]) if side.startswith("γ") else 1.0)
-    assert steps["γ=4, dynamic cache"] > 2
-    assert set(found["ratios"][pair]) >= {"best plain / best generate", "γ=4, static cache / plain"}
+        assert each == (pytest.approx(next(iter(drafted.values()))) if side in drafted else 1.0)
+    assert min(drafted.values()) > 2
+    assert all(row["draft_ms"] > 0 for row in found["sides"] if row["side"] in drafted and row["batch"] == 1)
+    assert set(found["ratios"][target]) >= {"best plain / best generate", f"{kinds[1]}, static cache / plain"}
+
+
+def test_the_gpu_benchmark_goes_on_where_a_drafter_fails(capsys, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise UsageError("It does not fit.")
+
+    monkeypatch.setattr(gpu, "wrap_drafter", fails)
+    monkeypatch.setattr(gpu, "BATCHES", (2,))
+    sizes = ["--tokens", "8", "--prompt-tokens", "8", "--rounds", "1"]
+    assert gpu.main(["--device", "cpu", "--tiny", "--target", "7b", *sizes]) == 0
+    found = last_json(capsys)
+    assert "γ=4 with 0.5b, static cache (It does not fit.)" in found["skipped"]["7b"]
+    assert "γ=4 with head, batch 2" in {row["side"] for row in found["sides"]}
 
 
 def test_the_gpu_benchmark_names_what_it_has_no_time_for(capsys):
-    assert gpu.main(["--device", "cpu", "--tiny", "--pair", "7b+head", "--minutes", "0"]) == 0
-    assert "plain, static cache (no time left)" in last_json(capsys)["skipped"]["7b+head"]
+    assert gpu.main(["--device", "cpu", "--tiny", "--target", "7b", "--minutes", "0"]) == 0
+    assert "plain, static cache (no time left)" in last_json(capsys)["skipped"]["7b"]
     if not torch.cuda.is_available():
         assert gpu.main([]) == 1
         assert "no GPU that torch sees" in capsys.readouterr().err
