@@ -396,7 +396,7 @@ class CacheOptions:
             "--compile",
             None,
             "Compile forward passes of fixed shapes for a GPU (torch.compile), each size at its first use, which"
-            " takes a while. Uses the static cache.",
+            " takes some seconds. Uses the static cache.",
         ),
     ] = False
 
