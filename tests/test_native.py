@@ -620,14 +620,16 @@ def test_rows_attend_to_what_their_requests_hold(level):
             assert relative(rows, expected.transpose(0, 1)) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [4, 100])
 @pytest.mark.parametrize("past", [254, 255, 256, 511, 700])
-def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past):
+def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past, rows):
+    """Threads share the parts of few rows, not those of many."""
     choice = torch.Generator().manual_seed(past)
-    rows = 4
     query = torch.randn(rows, 6, 48, generator=choice)
     tree = torch.rand(rows, past + rows, generator=choice) < 0.5
     tree[:, 256:512] &= torch.arange(rows)[:, None] > 0  # row 0 sees nothing of the second part
-    tree[:, 0] = True
+    tree[:, :256] &= torch.arange(rows)[:, None] != 1  # and row 1 nothing of the first
+    tree[0, 0] = tree[1:, -1] = True
     for dtype in (torch.float32, torch.bfloat16):
         keys, values = (torch.randn(1, 2, past + rows, 48, generator=choice).to(dtype) for _ in range(2))
         k, v = (each[0].float().repeat_interleave(3, 0) for each in (keys, values))
@@ -636,7 +638,7 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
             seen = torch.ones(rows, past + rows, dtype=torch.bool).tril(past) if mask is None else mask
             expected = scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=seen)
             assert relative(found, expected.transpose(0, 1)) < 1e-5
-            for row in range(rows):
+            for row in {*range(3), *range(rows - 1, 3, -9)}:
                 own = None if mask is None else mask[row : row + 1]
                 alone = native.NativeRequest(1, past + row if own is None else past + rows - 1, own)
                 assert torch.equal(

@@ -50,7 +50,8 @@ enum {
     SPINS = 400,        /* looks at a stage before the core is given away */
     YIELDS = 100,       /* so many times, before the thread sleeps */
     KEYS = 64,
-    KEYS_OF_PART = 256, /* that a thread takes at once */
+    KEYS_OF_PART = 256, /* whose sums are joined with those of others */
+    PIECES_FOR_A_THREAD = 4, /* of attention */
     KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
     HEADS_TOGETHER = 32, /* of all rows that take the same keys at once */
@@ -245,7 +246,8 @@ typedef struct {
     void (*gate)(float *, const float *, int, int);
     void (*rotate)(float *, const float *, const float *, int);
     void (*attend)(const Attention *);
-    void (*join)(const Attention *, const float *, int64_t, int, float *);
+    void (*join)(const Attention *, const float *, float *);
+    void (*average)(const Attention *, const float *, float *);
     void (*softmax)(PromptRows *, int, int, int, int, int, float);
     void (*pack)(const Packing *, int);
     void (*unpack)(const Block *, const uint32_t *, int, uint16_t *);
@@ -597,12 +599,12 @@ static void finish(Stage *stage, int done) {
     if (atomic_load(&stage->asleep)) syscall(SYS_futex, &stage->done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* What the rows of a pass attend to is taken in parts of KEYS_OF_PART positions, so that threads have equal shares of long
- * contexts, and rows find keys and values in the nearest caches. */
+/* What the rows of a pass attend to is taken in parts of KEYS_OF_PART positions, which are joined in their order. A row has
+ * the same bits whether one thread takes all its parts, or, with few rows, threads share them. */
 typedef struct {
-    int most, largest; /* parts of a row at most, and numbers of one */
+    int most, largest; /* parts of a row that threads share at most, 1 if they share none; numbers of what is found in one */
     int together;      /* rows to a piece */
-    float *found;      /* [rows, shared, most, largest] */
+    float *found;      /* [rows, shared, most, largest] if parts are shared */
     atomic_int *done;  /* [rows, shared], parts */
 } Parts;
 
@@ -854,9 +856,28 @@ INLINE int pieces_of_attention(const Pass *pass, const Parts *parts) {
 
 INLINE int parts_of(const Attention *a) { return (a->count - a->first + KEYS_OF_PART - 1) / KEYS_OF_PART; }
 
-/* Some rows attend to a part of the positions with the heads that share keys and values. Rows of a request that have the
- * same parts do so at once, and who does the last part of a row joins them. Rows of `query` and `out` are `stride` numbers
- * apart; what rows find is also put into `given`, unless that is NULL. */
+INLINE void take_part_of(Attention *some, const Attention *all, int part) {
+    some->first = all->first + part * KEYS_OF_PART;
+    some->end = some->first + KEYS_OF_PART;
+}
+
+/* Rows attend to all parts, one after the other. */
+static void attend_to_all(const Ways *ways, const Attention *rows, int parts, int largest) {
+    float found[HEADS_TOGETHER * (MOST_SIZE + 2 + PANEL)], all[HEADS_TOGETHER * (MOST_SIZE + 2 + PANEL)];
+    Attention some = *rows;
+    some.part_stride = largest;
+    for (int part = 0; part < parts; part++) {
+        some.part = part ? found : all;
+        take_part_of(&some, rows, part);
+        ways->attend(&some);
+        for (int r = 0; part && r < rows->rows; r++) ways->join(rows, found + r * largest, all + r * largest);
+    }
+    for (int r = 0; r < rows->rows; r++) ways->average(rows, all + r * largest, rows->out + r * rows->stride);
+}
+
+/* Some rows attend to a part of the positions, or to all, with the heads that share keys and values. Rows of a request that
+ * have the same parts do so at once; of shared parts, who does the last one of a row joins them. Rows of `query` and `out`
+ * are `stride` numbers apart; what rows find is also put into `given`, unless that is NULL. */
 static void attend_to(
     const Pass *pass, const Ways *ways, const Parts *parts, int place, int window, int piece, const float *query,
     float *out, int64_t stride, const Given *given) {
@@ -868,7 +889,7 @@ static void attend_to(
     for (int row = begin, rows; row < end; row += rows) {
         const int64_t at = row * stride + (int64_t)head * own;
         Attention some = attention_of(pass, place, window, row, head, query + at, out + at);
-        const int all = parts_of(&some);
+        const int all = parts_of(&some), shared = parts->most > 1 && all > 1;
         for (rows = 1; row + rows < end && (rows + 1) * groups <= HEADS_TOGETHER; rows++) {
             const Attention next = attention_of(pass, place, window, row + rows, head, query, out);
             if (whose(pass, row + rows) != whose(pass, row) || next.first != some.first || parts_of(&next) != all) break;
@@ -878,19 +899,25 @@ static void attend_to(
         float *found = parts->found + (row * pairs + head) * largest;
         some.rows = rows;
         some.stride = stride;
-        if (all > 1) {
-            some.part = found + (int64_t)part * parts->largest;
-            some.part_stride = pairs * largest;
-            some.first += part * KEYS_OF_PART;
-            some.end = some.first + KEYS_OF_PART;
+        if (shared) {
+            Attention its_own = some;
+            its_own.part = found + (int64_t)part * parts->largest;
+            its_own.part_stride = pairs * largest;
+            take_part_of(&its_own, &some, part);
+            ways->attend(&its_own);
+        } else if (all > 1) {
+            attend_to_all(ways, &some, all, parts->largest);
+        } else {
+            ways->attend(&some);
         }
-        ways->attend(&some);
         for (int r = 0; r < rows; r++) {
-            if (all > 1) {
+            if (shared) {
                 atomic_int *done = &parts->done[(row + r) * pairs + head];
                 if (atomic_fetch_add_explicit(done, 1, memory_order_acq_rel) + 1 < all) continue;
                 atomic_store_explicit(done, 0, memory_order_relaxed); /* for the next layer */
-                ways->join(&some, found + r * pairs * largest, parts->largest, all, some.out + r * stride);
+                float *first = found + r * pairs * largest;
+                for (int p = 1; p < all; p++) ways->join(&some, first + p * parts->largest, first);
+                ways->average(&some, first, some.out + r * stride);
             }
             if (given) put(ways, some.out + r * stride, given, row + r, head * own, own);
         }
@@ -1040,12 +1067,15 @@ INLINE int larger(int a, int b) { return a > b ? a : b; }
 static Parts some_parts(Arena *arena, const Pass *pass) {
     const Model *model = pass->model;
     const int groups = model->heads / model->shared, pairs = pass->rows * model->shared;
+    const int shares = shares_for(pass->parallel, pass->threads), at_once = larger(1, HEADS_TOGETHER / groups);
+    const int alone = (pass->rows + at_once - 1) / at_once * model->shared; /* pieces, if threads share no parts */
     Parts found = {.most = 1, .largest = (groups * (model->size + 2) + PANEL - 1) / PANEL * PANEL};
-    for (const Request *request = pass->requests; request < pass->requests + pass->count; request++) {
+    const int shared = alone < PIECES_FOR_A_THREAD * shares || groups > HEADS_TOGETHER;
+    for (const Request *request = pass->requests; shared && request < pass->requests + pass->count; request++) {
         const int after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
         found.most = larger(found.most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
     }
-    found.together = pairs * found.most / (4 * shares_for(pass->parallel, pass->threads)); /* four pieces for a thread */
+    found.together = pairs * found.most / (PIECES_FOR_A_THREAD * shares);
     found.together = larger(1, found.together < pass->rows ? found.together : pass->rows);
     if (found.most == 1) return found;
     found.found = some(arena, (size_t)pairs * (size_t)found.most * (size_t)found.largest * sizeof(float));

@@ -285,7 +285,7 @@ INLINE TARGET void NAME(weigh_some)(
 INLINE TARGET void NAME(weigh)(
     const Attention *a, int first, int count, const uint8_t *mask, float scores[][KEYS], float sums[][MOST_SIZE],
     const int heads, const int is_bfloat16) {
-    const int sums_at_once = LANES, vectors = 4 * heads <= sums_at_once ? 4 : 2 * heads <= sums_at_once ? 2 : 1;
+    const int vectors = 4 * heads <= LANES ? 4 : 2 * heads <= LANES ? 2 : 1; /* LANES sums at once, at most */
     int i = 0;
     for (; i + vectors * LANES <= a->size; i += vectors * LANES)
         NAME(weigh_some)(a, first, count, mask, scores, sums, i, vectors, heads, is_bfloat16);
@@ -364,23 +364,28 @@ INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
     }
 }
 
-/* What heads found in parts of the positions becomes what they find in all. */
-TARGET static void NAME(join)(const Attention *a, const float *parts, int64_t stride, int count, float *joined) {
+/* What heads found in a part of the positions is added to what they found in those before: of every head the sums of
+ * values, then of all heads the highest score, then their weight. */
+TARGET static void NAME(join)(const Attention *a, const float *part, float *all) {
+    const int size = a->size, scores = a->groups * size, weights = scores + a->groups;
+    for (int g = 0; g < a->groups; g++) {
+        if (part[weights + g] == 0.0f) continue; /* all masked */
+        const float *found = part + g * size, highest = fmaxf(all[scores + g], part[scores + g]);
+        const float faded = expf(all[scores + g] - highest), own = expf(part[scores + g] - highest);
+        float *sums = all + g * size;
+        for (int i = 0; i < size; i += LANES)
+            F_STORE(sums + i, F_FMA(F_SET(own), F_LOAD(found + i), F_MUL(F_LOAD(sums + i), F_SET(faded))));
+        all[scores + g] = highest;
+        all[weights + g] = all[weights + g] * faded + own * part[weights + g];
+    }
+}
+
+/* The mean of values, by their weight, of what heads found in all parts. */
+TARGET static void NAME(average)(const Attention *a, const float *all, float *out) {
     const int size = a->size;
     for (int g = 0; g < a->groups; g++) {
-        const float *sums = parts + g * size, *most = parts + a->groups * size + g, *weight = most + a->groups;
-        float *out = joined + (int64_t)g * size, highest = -INFINITY, total = 0.0f;
-        for (int p = 0; p < count; p++) highest = fmaxf(highest, most[p * stride]);
-        memset(out, 0, sizeof(float) * (size_t)size);
-        for (int p = 0; p < count; p++) {
-            if (weight[p * stride] == 0.0f) continue; /* all masked */
-            const float faded = expf(most[p * stride] - highest);
-            total += faded * weight[p * stride];
-            for (int i = 0; i < size; i += LANES)
-                F_STORE(out + i, F_FMA(F_SET(faded), F_LOAD(sums + p * stride + i), F_LOAD(out + i)));
-        }
-        VF scale = F_SET(1.0f / total);
-        for (int i = 0; i < size; i += LANES) F_STORE(out + i, F_MUL(F_LOAD(out + i), scale));
+        VF scale = F_SET(1.0f / all[a->groups * (size + 1) + g]);
+        for (int i = g * size; i < (g + 1) * size; i += LANES) F_STORE(out + i, F_MUL(F_LOAD(all + i), scale));
     }
 }
 
@@ -674,7 +679,7 @@ TARGET static void NAME(recur)(const DeltaRule *rule, int piece) {
 
 static const Ways NAME(ways) = {
     .quantize = NAME(quantize), .products = {NAME(product), HALVES_ALONE, NAME(product_of_numbers)}, .halve = HALVE, .norm = NAME(norm), .add = NAME(add), .gate = NAME(gate),
-    .rotate = NAME(rotate), .attend = NAME(attend_one), .join = NAME(join), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
+    .rotate = NAME(rotate), .attend = NAME(attend_one), .join = NAME(join), .average = NAME(average), .softmax = NAME(softmax), .pack = NAME(pack), .unpack = UNPACK, .recur = NAME(recur),
 };
 
 #undef LANES
