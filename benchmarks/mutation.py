@@ -398,9 +398,8 @@ MUTANTS = (
     Mutant(
         "the generator is seeded again for every draw",
         "decoding/sampling.py:Randomness.draw",
-        "u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)",
-        "self.generator.manual_seed(0)\n"
-        "u = torch.rand(1, generator=self.generator, device=self._device, dtype=torch.float64)",
+        "u = float(torch.rand(1, generator=self.generator, dtype=torch.float64))",
+        "self.generator.manual_seed(0)\nu = float(torch.rand(1, generator=self.generator, dtype=torch.float64))",
         RANDOM,
     ),
     Mutant(
