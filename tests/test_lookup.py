@@ -352,3 +352,18 @@ def test_defaults_in_a_cascade():
     assert (str(Lookup()), str(cascaded)) == ("lookup", "lookup")
     assert (cascaded.n, cascaded.min) == (None, 2)
     assert str(front("lookup:n=5,min=1")) == "lookup:n=5,min=1"
+
+
+def test_a_copy_that_was_not_taken_is_not_continued():
+    """In a cascade the model may draft another token in its place."""
+    context = [1, 2, 3, 4, 7, 3, 9, 1, 2]
+    drafter = LookupDrafter()
+    drafter.begin(context)
+    drafter.read(context)
+    for taken, expected in ((3, 4), (7, 3)):
+        guess = drafter.guess(context, [], Sampling())
+        assert guess is not None
+        assert guess.token == 3
+        guess = drafter.guess(context, [taken], Sampling())
+        assert guess is not None
+        assert guess.token == expected

@@ -22,11 +22,15 @@ _PLACES = 32
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A copy in progress: ``position`` of the text gets the token at ``source``, after ``match`` equal tokens."""
+    """A copy in progress: ``position`` of the text gets the token at ``source``, after ``match`` equal tokens.
+
+    The last of these is ``token``, if the copy was taken.
+    """
 
     position: int
     source: int
     match: int
+    token: int | None = None
 
 
 def _evidence(match: int) -> float:
@@ -72,13 +76,13 @@ class LookupDrafter(FreeDrafter):
         """Continue the copy; after a token of another drafter, search again."""
         position = len(context) + len(drafted)
         copying = self._copying
-        if copying is None or copying.position != position:
+        if copying is None or copying.position != position or copying.token != drafted[-1]:
             source, match = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
             if source is None:
                 return None
             copying = _Copying(position, source, match)
         token = _token_at(copying.source, context, drafted)
-        self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1)
+        self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1, token)
         return Guess(token, _evidence(copying.match))
 
     def take_in(self, context: Sequence[int], first: int) -> None:
