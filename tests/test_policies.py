@@ -399,6 +399,7 @@ def test_a_room_of_nothing_is_answered_with_nothing(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_pass_of_the_drafter_gives_a_draft(rule):
     drafter = model()
+    drafter.guesses = None
     _, steps = decode(RULES[rule](), drafter)
     assert len(drafter.scorer.passes) == sum(step.gamma for step in steps)
 

@@ -73,6 +73,7 @@ def test_a_long_prompt_is_read_in_part():
 def test_the_next_prompt_of_a_conversation_takes_up_what_is_still_read():
     scorer = ScriptedScorer(TABLE, VOCAB)
     drafter = WindowDrafter(scorer, "window", WINDOW)
+    drafter.guesses = None
     scorer.resume = scorer.cache.rollback  # type: ignore[attr-defined]
     first = [1, 2, 3, 4] * 10
     drafter.begin(first)

@@ -202,7 +202,7 @@ def time_passes(
     from specbench.decoding.protocols import ForwardRequest, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.decoding.verdicts import top
-    from specbench.drafters.parts import context_limit
+    from specbench.drafters.parts import context_limit, without_guesses
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTree
 
@@ -262,7 +262,8 @@ def time_passes(
         **{job: partial(draft, drafters[name], _DRAFTED) for job, name in longer.items()},
         **{(name, nodes): partial(draft, drafters[name], nodes=nodes) for name, nodes in trees},
     }
-    times = time_in_turn(jobs, rounds, order, progress)
+    with without_guesses(drafters.values()):
+        times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
     target = [
         TargetTimes(tokens=n, seconds=times[n], context_tokens=length, experts=experts[n]) for n in widths

@@ -42,6 +42,7 @@ class Draft:
         prefill_s: Seconds in which the drafter first read the prompt, or caught up with more than a few tokens.
         passes: Forward passes of the draft so far; a token with a match confidence took none. ``None`` where they are
             not counted: one per token.
+        next_is_read: Whether the model has read all of the draft, as guesses: its next token takes no pass.
         rejected_guess: A certain token without a forward pass that the policy did not want; the target's token in its
             place shows whether it was right.
         parents: By token the index of its parent, -1 for the context; parents come first. ``None`` for a chain.
@@ -57,6 +58,7 @@ class Draft:
     match_confidence: list[float] | None = None
     prefill_s: float = 0.0
     passes: int | None = None
+    next_is_read: bool = False
     rejected_guess: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None

@@ -84,8 +84,9 @@ class CascadeDrafter(Drafter):
         mixed = MixedDraft(self.free, policy, self.free.read(context))
         draft, policy = mixed.draft, mixed.policy
         limit = policy.begin(budget)
-        with self.model.drafting():
+        with self.model.drafting(context, draft):
             while mixed.continues(context, budget, limit, sampling):
+                draft.next_is_read = self.model.has_read(draft)
                 guess = self.free.allowed_guess(context, draft.tokens, sampling)
                 if guess is not None:
                     draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
@@ -100,7 +101,7 @@ class CascadeDrafter(Drafter):
                 else:
                     if not (self._may_draw(context, draft) and policy.expand(draft)):
                         break
-                    drawn = yield from self.model.draw(context, draft, policy, sampling, random)
+                    drawn = yield from self.model.draw(context, draft, policy, sampling, random, limit)
                     if drawn is None:
                         break
                     mixed.add_drawn(*drawn)
@@ -108,7 +109,7 @@ class CascadeDrafter(Drafter):
         return mixed.finished()
 
     def _may_draw(self, context: Sequence[int], draft: Draft) -> bool:
-        allowed = self.max_passes is None or (draft.passes or 0) < self.max_passes
+        allowed = self.max_passes is None or draft.next_is_read or (draft.passes or 0) < self.max_passes
         return allowed and self.model.can_read(context, draft.tokens)
 
     def update(self, outcome: StepOutcome) -> None:

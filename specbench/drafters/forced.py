@@ -57,5 +57,6 @@ class UnforcedPolicy(DraftPolicy):
         seen.match_confidence = [each for i, each in enumerate(guessed) if i not in forced]
         if draft.logits is not None:
             seen.logits = [each for i, each in enumerate(draft.logits) if i not in forced]
-        seen.passes, seen.rejected_guess = draft.passes, draft.rejected_guess
+        seen.passes, seen.next_is_read = draft.passes, draft.next_is_read
+        seen.rejected_guess = draft.rejected_guess
         return seen

@@ -16,6 +16,7 @@ class HeadDrafter(ModelDrafter):
     """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
 
     scorer: AnyHeadScorer  # type: ignore[assignment]
+    _takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
     @property
     def layers(self) -> Sequence[int]:

@@ -19,6 +19,7 @@ from specbench.decoding.logits import DraftVocabulary, Logits
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.decoding.tree import grow_tree
 from specbench.decoding.verdicts import top
+from specbench.drafters.guesses import Guesses
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
@@ -47,16 +48,24 @@ class Drawn(NamedTuple):
 class ModelDrafter(Drafter):
     """Drafts with a causal language model, which has its own cache and reads the prompt at its first proposal.
 
+    Its passes over chains also read guesses, see ``Guesses``, where wrong ones are cheap to drop.
+
     Args:
         scorer: The model; its logits are as wide as the target's, or those of its ``DraftVocabulary``.
         name: Its name on the command line.
         clock: Times its prefill; ``None`` for the device's clock.
+
+    Attributes:
+        guesses: What its next passes may read ahead; ``None`` for a pass per token.
     """
+
+    _takes_guesses = True
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(name)
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
+        self.guesses = Guesses() if self._takes_guesses else None
         self._has_read = False
         self._read_nodes: list[int] = []  # nodes of the last tree that the model has read, in that order
         self._distributions = torch.empty(0, 0)
@@ -83,14 +92,18 @@ class ModelDrafter(Drafter):
         return type(self)(scorer_like(self.scorer), self.name, self._clock)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._has_read = False
-        self._read_nodes = []
+        self._start_prompt()
         self.scorer.begin()
 
     def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
+        self._start_prompt()
+        self.scorer.resume(cached_tokens)
+
+    def _start_prompt(self) -> None:
         self._has_read = False
         self._read_nodes = []
-        self.scorer.resume(cached_tokens)
+        if self.guesses is not None:
+            self.guesses.begin()
 
     def unread(self, prompt: Sequence[int]) -> int:
         return max(0, self._own_length(len(prompt)) - self.scorer.cached_len)
@@ -120,9 +133,12 @@ class ModelDrafter(Drafter):
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return (yield from self._propose_unread(context, limit))
         draft = Draft(logits=[], passes=0)
-        with self.drafting():
-            while len(draft.tokens) < limit and policy.expand(draft):
-                drawn = yield from self.draw(context, draft, policy, sampling, random)
+        with self.drafting(context, draft):
+            while len(draft.tokens) < limit:
+                draft.next_is_read = self.has_read(draft)
+                if not policy.expand(draft):
+                    break
+                drawn = yield from self.draw(context, draft, policy, sampling, random, limit)
                 if drawn is None:
                     break
                 draft.logits.append(drawn.logits)  # type: ignore[union-attr]
@@ -140,7 +156,7 @@ class ModelDrafter(Drafter):
         random: Randomness,
     ) -> Decoding[Draft]:
         tree = GrowingTree(passes=0)
-        with self.drafting():
+        with self.drafting(context, tree):
             while nodes := policy.expand(tree):
                 self._read_nodes += [node for node in nodes if node >= 0]
                 logits = yield from self._frontier_logits(context, tree, len(nodes))
@@ -223,7 +239,7 @@ class ModelDrafter(Drafter):
         """Draft greedily without reading a token back from the device before the target has verified it."""
         tokens, vocabulary = DeviceTokens(), self.scorer.vocabulary
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
-        with self.drafting():
+        with self.drafting(context, draft):
             for _ in range(length):
                 logits = yield from self._next_logits(context, draft)
                 draft.logits.append(Logits(logits[0], vocabulary))  # type: ignore[union-attr]
@@ -231,10 +247,15 @@ class ModelDrafter(Drafter):
                 tokens.append(best if vocabulary is None else vocabulary.tokens.take(best))
         return draft
 
+    def has_read(self, draft: Draft) -> bool:
+        """Return whether the last pass has given the logits after this draft."""
+        return self.guesses is not None and self.guesses.has_read(draft.tokens)
+
     @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Surround the forward passes of a step."""
+    def drafting(self, context: Sequence[int], draft: Draft) -> Iterator[None]:
+        """Surround the forward passes of a step, after which the cache holds no wrong guesses."""
         yield
+        self._drop_guesses(context, draft)
 
     def draw(
         self,
@@ -243,13 +264,18 @@ class ModelDrafter(Drafter):
         policy: DraftPolicy,
         sampling: Sampling,
         random: Randomness,
+        limit: int,
     ) -> Decoding[Drawn | None]:
-        """Run a forward pass and draw the token after ``context + draft.tokens``.
+        """Draw the token after ``context + draft.tokens``, after a forward pass unless the last one has read so far.
+
+        Args:
+            context, draft, policy, sampling, random: See ``propose``.
+            limit: The longest draft.
 
         Returns:
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
-        logits = yield from self._next_logits(context, draft)
+        logits = yield from self._chain_logits(context, draft, sampling, limit)
         known = Logits(logits[0], self.scorer.vocabulary, self._predicted_acceptance())
         if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
             return None
@@ -272,12 +298,56 @@ class ModelDrafter(Drafter):
         """Return the predicted acceptance of the token after the last row, see ``Logits``."""
         return None
 
-    def _next_logits(self, context: Sequence[int], draft: Draft) -> Decoding[torch.Tensor]:
-        """Return the logits after context and draft, one row. A prefill or catching up is timed as drafting."""
+    def _chain_logits(
+        self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int
+    ) -> Decoding[torch.Tensor]:
+        """Return the logits after context and draft, one row; for the arguments see ``draw``."""
+        if self.guesses is None or not self._reads_guesses:
+            return (yield from self._next_logits(context, draft))
+        known = self.guesses.row_after(draft.tokens)
+        if known is not None:
+            return known
+        self._drop_guesses(context, draft)
+        most = limit - 1 - len(draft.tokens)  # no more than the chain can use
+        guesses: Sequence[int] = self.guesses.find(context, draft.tokens, most, sampling)
+        if not self.can_read(context, [*draft.tokens, *guesses]):
+            guesses = ()
+        logits = yield from self._next_logits(context, draft, guesses)
+        if guesses:
+            self.guesses.keep(draft.tokens, guesses, logits)
+        return logits[:1]
+
+    @property
+    def _reads_guesses(self) -> bool:
+        """Whether the next pass may read guesses.
+
+        A wrong one is dear to drop where there are recurrent states or sliding windows, which hold what one rollback
+        per step needs; a pass over an empty cache may run what follows the prompt separately; in a batch others would
+        wait for the rows, and the pass is made for them anyway. On GPUs it is not measured.
+        """
+        scorer = self.scorer
+        alone = scorer.batch is None and scorer.device.type not in _READ_LATE
+        return alone and scorer.reads_trees and scorer.cached_len > 0
+
+    def _drop_guesses(self, context: Sequence[int], draft: Draft) -> None:
+        """Roll back what the last pass has read besides context and draft."""
+        right = None if self.guesses is None else self.guesses.settle(draft.tokens)
+        if right is not None:
+            self.scorer.rollback(self._own_length(len(context)) + right)
+
+    def _next_logits(
+        self, context: Sequence[int], draft: Draft, guesses: Sequence[int] = ()
+    ) -> Decoding[torch.Tensor]:
+        """Return the logits after context and draft and after each guess, [1 + guesses, vocab].
+
+        A prefill or catching up is timed as drafting.
+        """
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
         held = self.scorer.cached_len
         catching_up = held > 0 and len(asked.context) + len(asked.tokens) - held > _FEW
+        if guesses:
+            asked = asked._replace(tokens=[*asked.tokens, *guesses], rows=1 + len(guesses))
         if (self._has_read or held > 0) and not catching_up:
             return (yield asked).logits
         self._has_read = True
@@ -340,7 +410,7 @@ class SelfDrafter(ModelDrafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new prompt; the target has emptied the shared cache."""
-        self._has_read = False
+        self._start_prompt()
 
     def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
         """Start a new prompt; the target has rolled the shared cache back."""
@@ -351,10 +421,11 @@ class SelfDrafter(ModelDrafter):
         return 0
 
     @contextmanager
-    def drafting(self) -> Iterator[None]:
+    def drafting(self, context: Sequence[int], draft: Draft) -> Iterator[None]:
         """Restore the cache afterwards."""
         verified = self.scorer.cached_len
-        yield
+        with super().drafting(context, draft):
+            yield
         if self.scorer.cached_len > verified:
             self.scorer.rollback(verified)
 

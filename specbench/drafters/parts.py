@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from specbench.drafters.cascade import CascadeDrafter
@@ -28,3 +30,16 @@ def context_limit(drafter: Drafter) -> int | None:
     """Return the longest context that all models of a drafter take; ``None`` without a limit."""
     limits = (model.context_limit for model in models_of(drafter))
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+@contextmanager
+def without_guesses(drafters: Iterable[Drafter]) -> Iterator[None]:
+    """Let models read no guesses within the block, so that each of their passes gives one token."""
+    kept = {model: model.guesses for drafter in drafters for model in models_of(drafter)}
+    for model in kept:
+        model.guesses = None
+    try:
+        yield
+    finally:
+        for model, guesses in kept.items():
+            model.guesses = guesses

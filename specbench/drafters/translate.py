@@ -81,6 +81,7 @@ class TranslatingDrafter(ModelDrafter):
     """
 
     takes_trees = False
+    _takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
     def __init__(
         self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None

@@ -256,7 +256,8 @@ class AutoLength(ChainPolicy):
         if self._probing:
             return passes == 0
         forced = self._exactly is not None or self._costs.timings == 0
-        return not self._paused and (forced or self._promise(k, chance, chance, self._after(passes)) > 0.0)
+        times = self._after(passes, draft.next_is_read)
+        return not self._paused and (forced or self._promise(k, chance, chance, times) > 0.0)
 
     def prefers_model(self, draft: Draft) -> bool:
         if self._paused or self._probing or self._costs.timings == 0:
@@ -267,16 +268,20 @@ class AutoLength(ChainPolicy):
         matched = self._matched.chance(log_odds(draft.match_confidence[k]))
         drawn = self._upcoming.chance(self._log_odds[-1] if k else self._last)
         # After a match either model passes or the copy continue.
-        model = self._after(passes)
+        model = self._after(passes, draft.next_is_read)
         taken = max(
             self._promise(k, matched, drawn, [0.0, *model]), self._promise(k, matched, matched, _FREE)
         )
         return self._promise(k, drawn, drawn, model) > taken
 
-    def _after(self, passes: int) -> Sequence[float]:
-        """Return the times of 0, 1, ... further passes of the drafter after so many in this step."""
+    def _after(self, passes: int, next_is_read: bool = False) -> Sequence[float]:
+        """Return the times of 0, 1, ... further tokens of the drafter's model after so many passes in this step.
+
+        Each takes a pass, except that the next one takes none if it ``next_is_read``, see ``Draft``.
+        """
         times = self._drafts_s
-        return [seconds - times[passes] for seconds in times[passes:]]
+        later = [seconds - times[passes] for seconds in times[passes:]]
+        return [0.0, *later] if next_is_read else later
 
     def _promise(self, k: int, chance: float, later: float, draft_s: Sequence[float]) -> float:
         """Return the expected tokens of the best draft after the first ``k``, less what its time earns otherwise.

@@ -1,0 +1,318 @@
+"""Guesses of prompt lookup in the passes of a drafter's model: the same drafts in fewer passes."""
+
+from __future__ import annotations
+
+import random as standard_random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
+from tiny import tiny_llama
+
+from specbench.backends.torch.caches import CACHE_KINDS
+from specbench.backends.torch.scorer import Scorer
+from specbench.bench.passes import time_passes
+from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest, run_to_end
+from specbench.decoding.records import Prefill, Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling, TopK
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.guesses import Guesses
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.parts import models_of
+from specbench.drafters.window import WindowDrafter
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.base import ChainPolicy
+from specbench.results.lines import DrafterTimes
+from specbench.specs.drafters import Lookup
+
+VOCAB = 4
+PROMPT = [1, 2, 3, 0, 1, 2, 3, 1, 2]
+TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
+
+
+class Careful(ScriptedScorer):
+    """Holds nothing but the very tokens of context and draft after every pass."""
+
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
+        rows = super().score(asked)
+        if asked.parents is None:
+            assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
+        return rows
+
+
+def own_model() -> ModelDrafter:
+    return ModelDrafter(Careful(DRAFT, VOCAB), "model")  # type: ignore[arg-type]
+
+
+def cascade(min_match: int = 2) -> CascadeDrafter:
+    return CascadeDrafter(LookupDrafter(Lookup(n=None, min=min_match)), own_model())
+
+
+DRAFTERS: dict[str, Callable[[ScriptedCache], Drafter]] = {
+    "model": lambda cache: own_model(),
+    "window": lambda cache: WindowDrafter(ScriptedScorer(DRAFT, VOCAB), "window", 6),  # type: ignore[arg-type]
+    "self": lambda cache: SelfDrafter(
+        Careful(DRAFT, VOCAB, cache=cache, own_entries_only=False),  # type: ignore[arg-type]
+        "self",
+    ),
+    "cascade": lambda cache: cascade(),
+    "cascade that seldom copies": lambda cache: cascade(4),
+}
+
+SAMPLINGS: dict[str, Sampling] = {
+    "greedy": Greedy(),
+    "multinomial": Multinomial(0.7),
+    "top-k": TopK(2),
+    "repetition penalty": Multinomial(0.8, repetition_penalty=1.3),
+    "greedy with a repetition penalty": Greedy(repetition_penalty=1.5),
+}
+
+POLICIES = ("fixed:gamma=6", "confidence:threshold=0.6", "svip:threshold=0.4", "heuristic")
+
+
+def decode(
+    drafter: str, sampling: Sampling, policy: str, seed: int, guesses: bool = True, **options: Any
+) -> tuple[list[int], list[Step], int]:
+    """Decode 40 tokens; return them, the steps, and how many passes the drafter's model has made."""
+    cache = ScriptedCache()
+    made = DRAFTERS[drafter](cache)
+    (model,) = models_of(made)
+    if not guesses:
+        model.guesses = None
+    target = ScriptedScorer(TARGET, VOCAB, cache=cache)
+    tokens: list[int] = []
+    steps = []
+    for record in decode_steps(
+        PROMPT,
+        target,
+        made,
+        policy=build_policy(policy),
+        sampling=sampling,
+        random=Randomness(seed),
+        max_new_tokens=40,
+        **options,
+    ):
+        if isinstance(record, Step):
+            steps.append(record)
+            tokens += record.tokens
+        elif isinstance(record, Prefill) and record.token is not None:
+            tokens.append(record.token)
+    return tokens, steps, len(model.scorer.passes)  # type: ignore[attr-defined]
+
+
+# -- the same drafts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_and_outputs_are_those_without_guesses(drafter, name, policy):
+    saved = 0
+    for seed in range(3):
+        tokens, steps, passes = decode(drafter, SAMPLINGS[name], policy, seed)
+        plain_tokens, plain, most = decode(drafter, SAMPLINGS[name], policy, seed, guesses=False)
+        assert tokens == plain_tokens
+        assert [step.drafted for step in steps] == [step.drafted for step in plain]
+        assert [step.expected_acceptance for step in steps] == [step.expected_acceptance for step in plain]
+        assert passes == sum(step.passes or 0 for step in steps) <= most
+        saved += most - passes
+    assert saved > 0 or drafter == "cascade" or not policy.startswith("fixed")
+
+
+@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.7)])
+def test_logits_and_q_are_those_without_guesses(sampling):
+    drafts = []
+    for guesses in (True, False):
+        drafter = own_model()
+        drafter.begin(PROMPT)
+        if not guesses:
+            drafter.guesses = None
+        read(drafter, PROMPT)
+        drafts.append(run_to_end(drafter.propose(PROMPT, 9, FixedLength(9), sampling, Randomness(3))))
+    ahead, plain = drafts
+    assert ahead.passes < plain.passes == 9
+    assert ahead.tokens == plain.tokens
+    for a, b in zip(ahead.logits, plain.logits, strict=True):
+        assert torch.equal(a.values, b.values)
+    assert sampling.greedy or torch.equal(ahead.q, plain.q)
+
+
+# -- passes --------------------------------------------------------------------------------------------
+
+
+def repeating(script: Sequence[int], **options: Any) -> tuple[ModelDrafter, list[int]]:
+    """A model that goes on with the script, and a context of two rounds of it, which it has read."""
+    context = [*script, *script]
+    scorer = Careful(fixed_script(script, 9, 0), 9, **options)
+    drafter = ModelDrafter(scorer, "model")  # type: ignore[arg-type]
+    drafter.begin(context)
+    read(drafter, context)
+    scorer.passes.clear()
+    return drafter, context
+
+
+def read(drafter: ModelDrafter, context: list[int]) -> None:
+    """Let it read the context but for its last token."""
+    run_to_end(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0)))
+    drafter.update(StepOutcome(context, 0, torch.empty(0)))
+
+
+def propose(
+    drafter: ModelDrafter, context: Sequence[int], length: int, policy: ChainPolicy | None = None
+) -> Draft:
+    policy = policy or FixedLength(length)
+    draft: Draft = run_to_end(drafter.propose(context, length, policy, Greedy(), Randomness(0)))
+    return draft
+
+
+@pytest.mark.smoke
+def test_a_pass_gives_up_to_five_tokens_of_a_repetition():
+    script = [1, 2, 3, 4, 5, 6, 7]
+    drafter, context = repeating(script)
+    draft = propose(drafter, context, 10)
+    assert draft.tokens == [*script, 1, 2, 3]
+    assert draft.passes == len(drafter.scorer.passes) == 2
+    assert drafter.scorer.passes == [5, 5]
+
+
+def test_a_single_token_needs_no_guess():
+    drafter, context = repeating([1, 2, 3, 4])
+    assert propose(drafter, context, 1).passes == 1
+    assert drafter.scorer.passes == [1]
+
+
+def test_a_policy_can_stop_among_guesses_and_is_told_what_needs_no_pass():
+    told = []
+
+    class Stops(FixedLength):
+        def should_continue(self, draft: Draft) -> bool:
+            told.append((len(draft.tokens), draft.passes, draft.next_is_read))
+            return len(draft.tokens) < 3
+
+    drafter, context = repeating([1, 2, 3, 4])
+    assert propose(drafter, context, 9, Stops(9)).tokens == [1, 2, 3]
+    assert told == [(0, 0, False), (1, 1, True), (2, 1, True), (3, 1, True)]
+    assert drafter.scorer.cached_len == len(context) + 3, "what was guessed beyond the draft is gone"
+
+
+def test_after_a_wrong_guess_the_next_pass_goes_on_from_the_drawn_token():
+    drafter, context = repeating([1, 2, 3, 4])
+    drafter.scorer.function = fixed_script([1, 2, 5, 3, 4, 1, 2, 5], 9, len(context))
+    assert propose(drafter, context, 8).tokens == [1, 2, 5, 3, 4, 1, 2, 5]
+    fed = [token for token, _ in drafter.scorer.cache.entries]
+    assert fed[: len(context)] == context
+    assert fed[len(context) :] == [1, 2, 5, 3, 4, 1, 2, 5][: len(fed) - len(context)]
+
+
+def test_texts_without_repetitions_cost_no_rows():
+    context = [1, 2, 3, 4]
+    scorer = Careful(fixed_script([5, 6, 7, 8], 9, 4), 9)
+    drafter = ModelDrafter(scorer, "model")  # type: ignore[arg-type]
+    drafter.begin(context)
+    assert propose(drafter, context, 4).passes == 4
+    assert scorer.passes == [4, 1, 1, 1]
+
+
+def test_guesses_that_are_never_used_end():
+    """Whatever the match, its chance falls below the price of a row; the next prompt begins afresh."""
+    guesses = Guesses()
+    guesses.begin()
+    context = [1, 2, 3, 1, 2, 3, 1, 2]
+    counts = []
+    for _ in range(150):
+        found = guesses.find(context, [], 9, Greedy())
+        counts.append(len(found))
+        guesses.keep([], found, torch.zeros(1 + len(found), 9))
+        assert guesses.row_after([]) is not None
+        guesses.settle([8])
+    assert counts[0] > 0
+    assert counts[-1] == 0
+    assert counts == sorted(counts, reverse=True)
+    guesses.begin()
+    assert len(guesses.find(context, [], 9, Greedy())) == counts[0]
+
+
+def test_guesses_that_are_used_grow_to_four():
+    guesses = Guesses()
+    guesses.begin()
+    context = [1, 2, 3, 4, 5, 6, 7, 8, 1]
+    for _ in range(30):
+        found = guesses.find(context, [], 9, Greedy())
+        guesses.keep([], found, torch.zeros(1 + len(found), 9))
+        for end in range(len(found) + 1):
+            assert guesses.row_after(found[:end]) is not None
+        assert guesses.settle([*found, 0]) is None
+    assert found == [2, 3, 4, 5]
+
+
+# -- where there are none ------------------------------------------------------------------------------
+
+
+def test_none_is_read_beyond_the_context_limit():
+    """The scripted model fails where it is fed more."""
+    script = [1, 2, 3, 4]
+    for limit in range(8, 14):
+        drafter, context = repeating(script, context_limit=limit)
+        drafted = propose(drafter, context, 9).tokens
+        assert drafted == [script[i % 4] for i in range(min(9, limit - len(context) + 1))]
+
+
+def test_tokens_without_an_embedding_are_not_fed():
+    """The token stands before the window, which the model has not read."""
+    context = [1, 2, 3, 0, 8, 2, 3, 8, *[1, 2, 3, 0] * 5, 2, 3]
+    scorer = ScriptedScorer(random_table(4, 4), 4)
+    drafter = WindowDrafter(scorer, "window", 6)  # type: ignore[arg-type]
+    drafter.begin(context)
+    for end in range(24, len(context) + 1):
+        propose(drafter, context[:end], 6)
+        drafter.update(StepOutcome(context[:end], 0, torch.empty(0)))
+        assert all(token < 4 for token, _ in scorer.cache.entries)
+
+
+@pytest.mark.parametrize("missing", ["cheap rollbacks", "a pass of its own"])
+def test_there_are_none_without(missing):
+    drafter, context = repeating([1, 2, 3, 4])
+    if missing == "cheap rollbacks":
+        drafter.scorer.reads_trees = False
+    else:
+        drafter.scorer.batch = object()
+    assert propose(drafter, context, 5).passes == 5
+    assert drafter.scorer.passes == [1] * 5
+
+
+def test_passes_are_timed_without():
+    drafter, context = repeating([1, 2, 3, 4])
+    target = ScriptedScorer(fixed_script([1, 2, 3, 4], 9, 0), 9)
+    order = standard_random.Random(0)
+    lines = time_passes(target, {"model": drafter}, context, [1, 2], Ticking(), 3, order)  # type: ignore[arg-type]
+    assert [line.passes for line in lines if isinstance(line, DrafterTimes)] == [1, 4]
+    assert drafter.guesses is not None
+
+
+# -- a real model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_its_cache_is_that_of_a_model_that_has_read_the_text(kind):
+    scorer, fresh = Scorer(tiny_llama(1), kind), Scorer(tiny_llama(1), "none")
+    drafter = ModelDrafter(scorer, "model")
+    context = [5, 6, 7, 8, 9] * 4
+    drafter.begin(context)
+    choice = standard_random.Random(1)
+    for seed in range(12):
+        sampling = TopK(3, temperature=2.0)
+        draft = run_to_end(drafter.propose(context, 6, FixedLength(6), sampling, Randomness(seed)))
+        for i, logits in enumerate(draft.logits):
+            expected = fresh.logits([*context, *draft.tokens[:i]])[-1]
+            torch.testing.assert_close(logits.values, expected, atol=1e-4, rtol=1e-3)
+        kept = choice.randrange(len(draft.tokens) + 1)
+        new = [*draft.tokens[:kept], choice.choice(context)]
+        context = [*context, *new]
+        drafter.update(StepOutcome(context, len(new), torch.empty(0), draft.tokens, range(kept)))
+        assert scorer.cached_len < len(context)
