@@ -71,6 +71,7 @@ SAMPLING = ("tests/test_sampling.py",)
 CACHES = ("tests/test_caches.py", "-k", "mistral or llama or gemma3")
 STORE = ("tests/test_store.py",)
 SIBLINGS = ("tests/test_siblings.py",)
+GUESSES = ("tests/test_guesses.py", "-k", "those_without_guesses")
 THEORY = ("tests/test_theory.py", "-k", "tree")
 SCHEDULE = ("tests/test_schedule.py",)
 CALIBRATED = ("tests/test_tree_calibration.py", "-k", "holds_for or rule_takes or faster")
@@ -117,6 +118,20 @@ MUTANTS = (
         "self.scorer.rollback(self._own_length(len(outcome.context)) - 1, path)",
         "pass",
         DECODE,
+    ),
+    Mutant(
+        "wrong guesses stay in the drafter's cache",
+        "drafters/model.py:ModelDrafter._drop_guesses",
+        "self.scorer.rollback(self._own_length(len(context)) + right)",
+        "pass",
+        GUESSES,
+    ),
+    Mutant(
+        "the row after a guess serves another token",
+        "drafters/guesses.py:Guesses.has_read",
+        "known and self._read[:end] == drafted",
+        "known",
+        GUESSES,
     ),
     Mutant(
         "the drafter keeps what it drafted in a sibling's place",

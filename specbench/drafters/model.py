@@ -321,16 +321,16 @@ class ModelDrafter(Drafter):
     def _reads_guesses(self) -> bool:
         """Whether the next pass may read guesses.
 
-        A wrong one is dear to drop where there are recurrent states or sliding windows, which hold what one rollback
-        per step needs; a pass over an empty cache may run what follows the prompt separately; in a batch others would
-        wait for the rows, and the pass is made for them anyway. On GPUs it is not measured.
+        Recurrent states and sliding windows can go back once in a step, not after every wrong guess. A pass over an
+        empty cache may run what follows the prompt separately. In a batch the other requests would wait for the rows,
+        and their pass is made anyway. On GPUs the gain is not measured.
         """
         scorer = self.scorer
         alone = scorer.batch is None and scorer.device.type not in _READ_LATE
         return alone and scorer.reads_trees and scorer.cached_len > 0
 
     def _drop_guesses(self, context: Sequence[int], draft: Draft) -> None:
-        """Roll back what the last pass has read besides context and draft."""
+        """Roll back what the last pass has read and the draft has not taken."""
         right = None if self.guesses is None else self.guesses.settle(draft.tokens)
         if right is not None:
             self.scorer.rollback(self._own_length(len(context)) + right)
