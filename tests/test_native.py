@@ -620,7 +620,7 @@ def test_rows_attend_to_what_their_requests_hold(level):
             assert relative(rows, expected.transpose(0, 1)) < 1e-5
 
 
-@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize("rows", [4, 120])
 @pytest.mark.parametrize("past", [254, 255, 256, 511, 700])
 def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past, rows):
     """Threads share the parts of few rows, not those of many."""
