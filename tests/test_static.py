@@ -14,7 +14,7 @@ from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
-from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, cuda_capture
+from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled, cuda_capture
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.base.errors import RunError, UsageError
@@ -405,6 +405,26 @@ def test_what_cannot_be_compiled_is_refused(compiler, monkeypatch):
         scorer.logits(CONTEXT)
     assert "Leave --compile out" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["layers", "wrapped"])
+def test_layers_that_cannot_be_replaced_are_refused(compiler, missing):
+    model = tiny_llama()
+    if missing == "layers":
+        model.config.num_hidden_layers = 7
+    else:
+        model.model.layers[1].forward = model.model.layers[1].forward
+    with pytest.raises(UsageError, match=r"were not found|layers are wrapped"):
+        compiled(model, torch.device("cpu"))
+
+
+def test_a_model_is_as_before_after_compiled_passes(compiler):
+    model = tiny_llama()
+    scorer = Scorer(model, "compiled")
+    scorer.begin()
+    scorer.logits(CONTEXT)
+    assert compiler.graphs > 0
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 def test_a_cpu_compiles_nothing():

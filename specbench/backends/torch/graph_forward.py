@@ -83,6 +83,11 @@ def compiled(model: PreTrainedModel, device: torch.device) -> Callable[..., Any]
         layers = decoder_layers(model)
     except ValueError as error:
         raise UsageError(f"This model cannot be compiled: {error}.", "Leave --compile out.") from error
+    if any("forward" in vars(layer) for layer in layers):
+        raise UsageError(
+            "This model cannot be compiled: its layers are wrapped, as on several devices.",
+            "Leave --compile out.",
+        )
     config: Any = torch._dynamo.config
     config.recompile_limit = max(
         config.recompile_limit, 4 * WIDEST_GRAPH
