@@ -235,12 +235,12 @@ INLINE TARGET void NAME(score)(
     const Attention *a, int first, int count, int last, const float **queries, int heads, float scores[][KEYS], int at,
     const int is_bfloat16) {
     const int size = a->size;
-    _Alignas(64) float keys[LANES * MOST_SIZE];
+    _Alignas(64) float keys[LANES * MOST_SIZE]; /* vectors of all keys side by side, at constant distances */
     for (int j = 0; j < LANES; j++) {
         const int64_t from = place_of(a->places, first + (j < count ? j : count - 1)) * size;
         if (a->is_first && j < count) NAME(fetch)(a, a->values, first + j);
         if (a->is_first && first + j + KEYS_AHEAD < last) NAME(fetch)(a, a->keys, first + j + KEYS_AHEAD);
-        for (int i = 0; i < size; i += LANES) F_STORE(keys + j * size + i, NAME(load)(a->keys, from + i, is_bfloat16));
+        for (int i = 0; i < size; i += LANES) F_STORE(keys + (i + j) * LANES, NAME(load)(a->keys, from + i, is_bfloat16));
     }
     for (int g = 0; g < heads; g++) {
         const float *query = queries[g];
@@ -250,7 +250,7 @@ INLINE TARGET void NAME(score)(
         for (int i = 0; i < size; i += LANES) {
             VF part = F_LOAD(query + i);
 #pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) products[j] = F_FMA(part, F_LOAD(keys + j * size + i), products[j]);
+            for (int j = 0; j < LANES; j++) products[j] = F_FMA(part, F_LOAD(keys + (i + j) * LANES), products[j]);
         }
         F_STORE(scores[g] + at, F_MUL(F_SUMS(products), F_SET(a->scaling)));
     }
