@@ -107,6 +107,8 @@ class AutoLength(ChainPolicy):
         self._tokens = 0.0
         self._passes: defaultdict[int, float] = defaultdict(float)  # of steps: the drafter's passes
         self._widths: defaultdict[int, float] = defaultdict(float)  # and tokens verified
+        # Tokens that the drafter's model drew in chains, and its passes for them.
+        self._drawn = self._made = _PRIOR_STEPS
         self._last = self._usual = _USUAL  # log-odds of the last tested token, and of such tokens in the mean
         self._credit = 0.0
         self._idle = 0  # steps since the last draft
@@ -200,7 +202,7 @@ class AutoLength(ChainPolicy):
         half of what it may still have is expected. And as all of that time is paid now, the gain must also hold at the
         lower chance of acceptance. If it must read the prompt, the gain is that over plain decoding.
         """
-        draft_s = [seconds / faster for seconds in self._drafts_s]
+        draft_s = [seconds / faster for seconds in self._after(0)]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
         catching_up_s = self._costs.catching_up_s
@@ -277,10 +279,13 @@ class AutoLength(ChainPolicy):
     def _after(self, passes: int, next_is_read: bool = False) -> Sequence[float]:
         """Return the times of 0, 1, ... further tokens of the drafter's model after so many passes in this step.
 
-        Each takes a pass, except that the next one takes none if it ``next_is_read``, see ``Draft``.
+        A pass gives as many as usual, which is one where it reads no guesses. ``next_is_read``: see ``Draft``.
         """
-        times = self._drafts_s
-        later = [seconds - times[passes] for seconds in times[passes:]]
+        times, tokens = self._drafts_s[passes:], max(1.0, self._drawn / self._made)
+        if tokens > 1.0:
+            places = [0.0, *(max(1.0, j / tokens) for j in range(1, len(times)))]
+            times = [times[int(x)] + (x % 1.0) * (times[math.ceil(x)] - times[int(x)]) for x in places]
+        later = [seconds - times[0] for seconds in times]
         return [0.0, *later] if next_is_read else later
 
     def _promise(self, k: int, chance: float, later: float, draft_s: Sequence[float]) -> float:
@@ -332,6 +337,7 @@ class AutoLength(ChainPolicy):
         elif self._probing and passes > 0:
             self._credit += min(step.accepted, passes) / self._rate - look_s
         self._asked = True
+        self._learn_passes(step, passes)
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
         for counts, made in ((self._passes, passes), (self._widths, step.verified)):
@@ -339,6 +345,15 @@ class AutoLength(ChainPolicy):
                 counts[each] *= _MEMORY
             counts[made] += 1.0
         self._weigh()
+
+    def _learn_passes(self, step: Step, passes: int) -> None:
+        """Learn how many tokens a pass of the drafter's model gives in a chain."""
+        draft = self._draft
+        if passes == 0 or draft is None or step.parents is not None:
+            return
+        drawn = sum(not is_free(draft, i) for i in range(len(draft.tokens) - draft.siblings))
+        self._drawn = _MEMORY * self._drawn + drawn
+        self._made = _MEMORY * self._made + passes
 
     def _learn_reach(self, step: Step, passes: int) -> None:
         """Learn what this length of context means for a drafter that runs forward passes."""
