@@ -97,12 +97,13 @@ def test_trees_leave_the_output_as_it_is(rule):
     assert_the_cpus(target_on(DEVICE), model_on(DEVICE), rule)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("rule", ["fixed:gamma=3", "auto"])
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [(spec, rule) for spec in SPECS for rule in RULES[:2] if "|" not in spec or rule.startswith("fixed")],
+)
 def test_drafts_of_other_drafters_leave_the_output_as_it_is(spec, rule):
     target = target_on(DEVICE)
-    if "|" not in spec or rule.startswith("fixed"):
-        assert_the_cpus(target, load_drafter(spec, target), rule)
+    assert_the_cpus(target, load_drafter(spec, target), rule)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -159,12 +160,6 @@ def test_commands_run_on_it(models, cli, tmp_path):
         assert swept.code == 0, swept.err
     checked = cli("check", *pair, "-n", 8, "--limit", 2)
     assert checked.code == 0, checked.err + checked.out
-
-
-def test_what_only_a_cpu_has_is_refused_in_a_sentence(models, cli):
-    found = cli("generate", "Count to", "--target", models / "target", "--dtype", "int8", "--device", DEVICE)
-    assert found.code in (0, 2)
-    assert "Traceback" not in found.err
 
 
 def test_peak_memory_is_the_devices():

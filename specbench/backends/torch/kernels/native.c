@@ -1070,7 +1070,8 @@ static Parts some_parts(Arena *arena, const Pass *pass) {
     const int shares = shares_for(pass->parallel, pass->threads), at_once = larger(1, HEADS_TOGETHER / groups);
     const int alone = (pass->rows + at_once - 1) / at_once * model->shared; /* pieces, if threads share no parts */
     Parts found = {.most = 1, .largest = (groups * (model->size + 2) + PANEL - 1) / PANEL * PANEL};
-    const int shared = alone < 2 * PIECES_FOR_A_THREAD * shares || groups > HEADS_TOGETHER; /* too few read it all again */
+    /* Few pieces would each read the whole context again, and more heads than that have no place to be joined alone. */
+    const int shared = alone < 2 * PIECES_FOR_A_THREAD * shares || groups > HEADS_TOGETHER;
     for (const Request *request = pass->requests; shared && request < pass->requests + pass->count; request++) {
         const int after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
         found.most = larger(found.most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
