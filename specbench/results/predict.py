@@ -15,7 +15,6 @@ from specbench.decoding.theory import (
     PassCosts,
     SharedCosts,
     expected_tokens,
-    expected_tokens_by_position,
     expected_tokens_of_tree,
     predicted_speedup,
     predicted_throughput_ratio,
@@ -35,7 +34,7 @@ class Prediction:
     """The speedup that theory predicts for a configuration.
 
     Attributes:
-        speedup: Predicted from acceptance by position.
+        speedup: Predicted from the tokens per step.
         speedup_iid: Predicted from α.
         c: Time of a drafter's forward pass over the target's with one token; NaN for batches.
     """
@@ -49,7 +48,7 @@ NO_PREDICTION = Prediction()
 
 
 def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results) -> Prediction:
-    """Predict the speedup from each prompt's acceptance and the run's costs, as a geometric mean over prompts.
+    """Predict the speedup from each prompt's steps and the run's costs, as a geometric mean over prompts.
 
     Args:
         steps, config: A configuration and its steps.
@@ -77,19 +76,16 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
             wider[tree] = sum(timed.c(drafter, nodes) - later for nodes in read_by_depth(steps.trees[tree]))
     reading = timed.reading_s.get(drafter, {})
     lengths = results.generations["prompt_tokens"].to_numpy() if reading else ()
-    by_position, iid, prompts = [], [], []
+    found, iid, prompts = [], [], []
     for prompt, mine in steps.split(steps.prompt).items():
         longest = int(mine["drafted"].max())
         alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        by_length = np.array(expected_tokens_by_position(mine.rates(longest)))
-        by_length_iid = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
-        tokens_iid = np.array(by_length_iid)[mine["drafted"]]
+        by_length = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
+        tokens_iid = np.array(by_length)[mine["drafted"]]
         if grown := np.unique(mine.tree[mine.tree >= 0]).tolist():
             rates = kept_by_rank(rank_counts(results.generations.iloc[np.unique(mine.row)]))
             for tree in grown:
                 tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
-        # Siblings have no acceptance rate of their own.
-        gained = mine.gained.sum()
         verify = v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum()
         # Its pass that reads the prompt drafts as well.
         readers = np.unique(mine.row[mine["draft_prefill_s"] > 0]).tolist() if reading else []
@@ -97,10 +93,11 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         drafts = (mine["passes"] > 0).sum()
         drafting = (drafts - len(readers)) * c + (mine["passes"].sum() - drafts) * later
         cost = (1, drafting, verify + reading_s / timed.target_s[1])
-        by_position.append(predicted_speedup(by_length[mine["drafted"]].sum() + gained, *cost))
-        iid.append(predicted_speedup(tokens_iid.sum() + gained, *cost))
+        found.append(predicted_speedup(mine["emitted"].sum(), *cost))
+        # Siblings have no acceptance rate of their own.
+        iid.append(predicted_speedup(tokens_iid.sum() + mine.gained.sum(), *cost))
         prompts.append(prompt)
-    return Prediction(stats.geometric_mean(by_position, prompts), stats.geometric_mean(iid, prompts), c)
+    return Prediction(stats.geometric_mean(found, prompts), stats.geometric_mean(iid, prompts), c)
 
 
 def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: Results) -> Prediction:

@@ -72,7 +72,7 @@ class SummaryRow:
         pooled_speedup: Speedup from all tokens over all seconds.
         tokens_per_step, acceptance_rate, acceptance_tested, alpha, mean_gamma, mean_nodes, step_source: See
             ``Acceptance``.
-        predicted_speedup: Prediction from acceptance by position and the measured costs of forward passes, geometric
+        predicted_speedup: Prediction from the tokens per step and the measured costs of forward passes, geometric
             mean over prompts; NaN if other programs used the machine most of the time.
         predicted_speedup_iid: The same from α.
         speedup_first: Speedup of a server in the first repeat only.

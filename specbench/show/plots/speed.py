@@ -68,7 +68,7 @@ def prediction(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "predicted_speedup")
     body, both = canvas.panels(run, 2, 3.0, "measured speedup (×)", sharex=True, sharey=True)
     titles = {
-        "predicted_speedup": "from acceptance by position",
+        "predicted_speedup": "from tokens per step",
         "predicted_speedup_iid": "from α alone (i.i.d. tests)",
     }
     spans = [canvas.span(canvas.all_rows(series), name) for name in ("speedup", *titles)]
