@@ -88,7 +88,7 @@ DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, 
 def level(request, monkeypatch) -> int:
     """Instructions to be used, below those of the processor too."""
     own = native.loaded()
-    if own.level < request.param:
+    if own.highest < request.param:
         pytest.skip("this processor has no such instructions")
     monkeypatch.setattr(native, "loaded", lambda: own._replace(level=request.param))
     return int(request.param)
@@ -281,7 +281,7 @@ def test_products_of_12_bits_are_those_of_16(monkeypatch):
         weight[weight.isinf()] = 1.0
         short, full = native.Panels.shorten_bfloat16(weight), native.Panels.from_bfloat16(weight)
         assert short is not None
-        for level, rows in itertools.product(range(1, own.level + 1), (1, 2, 5, 6, 7, 13, 40, 129, 300)):
+        for level, rows in itertools.product(range(1, own.highest + 1), (1, 2, 5, 6, 7, 13, 40, 129, 300)):
             monkeypatch.setattr(native, "loaded", lambda level=level: own._replace(level=level))
             x = torch.randn(rows, weight.shape[1])
             assert torch.equal(short.product(x), full.product(x))
@@ -304,12 +304,13 @@ def test_numbers_of_too_many_sizes_are_not_shortened():
     assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
 
 
-@pytest.mark.skipif(native.loaded().level < 3, reason="oneDNN unpacks bfloat16 here")
+@pytest.mark.skipif(native.loaded().highest < 3, reason="oneDNN unpacks bfloat16 here")
 def test_many_rows_are_multiplied_by_slices_where_there_are_tiles(monkeypatch):
     weight, bias = torch.randn(448, 96).bfloat16(), torch.randn(448).bfloat16()
     if linear._slice_of(128, 96) is None:
         pytest.skip("oneDNN packs weights in another order here")
     monkeypatch.setattr(linear, "has_tiles", lambda: True)
+    monkeypatch.setattr(native, "has_tiles", lambda: True)
     monkeypatch.setattr(linear, "_SLICE_BYTES", 128 * 96 * 2)  # three slices and a half
     unpacked = []
     unpack = native.Panels.unpack
@@ -649,6 +650,7 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, monkeypatch):
+    monkeypatch.setattr(native, "most_rows", lambda _: 128)
     scorer = chosen(target_of("Qwen3", dtype))
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
     scorers = [batch.open() for _ in range(4)]

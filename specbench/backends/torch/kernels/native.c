@@ -30,7 +30,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 11,       /* of what Python hands over */
+    VERSION = 12,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_BYTES = 4 * PANEL + PANEL * GROUP / 2,
@@ -291,10 +291,14 @@ INLINE int32_t four_of(const void *bytes) {
     return four;
 }
 
-/* Cache lines of a panel, for some rows. For one row they are there sooner without it; several rows of nibbles take so long
- * that lines fetched into the nearest cache would push out what is used. */
+/* Whether what one tile of rows is multiplied by has to be fetched ahead: AMD's processors do so themselves, and have it
+ * sooner. */
+static int fetches_alone;
+
+/* Cache lines of a panel, for some rows. Several rows of nibbles take so long that lines fetched into the nearest cache would
+ * push out what is used. */
 INLINE void fetch_ahead(const uint8_t *weights, int lines, int rows, int are_nibbles) {
-    for (int line = 0; line < lines && rows > 1; line++) {
+    for (int line = 0; line < lines && (rows > 1 || fetches_alone); line++) {
         if (are_nibbles && rows > 2)
             _mm_prefetch((const char *)weights + 2 * AHEAD + 64 * line, _MM_HINT_T1);
         else
@@ -572,9 +576,13 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 
 static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512, &ways_avx512};
 
+/* Whether this processor multiplies pairs in bfloat16 at half the rate of numbers in float32, as Intel's do. */
+int specbench_halves_are_slow(void) { return __builtin_cpu_is("intel"); }
+
 /* The highest level this processor has: 0 none, 1 AVX2 and FMA, 2 AVX-512 with VNNI, 3 with bfloat16 as well. */
 int specbench_level(void) {
     __builtin_cpu_init();
+    fetches_alone = __builtin_cpu_is("intel");
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.kernels.instructions import is_allowed
+from specbench.backends.torch.kernels.instructions import has_tiles, is_allowed
 from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
 
 LIBRARY = "_native.so"
@@ -42,7 +42,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 11  # of the interface; the library's must be the same
+_VERSION = 12  # of the interface; the library's must be the same
 
 LAYOUT = 2
 """Version of the layout of our own panels, with which they are stored."""
@@ -148,6 +148,7 @@ class _Native(NamedTuple):
     library: ctypes.CDLL
     parallel: int  # GOMP_parallel of torch's OpenMP
     level: int  # of instructions, see native.c
+    highest: int  # level that can be used
 
 
 @cache
@@ -167,7 +168,9 @@ def _load() -> _Native | str:
         return "the library has another version: install specbench again"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
     highest = 1 if not is_allowed("vnni") else 3 if is_allowed("bfloat16") else 2
-    level = min(int(library.specbench_level()), limit, highest)
+    level = highest = min(int(library.specbench_level()), limit, highest)
+    if level > 2 and library.specbench_halves_are_slow():
+        level = 2
     if level < 1:
         return "this processor has no AVX2, or it is switched off"
     try:
@@ -188,7 +191,7 @@ def _load() -> _Native | str:
     library.specbench_prompt.argtypes = (POINTER(CPrompt), c_void_p, c_int, c_int)
     library.specbench_delta_rule.argtypes = (c_void_p, c_void_p, c_int, c_int)
     library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(CPass),)
-    return _Native(library, parallel, level)
+    return _Native(library, parallel, level, highest)
 
 
 def why_unavailable() -> str | None:
@@ -224,7 +227,7 @@ _MAX_ROWS = {1: 48, 2: 128, 3: 128}
 def most_rows(dtype: torch.dtype) -> float:
     """Return the number of rows up to which native products in this dtype are faster than torch's."""
     level = loaded().level
-    return math.inf if dtype == torch.bfloat16 and level < 3 else _MAX_ROWS[level]
+    return math.inf if dtype == torch.bfloat16 and level < 3 and not has_tiles() else _MAX_ROWS[level]
 
 
 class Panels:

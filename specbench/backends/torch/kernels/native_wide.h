@@ -155,12 +155,12 @@ TARGET static void NAME(product_of_numbers)(
                     taken = (some - first + tiles - number - 1) / (tiles - number);
                     tile.x = x->numbers + (from + first) * row + (int64_t)step * step_bytes;
                     tile.totals = totals + first * width + lane;
-                    /* Behind the first tile, weights are in the nearest cache: the others fetch what comes later. Several
-                     * tiles in 12 bits fetch the next block, a part each; for one the processor does it in time. */
+                    /* Behind the first tile, weights are in the nearest cache: the others fetch what comes later. Tiles in
+                     * 12 bits fetch the next block, a part each. */
                     if (is_short) {
                         tile.fetch = next + number * (bytes_in_12_bits(count) / tiles);
                         tile.further = read / tiles;
-                        tile.fetched = tiles == 1 ? 0 : tiles == 2 ? 128 : 64;
+                        tile.fetched = tiles == 1 ? fetches_alone * STEP_IN_12_BITS : tiles == 2 ? 128 : 64;
                     } else {
                         tile.fetch = number ? next + AHEAD + (number - 1) * (count / 4) * read : here + AHEAD;
                         tile.further = number ? read / 4 : read;
