@@ -250,6 +250,17 @@ class TestSummary:
         expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
+    def test_lengths_that_follow_acceptance_are_predicted_by_the_tokens_they_gave(self):
+        """By position, half of the first and all second tokens are accepted: 3.5 tokens in place of 4."""
+        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
+        mine = row(
+            "x", "a-1", drafter="d", steps=[(1, 1, 0, 1, [0.0], times), (2, 2, 2, 3, [1.0, 1.0], times)]
+        )
+        mine["steps_passes"] = np.array([1, 2])
+        costs = {"target_pass_s": {"1": 0.5, "2": 0.6, "3": 0.7}, "drafter_pass_s": {"d": 0.1}}
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        assert figures["predicted_speedup"] == pytest.approx(4 / (3 * 0.2 + 1.2 + 1.4))
+
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
         counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]

@@ -206,7 +206,7 @@ static const uint8_t *seen_by_any(const Attention *a, int first, int count, uint
 }
 
 /* Keys and values that many heads take, and their queries, as these are multiplied: side by side, at constant distances.
- * What is missing is zero. */
+ * What is missing counts for nothing. */
 typedef struct {
     _Alignas(64) float keys[KEYS / KEYS_TURNED][MOST_SIZE][KEYS_TURNED]; /* number i of some keys */
     float values[MOST_SIZE / VALUES_TURNED][KEYS][VALUES_TURNED];
