@@ -20,6 +20,7 @@ typedef struct {
     const char *weights, *fetch; /* `apart` bytes from one step to the next; what is fetched for later, `further` bytes */
     int64_t apart, further;
     int fetched; /* bytes in every step: whole lines, so that some may be fetched again; may be 0 */
+    int nearer;  /* bytes in every step in 12 bits fetched from the second cache into the first; may be 0 */
     const char *x; /* `row` bytes from one row to the next */
     int64_t row;
     float *totals; /* `width` numbers from one row to the next */
@@ -49,6 +50,8 @@ INLINE TARGET void NAME(multiply_tile)(
         VI loaded[MOST_PARTS];
         if (in_12_bits) {
             for (int bytes = 0; bytes < tile->fetched; bytes += 64) _mm_prefetch(fetch + bytes, _MM_HINT_T1);
+            for (int bytes = 0; bytes < tile->nearer; bytes += 64)
+                _mm_prefetch(weights + NEARER + bytes, _MM_HINT_T0);
 #if UNPACKS_STEPS
             unpack_step(weights, upper, loaded);
             for (; __builtin_expect(exception < end && step_of(*exception) == step, 0); exception++)
@@ -160,7 +163,8 @@ TARGET static void NAME(product_of_numbers)(
                     if (is_short) {
                         tile.fetch = next + number * (bytes_in_12_bits(count) / tiles);
                         tile.further = read / tiles;
-                        tile.fetched = tiles == 1 ? fetches_alone * STEP_IN_12_BITS : tiles == 2 ? 128 : 64;
+                        tile.fetched = tiles == 1 ? is_intel * STEP_IN_12_BITS : tiles == 2 ? 128 : 64;
+                        tile.nearer = tiles > 1 || !tile.block ? 0 : is_intel * STEP_IN_12_BITS;
                     } else {
                         tile.fetch = number ? next + AHEAD + (number - 1) * (count / 4) * read : here + AHEAD;
                         tile.further = number ? read / 4 : read;
