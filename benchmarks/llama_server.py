@@ -50,7 +50,7 @@ def parameters_of(arguments: Sequence[str], xllamacpp: Any) -> Any:
     parser.add_argument("--metrics", action="store_true")
     given = vars(parser.parse_args(arguments))
     made = xllamacpp.CommonParams()
-    made.n_ctx, made.n_parallel, made.endpoint_metrics = 4096, 1, given.pop("metrics")
+    made.n_ctx, made.n_parallel, made.endpoint_metrics = 8192, 1, given.pop("metrics")
     types = xllamacpp.common_speculative_type
     made.speculative.types = [
         getattr(types, f"COMMON_SPECULATIVE_TYPE_{word.replace('-', '_').upper()}")
