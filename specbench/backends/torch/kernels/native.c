@@ -579,9 +579,6 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 
 static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512, &ways_avx512};
 
-/* Whether this processor multiplies pairs in bfloat16 at half the rate of numbers in float32, as Intel's do. */
-int specbench_halves_are_slow(void) { return __builtin_cpu_is("intel"); }
-
 /* The highest level this processor has: 0 none, 1 AVX2 and FMA, 2 AVX-512 with VNNI, 3 with bfloat16 as well. */
 int specbench_level(void) {
     __builtin_cpu_init();
@@ -593,6 +590,10 @@ int specbench_level(void) {
         return 1;
     return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
 }
+
+/* Whether this processor multiplies pairs in bfloat16 at half the rate of numbers in float32, as Intel's do. To be asked
+ * behind `specbench_level`. */
+int specbench_halves_are_slow(void) { return is_intel; }
 
 int specbench_version(void) { return VERSION; }
 
