@@ -82,20 +82,6 @@ def test_links_lead_somewhere_and_prose_fits_a_screen(page):
     assert not wide, "lines of more than 120 characters"
 
 
-def test_the_pages_can_be_read_in_an_evening():
-    """Words outside code; the log and other notes are not part of the pages."""
-    words = 0
-    for page in (ROOT / "docs").glob("*.md"):
-        text = re.sub(
-            r"^```.*?^```|^    .*?$|\]\([^)]*\)",
-            " ",
-            page.read_text(encoding="utf-8"),
-            flags=re.DOTALL | re.MULTILINE,
-        )
-        words += sum(bool(re.search(r"\w", word)) for word in text.split())
-    assert words <= 25_000, "cut repetition, and move evidence to notes/"
-
-
 def test_a_dead_link_is_one():
     assert "run-the-tests" in anchors(ROOT / "docs" / "contributing.md")
     assert "auto" in anchors(ROOT / "docs" / "draft-policies.md")

@@ -160,6 +160,21 @@ def test_importing_a_module_does_nothing():
                 raise AssertionError(f"{name} line {statement.lineno}: {ast.unparse(statement)}")
 
 
+NAMES = {
+    "Asked", "Asking", "Fall", "Seats", "Shelf", "Stand", "Told", "at_once", "lonely", "so_many", "twin", "whoever",
+}  # fmt: skip
+"""Names that nobody outside the project would understand; docs/glossary.md has the field's."""
+
+
+@pytest.mark.smoke
+def test_names_are_those_of_the_field():
+    for name, tree in modules().items():
+        defined = {
+            getattr(node, "name", getattr(node, "id", getattr(node, "arg", None))) for node in ast.walk(tree)
+        }
+        assert not defined & NAMES, name
+
+
 TESTS = ROOT / "tests"
 
 
