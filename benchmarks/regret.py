@@ -76,10 +76,10 @@ NOISE = 0.03
 
 TOLD, OWN = 0.03, 0.02
 """Scatter of what passes of the target tell of the log time of a generation, and by how much longer they take with one
-candidate than with another, see notes/log.md."""
+candidate than with another."""
 
 PREDICTED = 0.1
-"""Scatter of the log of what is predicted of a candidate over the truth: 0.07 to 0.1 in notes/log.md."""
+"""Scatter of the log of what is predicted of a candidate over the truth: 0.07 to 0.1."""
 
 RACED, PROMPTS, REPEATS = 12, 120, 3
 """In a race over scatter: the most candidates, the prompts, and how often each."""

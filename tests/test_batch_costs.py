@@ -196,7 +196,7 @@ def test_copies_cost_their_rows_alone():
 
 
 def measured(rows: int) -> float:
-    """Milliseconds of SmolLM2-135M in bfloat16 with 8 requests of 150 to 250 tokens, see notes/log.md."""
+    """Milliseconds of SmolLM2-135M in bfloat16 with 8 requests of 150 to 250 tokens."""
     return 17.0 + 1.1 * rows
 
 
@@ -229,7 +229,7 @@ def test_drafts_of_some_hold_up_the_others_little():
 
 
 def large(rows: int) -> float:
-    """Milliseconds of Qwen2.5-Coder 1.5B with 8 requests, see notes/log.md: a row more costs two requests' parts."""
+    """Milliseconds of Qwen2.5-Coder 1.5B with 8 requests: a row more costs two requests' parts."""
     return 140.0 + 30.0 * min(max(0, rows - 8), 24) + 8.0 * max(0, rows - 32)
 
 

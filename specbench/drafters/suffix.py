@@ -143,7 +143,7 @@ class SuffixDrafter(CandidateDrafter):
 
     Matches are searched in prompt and output, and optionally in earlier outputs; the longer one counts. A token that
     followed c of n times has the chance c/(n + 1/m) after a match of m tokens, which predicts acceptance better than
-    c/n (notes/log.md). Work per token does not depend on the context's length.
+    c/n. Work per token does not depend on the context's length.
 
     Args:
         spec: The shortest and longest match, and whether outputs are kept.

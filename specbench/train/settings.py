@@ -16,7 +16,7 @@ _WIDTH = 576
 _MIN_VOCAB = 8192
 _FIXED_LAYERS = {"mtp": "one layer", "medusa": "no layers"}
 _LAYERS = 2
-"""Default number of decoder layers of a head that has them (notes/log.md)."""
+"""Default number of decoder layers of a head that has them."""
 
 
 @dataclass(frozen=True)

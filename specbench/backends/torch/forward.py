@@ -137,7 +137,7 @@ class FusedForward(Forward):
 
     Used where native forwards are not: no C compiler when specbench was installed, other processors than x86-64 with
     AVX2, float16. There it takes 0.86 of ``HFForward``'s time on SmolLM2-135M in bfloat16, and 0.77 on
-    its int8 copy (notes/log.md, 2026-11-25). Longer forwards, and models with hooks, go to ``HFForward``.
+    its int8 copy. Longer forwards, and models with hooks, go to ``HFForward``.
 
     Args:
         model: A model that ``trials.choose_forward`` has tried; what it consists of is looked up in every new context.

@@ -25,7 +25,7 @@ from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
 LONG_READING = 1024
-"""Tokens from which on reading them takes less time in torch operators than in a native call (notes/log.md)."""
+"""Tokens from which on reading them takes less time in torch operators than in a native call."""
 
 
 class HeadInput(NamedTuple):

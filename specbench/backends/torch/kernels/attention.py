@@ -9,7 +9,7 @@ only here each request attends to its own keys.
 
 The sums of a position are *bitwise* the same in forwards of any length if the kernel always splits keys and rows in the
 same way: with keys padded to whole blocks (and masked), and rows to a multiple of 8. The preallocated cache returns
-such blocks. Measurements are in notes/log.md.
+such blocks.
 """
 
 from __future__ import annotations

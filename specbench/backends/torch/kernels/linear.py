@@ -50,7 +50,7 @@ def onednn_packs(dtype: torch.dtype) -> bool:
     """Return whether oneDNN packs weights of this dtype here.
 
     Without instructions for bfloat16, oneDNN unpacks it for every product, if it supports it at all: native products
-    are faster (notes/log.md).
+    are faster.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -179,7 +179,7 @@ def _shortened(weight: Tensor, sizes: Sequence[int]) -> native.Panels | None:
 def _product_of_slices(x: Tensor, panels: native.Panels, bias: Tensor | None) -> Tensor:
     """[rows, in] -> [rows, out], in bfloat16, by oneDNN, which multiplies tiles: by a weight in 12 bits in slices.
 
-    Without tiles native products take less time than oneDNN's with this unpacking (notes/log.md).
+    Without tiles native products take less time than oneDNN's with this unpacking.
     """
     rows = _slice_rows(panels.outputs, panels.inputs)
     out = x.new_empty(len(x), panels.outputs)

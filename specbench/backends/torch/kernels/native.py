@@ -221,7 +221,7 @@ _EXCEPTIONS = 64  # numbers of which one may be an exception in 12 bits
 _BLOCK_BYTES = 64 + 64 * 192
 """Bytes of a block of weights in 12 bits, which begins with the number of its first exception."""
 _MAX_ROWS = {1: 48, 2: 128, 3: 128}
-"""Rows up to which a native forward is faster than torch's products, by level of instructions (notes/log.md)."""
+"""Rows up to which a native forward is faster than torch's products, by level of instructions."""
 
 
 def most_rows(dtype: torch.dtype) -> float:
