@@ -176,7 +176,7 @@ def _prepare_streams() -> None:
 
 
 def _set_environment() -> None:
-    """Set variables that torch and OpenMP read when torch is loaded, unless the user has (figures: notes/measured.md)."""
+    """Set what torch and OpenMP read when torch is loaded, unless the user has (figures: notes/measured.md)."""
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         # Large memory in huge pages from the start: joining pages later takes as long as the rest of a start.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
