@@ -81,7 +81,7 @@ def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(target, compiled, tmp_pat
     }
     steps = {row["side"]: row["tokens_per_step"] for row in found["sides"]}
     kinds = ("plain", *(f"γ=4 with {each}" for each in gpu.TARGETS[target]))
-    places = [*(f"{cache} cache" for cache in gpu.CACHES[not compiled :]), "batch 3"]
+    places = [*(f"{cache} cache" for cache in sum(gpu.PHASES, ())[not compiled :]), "batch 3"]
     assert steps.keys() == {
         "transformers generate, dynamic cache", "transformers generate, static cache",
         *(f"{kind}, {place}" for kind in kinds for place in places),
