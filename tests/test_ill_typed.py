@@ -7,11 +7,13 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 from rich.console import Console
@@ -19,7 +21,7 @@ from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_s
 from test_trace import REJECTION, SUMMARY, event, header, prefill
 from tiny import save_tiny
 
-from specbench.base.errors import SpecbenchError
+from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.record import to_dict
 from specbench.bench.manifest import changes, merge_runs
 from specbench.bench.passes import pass_costs
@@ -27,8 +29,10 @@ from specbench.bench.runner import run_sweep
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs
+from specbench.results.lines import CostLine, TreeTimes
 from specbench.results.results import load_results
-from specbench.results.store import RunStore
+from specbench.results.store import RunStore, read_lines, read_run
+from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
 from specbench.show.report import content
 from specbench.show.report.content import make_report
@@ -132,13 +136,17 @@ class Stored:
 
     def use(self) -> None:
         """What `report`, `compare` and `sweep --resume` do; figures take too long."""
+        self.use_read_only()
         frame = load_results(self.folder)
-        report = make_report(frame, "run", self.folder)
-        to_html(report), to_markdown(report)
         compare_configs(frame, "d@2", "plain")
         other = replace(frame, run=structs.replace(frame.run, run_id="other"))
         compare_runs(frame, other, ("a", "b"), other_target=True)
         measure(self.folder, SWEEP, retry_failed=True)
+
+    def use_read_only(self) -> None:
+        """What `report` does."""
+        report = make_report(load_results(self.folder), "run", self.folder)
+        to_html(report), to_markdown(report)
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])
@@ -190,6 +198,89 @@ def test_ill_typed_fields_of_a_run(stored, place, value):
 
     changed = put(json.loads(stored.lines("run.json")[0]), place, value)
     assert not complaints([("", changed)], use)[1]
+
+
+NUMBERS = (0, 0.0, -1.0, 1e300, math.nan, math.inf)
+
+
+def spoiled(value: Any) -> Iterator[tuple[float, Any]]:
+    """Numbers that a clock or a division may give, each with a copy of ``value`` that has it in one place."""
+    if isinstance(value, msgspec.Struct):
+        parts = [(name, getattr(value, name)) for name in value.__struct_fields__ if name != "schema"]
+        for name, part in parts:
+            for number, changed in spoiled(part):
+                with suppress(ValueError):  # no such record can be made
+                    yield number, structs.replace(value, **{name: changed})
+    elif isinstance(value, dict):
+        yield from ((number, {**value, key: each}) for key in value for number, each in spoiled(value[key]))
+    elif isinstance(value, list) and value:
+        yield from ((number, [each, *value[1:]]) for number, each in spoiled(value[0]))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from ((number, type(value)(number) if number == 0 else number) for number in NUMBERS)
+
+
+def test_whatever_is_stored_is_read_back(stored):
+    """Every number of every stored type: zeros as they are; what no shape takes is left out, named, and alone."""
+    folder, count = stored.folder, 0
+    before = read_run(folder)
+    measured = next(each for each in read_lines(folder, []) if each.result is not None)
+    stored.replace("run.json", 0, to_dict(before))
+    with RunStore.open(folder) as store:
+        for number, run in spoiled(before):
+            store.left_out.clear()
+            with suppress(ValueError):  # one that nothing can do without: the file stays
+                store.replace(run)
+                assert not math.isfinite(number) or (read_run(folder) == run) == (not store.left_out)
+                assert number != 0 or not store.left_out
+                count += 1
+        kept = len(store.costs())
+        for number, line in (each for kind in store.costs()[:9] for each in spoiled(kind)):
+            store.left_out.clear()
+            store.append_costs([line])
+            kept += not store.left_out
+            assert len(store.costs()) == kept
+            assert number != 0 or not store.left_out
+        for repeat, (number, result) in enumerate(spoiled(measured.result), 1000):
+            line = structs.replace(measured.line, repeat=repeat)
+            found = store.append(replace(measured, line=line, result=result))
+            assert (found.result == result) or (found.result is None and number != 0)
+        assert count > 200
+        assert len([*store.measurements()]) > 100
+    assert load_results(folder).problems == []
+
+
+class InstantEngine(ScriptedEngine):
+    """A clock that does not move while a pass runs."""
+
+    def measure_costs(self, *args: Any) -> list[CostLine]:
+        lines = [structs.replace(line, seconds=[0.0]) for line in super().measure_costs(*args)]
+        return [*lines, TreeTimes(drafter="d", nodes=1, seconds=[0.0], context_tokens=256)]
+
+
+@pytest.mark.parametrize("field", ["costs", "environment", "options", None])
+def test_a_run_with_one_bad_field_gives_the_rest(stored, field):
+    """``None``: none is bad, but all passes took 0 seconds."""
+    run = json.loads(stored.lines("run.json")[0])
+    if field is None:
+        stored.replace("run.json", 0, run)
+        lines = InstantEngine().measure_costs((), (1, 3))
+        with RunStore.open(stored.folder) as store:
+            store.update(costs=pass_costs(lines))
+    elif field == "costs":
+        run["costs"]["drafter_rows_s"] = {"d": {"1": -1.0}}
+        stored.replace("run.json", 0, run)
+    else:
+        stored.replace("run.json", 0, {**run, field: 7 if field == "options" else {"cores": -1}})
+    if field == "options":
+        with pytest.raises(UsageError, match="options"):
+            load_results(stored.folder)
+        return
+    results = load_results(stored.folder)
+    assert len(results.done)
+    assert [field in each for each in results.problems] == [True] * (field is not None)
+    assert results.run.costs is not None
+    assert summarize(results).rows
+    stored.use_read_only()
 
 
 # -- traces ----------------------------------------------------------------------------------------

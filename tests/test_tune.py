@@ -28,7 +28,7 @@ from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.export.setting import RunSettings, with_replaced
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import CostLine
+from specbench.results.lines import CostLine, TreeTimes
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
@@ -328,6 +328,25 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     assert answer.headline.startswith("d with auto: 2.0")
     assert "over plain decoding" in answer.headline
     assert answer.headline.endswith("; nothing else is within 5%.")
+
+
+@pytest.mark.parametrize("target_s", [0.01, 0.0])
+def test_a_pass_that_took_no_time_loses_no_search(tmp_path, target_s):
+    """A clock that is too coarse for the passes of a drafter, or for all of them: then nothing is predicted."""
+
+    class Coarse(TimedEngine):
+        def measure_costs(
+            self, prompt: Sequence[int], widths: Sequence[int], *args: object
+        ) -> list[CostLine]:
+            lines = cost_lines({n: [target_s] for n in widths}, {"d": [0.0], "e": [0.0]}, 256)
+            return [*lines, TreeTimes(drafter="d", nodes=1, seconds=[0.0], context_tokens=256)]
+
+    clock = FakeClock()
+    found = search(tmp_path / "run", Coarse(FAST, clock), grid("d", "e"), clock)
+    results = load_results(tmp_path / "run")
+    assert not results.problems
+    assert bool(results.run.tuning.predicted) == (target_s > 0)
+    assert (found.race.leader == "d@auto") == (target_s > 0)
 
 
 class Disturbed(TimedEngine):

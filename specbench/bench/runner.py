@@ -198,7 +198,7 @@ def run_sweep(
         measurement = runner.measure(cell)
         seconds = clock.now() - began
         if not cell.warmup or cell.key not in stored:
-            store.append(measurement)
+            measurement = store.append(measurement)
         failed += not cell.warmup and measurement.result is None
         time_left.record(cell, seconds)
         report(CellDone(cell, config, measurement, seconds, count, total, time_left.seconds()))
@@ -437,7 +437,9 @@ def finish_run(
 ) -> tuple[RunWarning, ...]:
     """Review the whole run, and mark it finished; for ``in_time`` see ``find_differences``."""
     store.update(differences=find_differences(sweep, store.measurements(), engine, in_time=in_time))
-    warnings = tuple(review(load_results(store.path)))
+    advice = "Report this as an error of specbench; everything else is stored."
+    lost = [RunWarning("not-stored", "warning", sentence, advice) for sentence in store.left_out]
+    warnings = (*lost, *review(load_results(store.path)))
     store.update(finished=now(), warnings=list(warnings))
     return warnings
 

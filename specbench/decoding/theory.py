@@ -11,6 +11,8 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from specbench.base.record import Seconds, ratio
+
 SLOPE = 0.02
 """The assumed cost of another token in a target pass, in units of v(1)."""
 
@@ -69,7 +71,7 @@ def read_by_depth(parents: Sequence[int]) -> list[int]:
 
 
 def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
-    """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of forward passes alone.
+    """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of passes alone; NaN if they are 0.
 
     Leviathan et al. 2023, theorem 3.8; v replaces their assumption that a pass over many tokens costs as much as one
     over a single token.
@@ -80,7 +82,7 @@ def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) ->
         c: Time of one drafter pass over that of a target pass with one token.
         v: Time of the target pass over that of one with one token.
     """
-    return tokens / (passes * c + v)
+    return ratio(tokens, passes * c + v)
 
 
 def predicted_throughput_ratio(
@@ -107,8 +109,9 @@ def predicted_throughput_ratio(
             with the drafter; see ``prompt_readings``.
     """
     plain, drafted = readings
-    return (plain * first_s + later_tokens * plain_s) / (
-        drafted * (first_s + more_s) + later_tokens * step_s / tokens
+    return ratio(
+        plain * first_s + later_tokens * plain_s,
+        drafted * (first_s + more_s) + later_tokens * step_s / tokens,
     )
 
 
@@ -138,17 +141,19 @@ def best_length(
         verify_s: v(n), time of the rest of a step that verifies n tokens, as item n, in the same unit.
         least: The shortest draft length to consider.
     """
-    return max(
-        range(least, len(tokens)),
-        key=lambda gamma: tokens[gamma] / (draft_s(gamma) + verify_s[gamma + 1]),
-    )
+
+    def speed(gamma: int) -> float:
+        seconds = draft_s(gamma) + verify_s[gamma + 1]
+        return tokens[gamma] / seconds if seconds else math.inf
+
+    return max(range(least, len(tokens)), key=speed)
 
 
 _LEAST = 0.1
 """The least share of a time that remains of it at a shorter context, as a fit may fall below 0 there."""
 
-PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(gt=0, lt=1e18)]]
-"""Seconds of forward passes by tokens, nodes or requests; ascending."""
+PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Seconds]
+"""Seconds of forward passes by tokens, nodes or requests; ascending. A coarse clock measures 0."""
 
 
 class ExpertsFit(NamedTuple):
@@ -200,15 +205,15 @@ class PassCosts(
     """
 
     target_s: PassSeconds
-    drafter_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
+    drafter_s: Mapping[str, Seconds] = {}
     context: int | None = None
     rows_s: Mapping[str, PassSeconds] = {}
-    context_s: Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Annotated[float, Meta(ge=0, lt=1e18)]] = {}
-    drafter_context_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
+    context_s: PassSeconds = {}
+    drafter_context_s: Mapping[str, Seconds] = {}
     error: float | None = None
     experts: PassSeconds = {}
     reading_s: Mapping[str, PassSeconds] = {}
-    later_s: Mapping[str, Annotated[float, Meta(ge=0, lt=1e18)]] = {}
+    later_s: Mapping[str, Seconds] = {}
 
     def __post_init__(self) -> None:
         force_setattr(self, "target_s", _ascending(self.target_s))
@@ -257,7 +262,7 @@ class PassCosts(
         slope = max(0.0, sum((experts - middle) * (seconds - mean) for experts, seconds in known) / spread)
         base = mean - slope * middle
         misses = [base + slope * experts - seconds for experts, seconds in known]
-        error = math.sqrt(sum(miss**2 for miss in misses) / len(known)) / mean
+        error = ratio(math.sqrt(sum(miss**2 for miss in misses) / len(known)), mean)
         return ExpertsFit(base, slope, error)
 
     def reading(self, experts: Mapping[int, float]) -> PassCosts:
@@ -277,8 +282,8 @@ class PassCosts(
         return replace(self, target_s={**self.target_s, **moved}, experts={**self.experts, **known})
 
     def v(self, n: int) -> float:
-        """Return v(n): the time of a target's pass with ``n`` tokens over that with one token."""
-        return self.target_pass_s(n) / self.target_s[1]
+        """Return v(n): the time of a target's pass with ``n`` tokens over that with one token; NaN if that is 0."""
+        return ratio(self.target_pass_s(n), self.target_s[1])
 
     def c(self, drafter: str, nodes: int = 0) -> float:
         """Return c: the time of a drafter's pass over that of a target's with one token.
@@ -290,13 +295,13 @@ class PassCosts(
         """
         timed = self.rows_s.get(drafter)
         seconds = _prolonged(timed, nodes) if nodes and timed else self.drafter_s[drafter]
-        return seconds / self.target_s[1]
+        return ratio(seconds, self.target_s[1])
 
     def drafting(self, drafter: str, drafts: float, passes: float) -> float:
         """Return the time of ``passes`` passes in ``drafts`` chains over that of a target's pass with one token."""
         first = self.drafter_s[drafter]
         later = self.later_s.get(drafter, first)
-        return (drafts * first + (passes - drafts) * later) / self.target_s[1]
+        return ratio(drafts * first + (passes - drafts) * later, self.target_s[1])
 
 
 def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:

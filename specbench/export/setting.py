@@ -410,7 +410,7 @@ def _costs(run: Run, config: RunConfig) -> PassCosts:
 
 def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
     """Return the γ that is fastest in theory; ``None`` without pass times, or with too few drafts in ``steps``."""
-    if len(steps) < _MIN_TESTED or 1 not in costs.target_s or drafter not in costs.drafter_s:
+    if len(steps) < _MIN_TESTED or not costs.target_s.get(1) or drafter not in costs.drafter_s:
         return None
     longest = int(np.sort(steps["tested"])[-_MIN_TESTED])
     tokens = expected_tokens_by_position(steps.rates(longest))

@@ -11,7 +11,7 @@ import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, write_text
-from specbench.base.record import Record
+from specbench.base.record import Record, wrong_field
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
@@ -77,8 +77,16 @@ class JsonStore(Generic[T]):
         return found
 
     def write(self, name: str, value: T) -> None:
-        """Store an entry atomically; raise ``RunError`` if the cache cannot be written, ``UsageError`` for a link."""
+        """Store an entry atomically; raise ``RunError`` if the cache cannot be written or the entry could not be read
+        back, ``UsageError`` for a link.
+        """
         text = json.dumps({"format": 1, **asdict(value)}) + "\n"
+        try:
+            msgspec.json.decode(text, type=self.entry)
+        except ValueError as error:
+            raise RunError(
+                f"{self.subject} not kept: {wrong_field(error) or 'a number'} is invalid."
+            ) from None
         with file_errors(
             f"The cache folder {str(cache_folder())!r} cannot be written",
             f"Set {CACHE_VARIABLE} to a folder that can be written.",

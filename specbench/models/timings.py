@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Annotated
 
 import torch
-from msgspec import Meta
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import cpu_signature
 from specbench.backends.torch.kernels.timings import measured
 from specbench.base.errors import SpecbenchError
+from specbench.base.record import Seconds
 from specbench.models.json_store import JsonStore
 
 _MOST = 500
@@ -31,7 +30,7 @@ _MOST = 500
 class _Timings:
     """Measurements by name (``measured_once``)."""
 
-    measured: dict[str, Annotated[float, Meta(gt=0)]]
+    measured: dict[str, Seconds]
 
 
 _STORE = JsonStore("timings", _Timings, "The stored timings are", "They are measured again.")

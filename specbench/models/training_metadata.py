@@ -6,13 +6,13 @@ Results show it, and it contains the hash of the head's weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, sha256
-from specbench.base.record import Count, Number, Record, Seconds, doc
+from specbench.base.record import AnyRecord, Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
@@ -70,9 +70,6 @@ class _TrainingFile(Record):
 
 class _Weights(Record):
     sha256: str | None = None
-
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:

@@ -407,7 +407,7 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     if not isinstance(target, Mapping):
         raise _bad("target_pass_s does not map numbers of tokens to seconds")
     for n, seconds in target.items():
-        if not (str(n).isdecimal() and int(n) > 0 and _is_time(seconds) and seconds > 0):
+        if not (str(n).isdecimal() and int(n) > 0 and _is_time(seconds)):
             raise _bad(f"target_pass_s has {n!r}: {seconds!r}")
     steps = data.get("steps")
     if steps is not None:
@@ -432,7 +432,7 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
             )
     if not _is_time(drafters):
         raise _bad(f"drafter_pass_s is {drafters!r}")
-    passes = {int(n): float(seconds) for n, seconds in target.items()}
+    passes = {int(n): max(float(seconds), INSTANT) for n, seconds in target.items()}
     first_s = float(drafters)  # type: ignore[arg-type]
     reading = _reading(data.get("drafter_reading_s"), drafter)
     later_s = _seconds(data, "drafter_later_pass_s", drafter, first_s)

@@ -10,7 +10,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from specbench.base.record import Count, Figure, Number, Record, Seconds, Small, doc, ratio, rounded, to_json
+from specbench.base.record import (
+    Count,
+    Figure,
+    Number,
+    Record,
+    Seconds,
+    Small,
+    doc,
+    ratio,
+    rounded,
+    to_json,
+    wrong_field,
+)
 from specbench.decoding.records import Step
 from specbench.results.run import VERSION
 
@@ -357,6 +369,14 @@ class Measurement:
         """
         return to_json(self.line, *([] if self.result is None else [self.result])) + b"\n"
 
+    def why_unreadable(self) -> str | None:
+        """Return why the line could not be read back if it was stored; ``None`` if it could."""
+        try:
+            _parse(self.to_json())
+        except ValueError as error:
+            return f"{wrong_field(error)} is invalid" if "`$" in str(error) else "a number is not finite"
+        return None
+
 
 class _Kind(Struct):
     requests: msgspec.Raw = msgspec.Raw()
@@ -369,13 +389,17 @@ _GENERATION, _GROUP = msgspec.json.Decoder(Generation), msgspec.json.Decoder(Gro
 def parse_line(line: bytes) -> Measurement | None:
     """Parse a line of ``generations.jsonl``; ``None`` if it is cut short or invalid."""
     try:
-        head = _LINE.decode(line)
-        if head.status == "failed":
-            return Measurement(head, None)
-        decoder = _GROUP if bytes(_KIND.decode(line).requests) else _GENERATION
-        return Measurement(head, decoder.decode(line))
+        return _parse(line)
     except (ValueError, RecursionError):
         return None
+
+
+def _parse(line: bytes) -> Measurement:
+    head = _LINE.decode(line)
+    if head.status == "failed":
+        return Measurement(head, None)
+    decoder = _GROUP if bytes(_KIND.decode(line).requests) else _GENERATION
+    return Measurement(head, decoder.decode(line))
 
 
 # -- costs.jsonl -----------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         results: The run.
     """
     drafter = config.drafter
-    if 1 not in timed.target_s or not steps["drafted"].any():
+    if not timed.target_s.get(1) or not steps["drafted"].any():
         return NO_PREDICTION
     if timed.experts:  # the text's own tokens share other experts than those of the timed passes
         read = experts_by_rows(results.generations.iloc[np.unique(steps.row)])

@@ -92,7 +92,7 @@ class Results:
                 requests, ``drafted, accepted, drafts, kept_at``.
         answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
-        problems: A sentence for each line that could not be used.
+        problems: A sentence for each line and field that could not be used.
 
     Example:
         >>> bool((results.generations["status"] == "ok").all()), results.problems
@@ -140,7 +140,7 @@ def load_results(path: str | Path) -> Results:
         )
     folder, problems = folders[0], list[str]()
     with _without_garbage_collection():
-        run = read_run(folder)
+        run = read_run(folder, problems)
         tables = _Tables(run)
         tables.read(folder, problems)
         columns = (tables.generations, tables.groups, tables.answers)

@@ -20,7 +20,7 @@ import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_bytes, write_text
-from specbench.base.record import to_json, wrong_field
+from specbench.base.record import finite, to_dict, to_json, without_wrong_fields, wrong_field
 from specbench.base.textsafe import one_line
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
@@ -48,12 +48,14 @@ class RunStore:
         path: The folder.
         run: Content of ``run.json``.
         problems: A sentence for each existing line that is wrong and not used.
+        left_out: A sentence for each measurement and field that could not have been read back, and was not stored.
     """
 
     def __init__(self, path: Path, lock: Any) -> None:
         self.path = path
         self.run: Run
         self.problems: list[str] = []
+        self.left_out: list[str] = []
         self._lock = lock
         self._file: int | None = None
         self._done: dict[Key, str] = {}
@@ -69,8 +71,7 @@ class RunStore:
         store = cls._locked(Path(path), make=True)
         try:
             cls.check_empty(path)
-            store.run = run
-            store._write_run()
+            store.replace(run)
             store._open_lines()
         except BaseException:
             store.close()
@@ -152,20 +153,29 @@ class RunStore:
             _end_last_line(file, (self.path / GENERATIONS).read_bytes(), parse_line)
             sync(self.path)
 
-    def append(self, measurement: Measurement) -> None:
+    def append(self, measurement: Measurement) -> Measurement:
         """Add one line. It is on the disk when this returns; if this raises an error, nothing of it is.
+
+        Returns:
+            What is stored: a failure in place of a result that could not be read back.
 
         Raises:
             RunError: The disk is full or fails.
-            ValueError: A number is not finite, or the key exists already.
+            ValueError: The conditions of the measurement cannot be stored, or the key exists already.
         """
         if self._file is None:
             raise ValueError("the store is closed")
         if self._done.get(measurement.key) == "ok":
             raise ValueError(f"{measurement.key} has been measured already")
+        if (error := measurement.why_unreadable()) is not None:
+            error = f"This measurement cannot be stored: {error}."
+            self.left_out.append(f"{measurement.line.config}, prompt {measurement.line.prompt}: {error}")
+            failed = msgspec.structs.replace(measurement.line, status="failed", error=error)
+            measurement = Measurement(failed, None)
         with _writing(self.path, begun=True):
             _append(self._file, measurement.to_json())
         self._remember(measurement)
+        return measurement
 
     def append_costs(self, lines: Iterable[CostLine]) -> None:
         """Add times of single forward passes to ``costs.jsonl``.
@@ -173,12 +183,15 @@ class RunStore:
         Raises:
             RunError: The disk is full or fails.
         """
+        written = [_cost_json(line) for line in lines]
+        if unreadable := written.count(None):
+            self.left_out.append(f"{unreadable} times of forward passes cannot be stored.")
         with _writing(self.path, begun=True):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
             file = os.open(self.path / COSTS, flags, 0o644)
             try:
                 _end_last_line(file, (self.path / COSTS).read_bytes(), parse_costs_line)
-                _append(file, b"".join(to_json(line) + b"\n" for line in lines))
+                _append(file, b"".join(line + b"\n" for line in written if line is not None))
             finally:
                 os.close(file)
 
@@ -197,11 +210,9 @@ class RunStore:
         self.replace(msgspec.structs.replace(self.run, **fields))
 
     def replace(self, run: Run) -> None:
-        """Replace ``run.json`` atomically."""
-        self.run = run
-        self._write_run()
-
-    def _write_run(self) -> None:
+        """Replace ``run.json`` atomically, without the fields that could not be read back."""
+        self.run, wrong = without_wrong_fields(finite(to_dict(run)), Run)
+        self.left_out += [f"{field} of {RUN} cannot be stored." for field in wrong]
         with _writing(self.path, begun=self._file is not None):
             write_text(self.path / RUN, to_json(self.run, indent=1).decode() + "\n")
 
@@ -231,6 +242,14 @@ class RunStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _cost_json(line: CostLine) -> bytes | None:
+    """Return a line of ``costs.jsonl``; ``None`` if it could not be read back."""
+    with suppress(ValueError):
+        text = to_json(line)
+        return text if parse_costs_line(text) is not None else None
+    return None
 
 
 def _append(file: int, data: bytes) -> None:
@@ -329,7 +348,7 @@ def stored_runs(folder: str | Path) -> list[tuple[Path, Run]]:
     with suppress(UsageError):
         for path in find_runs(folder):
             with suppress(UsageError):
-                found.append((path, read_run(path)))
+                found.append((path, read_run(path, [])))
     return sorted(found, key=lambda each: str(each[1].created), reverse=True)
 
 
@@ -347,8 +366,12 @@ class _Version(msgspec.Struct):
     schema: Any = None
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     """Read ``run.json`` in a folder.
+
+    Args:
+        path: The folder.
+        problems: Gets a sentence for each invalid field that is left out; without it none may be invalid.
 
     Raises:
         UsageError: The file is missing or damaged, or another program or a newer version of specbench wrote it.
@@ -373,10 +396,14 @@ def read_run(path: str | Path) -> Run:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
     _check_version(version.schema, file)
     try:
-        if version.schema == VERSION:
-            run = msgspec.json.decode(text, type=Run)
+        whole = msgspec.json.decode(text)
+        if version.schema != VERSION:
+            whole = rename_fields(whole)
+        if problems is None:
+            run = msgspec.convert(whole, Run, str_keys=True)
         else:
-            run = msgspec.convert(rename_fields(msgspec.json.decode(text)), Run, str_keys=True)
+            run, wrong = without_wrong_fields(whole, Run)
+            problems += [f"{field} in {file.name} is invalid and is not used." for field in wrong]
     except (ValueError, RecursionError) as error:
         where = wrong_field(error) if isinstance(error, ValueError) else ""
         raise UsageError(

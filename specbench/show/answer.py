@@ -238,7 +238,7 @@ class _Answers:
         if len(curves) > 1 + _TIES:
             details.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
         costs = self.results.run.costs
-        if costs is not None and costs.error is not None and 1 in costs.context_s:
+        if costs is not None and costs.error is not None and 1 in costs.context_s and costs.target_s.get(1):
             details.append(
                 f"Each 1,000 tokens of context add {1e6 * costs.context_s[1]:.1f} ms to a pass of the target with one"
                 f" token ({costs.context_s[1] / costs.target_s[1]:.1%} of it); times by rows and context fit within"

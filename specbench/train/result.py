@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from specbench.base.files import file_errors, sha256, write_bytes, write_text
-from specbench.base.record import Json
+from specbench.base.record import Json, finite
 from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS
 from specbench.train.students import Student
 
@@ -58,7 +58,9 @@ def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
     """Write the training metadata of a head next to it, with the sha256 of its weights."""
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         weights = sha256(folder / WEIGHTS)
-        write_text(folder / TRAINING_FILE, _as_json({"format": FORMAT, "sha256": weights, **training}))
+        write_text(
+            folder / TRAINING_FILE, _as_json(finite({"format": FORMAT, "sha256": weights, **training}))
+        )
 
 
 def _config(student: Student, target: Target, head: torch.Tensor) -> Json:

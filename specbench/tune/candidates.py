@@ -7,6 +7,7 @@ accepted; times of single forward passes give their cost. Together they predict 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -204,7 +205,8 @@ def predict(
             continue
         drafter = config.drafter
         if config.gamma == PROBED:
-            chains[drafter] = {gamma: probe.chain_speedup(gamma, drafter, costs) for gamma in GAMMAS}
+            speedups = ((gamma, probe.chain_speedup(gamma, drafter, costs)) for gamma in GAMMAS)
+            chains[drafter] = {gamma: speedup for gamma, speedup in speedups if not math.isnan(speedup)}
         else:
             trees[drafter] = probe.tree_speedup(drafter, costs)
     found = {}
@@ -221,7 +223,7 @@ def predict(
             expected = max((each for each in (best, tree) if each is not None), default=None)
         else:
             expected = best
-        if expected is not None:
+        if expected is not None and not math.isnan(expected):
             found[config.id] = expected
     return found
 

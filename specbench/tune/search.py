@@ -191,8 +191,7 @@ class StoredSearch(Generic[Raced]):
         """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
         if cell.key not in self._stored:
             found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
-            self._store.append(found)
-            self._stored[cell.key] = found
+            self._stored[cell.key] = self._store.append(found)
         return self._stored[cell.key]
 
     def _seed(self, prompt: str, what: str) -> int:

@@ -357,7 +357,7 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
     description, seconds, symbol, and ratio to the target's forward with one token.
     """
     costs = run.costs
-    if costs is not None and 1 in costs.target_s:
+    if costs is not None and costs.target_s.get(1):
         one = costs.target_s[1]
         for n, s in costs.target_s.items():
             yield f"target, {counted(n, 'token')}", s, f"v({n})", s / one
@@ -378,7 +378,7 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
 def _shared_costs(costs: SharedCosts) -> Iterator[tuple[str, float, str, float]]:
     """Yield the costs of shared forward passes, relative to the target's forward with one token of each request."""
     for requests, times in costs.target_s.items():
-        if 1 not in times:
+        if not times.get(1):
             continue
         of_all = counted(requests, "request")
         for n, s in times.items():
