@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +12,6 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from specbench.check.observe import Decoder, DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
-from specbench.check.sampled import SampledTest, sample
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.records import Step
@@ -62,10 +60,6 @@ def result_of(setup: DecodingSetup) -> CheckResult:
     checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
     checking.check_steps()
     return checking.result()
-
-
-def sampled(setup: DecodingSetup, bias: float = 0.1) -> SampledTest:
-    return sample(setup, PROMPTS, bias=bias, seconds=math.inf)
 
 
 def violated(result: CheckResult) -> set[str]:

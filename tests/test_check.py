@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checked import (
@@ -20,7 +19,6 @@ from checked import (
     decoder_with,
     draft_model,
     result_of,
-    sampled,
     setup_of,
     violated,
     with_records,
@@ -32,11 +30,9 @@ import specbench.check.deviation
 import specbench.check.exact
 import specbench.check.invariants
 import specbench.decoding.loop
-import specbench.decoding.sampling
 import specbench.decoding.verify
 from specbench.backends.torch.parity import find_difference, tie_units
 from specbench.backends.torch.scorer import Scorer
-from specbench.check.chisquare import SIGNIFICANCE, TokenCounts
 from specbench.check.deviation import clean_rows, deviation, judge_deviations, sample_columns
 from specbench.check.exact import (
     acceptance_by_token,
@@ -57,7 +53,7 @@ from specbench.check.observe import DecodingSetup
 from specbench.check.outputs import ExternalOutput, RejectedLine, check_output, find_misfit, read_outputs
 from specbench.check.reference import reference_output
 from specbench.check.run import Case, DecodingCheck
-from specbench.check.sampled import check_exact, sample
+from specbench.check.sampled import check_exact
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import DecodingLoop, decode
@@ -106,15 +102,6 @@ def test_so_they_do_with_every_transform(sampling):
         assert result.verdict == "identical", result.violations
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_sampled_tokens_of_sound_configurations_pass(drafter):
-    test = sampled(setup_of(drafter, sampling=TopK(6, 0.9)))
-    assert test.sound, test
-    assert test.smallest is not None
-    assert test.smallest <= 0.1
-    assert test.freedom >= 2
-
-
 def test_ends_are_where_they_should_be():
     for end_ids, limit in (((4,), 40), ((), 5), ((2, 3), 40)):
         setup = setup_of(end_ids=end_ids, max_new_tokens=limit)
@@ -147,8 +134,6 @@ def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch):
         assert result.largest_error > 1e-3, drafter
         assert violated(result) == set()
         assert result.verdict_against("plain") == "identical"  # greedy decoding does not show it
-        test = sampled(setup_of(drafter), 0.05)
-        assert not test.sound, (drafter, test)
     monkeypatch.undo()
     switched = result_of(setup_of("lookup", residual_adjustment=False))  # so is the switch that turns it off
     assert (switched.verdict, switched.largest_error > 1e-3, violated(switched)) == ("wrong", True, set())
@@ -327,7 +312,6 @@ def test_a_dropped_unlikely_draft_is_found():
     result = result_of(setup)
     assert violated(result) == {"chance"}
     assert "discarded" in str(result.violations)
-    assert not sampled(setup, 0.03).sound  # and the samples show what it does
 
 
 class Peeking(ModelDrafter):
@@ -440,102 +424,6 @@ def test_forced_rejections_reach_every_position():
     assert corrected == {0, 1, 2}
     assert max(place.error for place in case.positions) < 1e-6
     assert case.violations == ()
-
-
-# --- Sampled tokens -------------------------------------------------------------------------------
-
-
-def counted(tokens: int, generator: np.random.Generator, bias: float = 0.0) -> TokenCounts:
-    """Tokens of as many contexts, some open and some nearly settled; a share of them goes to another group."""
-    counts = TokenCounts(6)
-    for p in generator.dirichlet([1.2, *[0.3] * 5], size=tokens):
-        truth = p.copy()
-        if bias:
-            shifted = min(bias * 6 / 4, float(p[0]))  # on average, for not every context has it to give
-            truth += shifted * (np.eye(6)[1] - np.eye(6)[0])
-        counts.add(p.tolist(), int(generator.choice(6, p=truth / truth.sum())))
-    return counts
-
-
-def test_the_test_of_samples_keeps_its_level():
-    generator = np.random.default_rng(0)
-    p_values = [counted(200, generator).test()[1] for _ in range(300)]
-    assert sum(p_value < 0.1 for p_value in p_values) <= 45  # 30 expected
-    assert sum(p_value < 0.01 for p_value in p_values) <= 9
-
-
-def test_a_bias_of_the_stated_size_is_found():
-    """What is shifted is counted, so the size is that of the shift itself."""
-    generator = np.random.default_rng(1)
-    found = 0
-    for _ in range(40):
-        counts = counted(800, generator)
-        stated = counts.smallest_bias
-        assert stated is not None
-        off = TokenCounts(6)
-        for p in generator.dirichlet([1.2, *[0.3] * 5], size=800):
-            away = p[0] / 0.44 * stated  # 0.44 = E(p[0]): the stated share of all tokens moves
-            truth = np.array([p[0] - away, p[1] + away, *p[2:]])
-            off.add(p.tolist(), int(generator.choice(6, p=truth / truth.sum())))
-        found += off.test()[1] < SIGNIFICANCE
-    assert found >= 35  # 38 expected, or more: this is not the hardest shift
-
-
-def test_more_samples_find_less():
-    few, many = (counted(tokens, np.random.default_rng(2)).smallest_bias for tokens in (500, 4500))
-    assert few is not None
-    assert many == pytest.approx(few / 3, rel=0.1)
-
-
-def test_too_few_samples_say_nothing_and_an_impossible_one_is_enough():
-    counts = counted(50, np.random.default_rng(3))
-    counts.add([0.5, 0.5, 0, 0, 0, 0], None)
-    assert counts.test()[1] == 0.0
-    counts = TokenCounts(6)
-    assert (counts.test(), counts.smallest_bias) == ((0, 1.0), None)
-    for _ in range(1000):
-        counts.add([1.0, 0, 0, 0, 0, 0], 0)  # settled before it is drawn
-    assert (counts.test(), counts.smallest_bias) == ((0, 1.0), None)
-
-
-def test_sampling_ends_with_its_time():
-    """By a clock that goes on by a second a look, at the first step behind the limit."""
-    told: list[float] = []
-    times = iter(range(10_000))
-    test = sample(
-        setup_of(), [PROMPT], bias=1e-9, seconds=40, report=told.append, clock=lambda: float(next(times))
-    )
-    assert told[-1] == test.seconds == 40
-    assert test.smallest is None or test.smallest > 1e-9
-    assert 0 < test.tokens < 40 * 4
-
-
-def test_sampling_ends_when_its_bias_would_be_found():
-    """Whatever came, for that is told from the probabilities: the same seed gives the same samples."""
-    first, second, other = (sampled(setup_of(seed=seed), 0.1) for seed in (0, 0, 1))
-    assert replace(first, seconds=0) == replace(second, seconds=0)
-    assert first.p_value != other.p_value
-    assert first.smallest is not None
-    assert 0.09 < first.smallest <= 0.1
-
-
-def test_dice_that_are_loaded_are_found(monkeypatch):
-    """Every chance and distribution in the records is right, so no formula shows it."""
-    fair = specbench.decoding.sampling._at_share
-    loaded = lambda p, u: int(p.argmax()) if u < 0.2 else fair(p, u)  # noqa: E731
-    monkeypatch.setattr(specbench.decoding.sampling, "_at_share", loaded)
-    setup = setup_of("lookup")
-    assert result_of(setup).verdict == "identical"
-    assert not sampled(setup).sound
-
-
-def test_impossible_tokens_are_found_however_few():
-    def decoder(request: Request, watch: Stopwatch) -> DecodingLoop:
-        return decode(replace(request, sampling=replace(request.sampling, top_k=0)), watch)
-
-    test = sampled(setup_of(sampling=Sampling(1.0, top_k=7), decoder=decoder))  # all but the least probable
-    assert test.impossible > 0
-    assert test.p_value == 0.0
 
 
 # --- Greedy outputs -------------------------------------------------------------------------------
@@ -846,7 +734,7 @@ def test_the_result_is_ready_for_json():
     import json
 
     for setup in (setup_of(), setup_of("lookup", residual_adjustment=False), setup_of(sampling=Greedy())):
-        result = replace(result_of(setup), sampled=None if setup.sampling.greedy else sampled(setup))
+        result = result_of(setup)
         fields = json.loads(json.dumps(result.to_dict(str), allow_nan=False))
         assert fields["verdict"] == result.verdict
         assert fields["greedy"]["against_plain"]["identical"] == 2
@@ -854,7 +742,6 @@ def test_the_result_is_ready_for_json():
         assert (fields["exact"] is None) == setup.sampling.greedy
         if not setup.sampling.greedy:
             assert fields["exact"]["sound"] == setup.residual_adjustment
-            assert fields["sampled"]["sound"] == setup.residual_adjustment
 
 
 def test_how_long_a_prompt_took_is_told_behind_the_first():

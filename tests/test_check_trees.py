@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import checked
 import pytest
 import torch
-from checked import DRAFT, PROMPTS, VOCAB, draft_model, result_of, sampled, violated, with_records
+from checked import DRAFT, PROMPTS, VOCAB, draft_model, result_of, violated, with_records
 from scripted import ScriptedScorer, random_table
 
 from specbench.check.observe import DecodingSetup, observe
@@ -86,7 +86,6 @@ def test_several_drafters_pass():
     models = [draft_model(random_table(seed, VOCAB), str(seed)) for seed in (2, 4)]
     setup = replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models))
     result = result_of(setup)
-    assert sampled(setup).sound
     assert result.violations == []
     assert result.verdict == "identical"
     assert enumerated(result) < 1e-6
@@ -108,27 +107,10 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
 def test_siblings_pass_above_temperature_0():
     policy = DraftPlan(FixedLength(3), Siblings(4, lambda _: 0.0))
     result = result_of(setup_of(None, policy=policy))
-    assert sampled(setup_of(None, policy=policy)).sound
     assert result.violations == []
     assert result.verdict == "identical"
     steps = [each.record for each in observe(setup_of(None, policy=policy), PROMPTS[0], greedy=False)]
     assert any(step.gained for step in steps if isinstance(step, Step))
-
-
-@pytest.mark.parametrize(
-    ("tree", "method", "drafter"),
-    [
-        ("static", "traversal", "model"),
-        ("static", "recursive", "self"),
-        ("dynamic", "naive", "model"),
-        ("flat", "specinfer", "self"),
-        (None, "block", "model"),
-        (None, "traversal", "self"),
-    ],
-)
-def test_sampled_tokens_of_trees_pass(tree, method, drafter):
-    test = sampled(setup_of(tree, method, drafter), 0.05)
-    assert test.sound, test
 
 
 # --- Planted biases: what decides -----------------------------------------------------------------

@@ -105,12 +105,10 @@ def test_a_sound_configuration_passes(check, drafter):
 
 def test_json_has_everything(check, monkeypatch):
     monkeypatch.setattr(check_run, "_LONG_S", 0.0)
-    result = check("--json", "-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3, "--minutes", 2, "--seed", 4)
+    result = check("--json", "-t", 0.9, "--top-k", 8, "--seed", 4)
     figures = result.json()
     assert "The answers of transformers itself will take about 1 s." in result.err
-    assert "The check will take about 1 s more. Sampling will take at most 2 min." in result.err.replace(
-        "\n", " "
-    )
+    assert "The check will take about 1 s more." in result.err
     assert figures["check"] == "decoding"
     assert figures["verdict"] == "identical"
     assert figures["complete"] is True
@@ -131,62 +129,19 @@ def test_json_has_everything(check, monkeypatch):
     assert figures["logits"]["sound"] is True
     assert figures["logits"]["rows"] == 30
     assert figures["exact"]["largest_error"] < 1e-5
-    sampled = figures["sampled"]
-    assert sampled["sound"] is True
-    assert sampled["p_value"] >= sampled["limit"]
-    assert 0 < sampled["smallest"] <= 0.3
-    assert sampled["tokens"] <= 10 * sampled["outputs"]
     assert figures["invariants"]["violations"] == []
 
 
-def test_nothing_is_sampled_unless_requested(check):
-    """The verdict from p and q of every step comes first, and takes what decoding the prompts takes."""
-    result = check("-t", 0.9)
-    assert result.code == 0
-    assert "sampled" not in rows(result.out)
-    assert rows(result.out)["exact"] == "sound"
-    assert check("-t", 0.9, "--json").json()["sampled"] is None
-
-
 def test_the_answer_takes_five_lines(check, snapshot):
-    result = check("-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3, "--short")
-    snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+|(?<=p-value )[\d.]+", "N", result.out))
-
-
-def test_sampling_says_what_it_can_have_missed(check):
-    result = check("-t", 0.9, "--top-k", 8, "--sample", "--bias", 0.3)
-    assert rows(result.out)["sampled"] == "sound"
-    said = " ".join(result.out.split())
-    (share,) = re.findall(r"a bias that moves ([\d.]+)% of the tokens", said)
-    assert 20 < float(share) <= 30
-    several = check("-t", 0.9, "--sample", "--bias", 0.3, "--drafter", "lookup", "--drafter", "none")
-    assert several.out.count("Samples: ") == 1
-
-
-def test_sampling_ends_with_its_minutes(check):
-    result = check("-t", 0.9, "--sample", "--bias", 0.001, "--minutes", 1e-4)
-    assert result.code == 0
-    assert "too few to find any bias" in result.out
+    result = check("-t", 0.9, "--top-k", 8, "--short")
+    snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+", "N", result.out))
 
 
 def test_it_repeats_with_its_seed(check):
-    asked = (
-        "--json",
-        "-t",
-        1,
-        "--top-k",
-        6,
-        "--sample",
-        "--bias",
-        0.3,
-        "--quiet",
-        "--drafter",
-        "self:layers=1",
-    )
-
     def found(*more: object) -> dict[str, Any]:
-        figures = check(*asked, *more).json()
-        return {**figures["exact"], **figures["sampled"], "seconds": 0}
+        asked = ("--json", "-t", 1, "--top-k", 6, "--quiet", "--drafter", "self:layers=1")
+        figures: dict[str, Any] = check(*asked, *more).json()["exact"]
+        return figures
 
     first = found()
     assert found() == first
@@ -420,11 +375,6 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (["--sample", "--bias", "0"], ["--bias is 0"]),
-        (["--sample", "--bias", "0.7"], ["--bias is 0.7", "up to 0.5"]),
-        (["--sample", "--minutes", "0"], ["--minutes is 0"]),
-        (["--bias", "0.1"], ["--bias is given without --sample", "Add --sample"]),
-        (["--minutes", "1"], ["--minutes is given without --sample", "Add --sample"]),
         (["--stop", ""], ["stop string is empty"]),
         (["--draft-policy", "egag", "--draft-policy", "egag"], ["egag is given twice"]),
         (["--gamma", "8..1"], ["runs backwards", "1..8"]),

@@ -1059,6 +1059,6 @@ def test_heads_in_the_check(cli, folder, tmp_path):
     )
     done = cli(
         "check", "--target", folder / "tiny", "--dtype", "float32", "--drafter", folder / "eagle", "-n", 4, "-t", 1,
-        "--prompts", prompts, "--sample", "--bias", 0.4, "--json",
+        "--prompts", prompts, "--json",
     )  # fmt: skip
     assert done.json()["verdict"] == "identical"

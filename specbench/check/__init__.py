@@ -1,6 +1,6 @@
 """Check that a configuration is lossless: greedy outputs, sampled distributions, and invariants of every step.
 
 ``docs/check.md`` says what is checked and what the verdicts mean. ``observe`` runs the decoding loop and records what
-it does; ``invariants``, ``exact``, ``deviation`` and ``chisquare`` judge records and run nothing; ``greedy``,
+it does; ``invariants``, ``exact`` and ``deviation`` judge records and run nothing; ``greedy``,
 ``sampled`` and ``outputs`` combine both; ``results`` holds the findings and ``render`` shows them.
 """

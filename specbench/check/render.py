@@ -13,7 +13,6 @@ from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
-    from specbench.check.sampled import SampledTest
 
 _MAX_SHOWN = 20
 _STYLES = {"identical": "green", "sound": "green", "numerical tie": "yellow", "wrong": "bold red"}
@@ -54,8 +53,6 @@ def check_parts(
         if result.verdict == "wrong" or (verbose and result.verdict != "identical"):
             details = [*_details(result, dtype, piece, encoding)]
             parts += [Paragraph(label, "bold"), *details] if len(results) > 1 else details
-    if verbose or len(results) > 1:
-        parts += [Paragraph(_power([each for _, each in results]))] if _sampled(results) else []
     return parts
 
 
@@ -75,12 +72,10 @@ def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
 
 
 def _summary(result: CheckResult) -> Iterator[str]:
-    """Yield the findings on one configuration in up to three lines."""
+    """Yield the findings on one configuration in two lines."""
     found = {name: f"{_LABELS[name]}: {what}" for name, _, what, _ in _findings(result) if name in _LABELS}
     for names in (("plain", "transformers", "logits", "bits"), ("steps", "exact")):
         yield f"{'; '.join(found[name] for name in names if name in found)}."
-    if result.sampled is not None:
-        yield _power([result])
 
 
 def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
@@ -94,7 +89,7 @@ def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
     return _table(["configuration", *columns, "verdict"], rows)
 
 
-_FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact", "sampled")
+_FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact")
 _LABELS = {
     "plain": "Greedy outputs against plain decoding", "transformers": "against transformers", "logits": "logits",
     "bits": "rows of logits bit for bit", "steps": "Steps", "exact": "distributions of tokens",
@@ -124,14 +119,6 @@ def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
         error = f"total variation {result.largest_error:.0e}"
         sound = _sound(all(case.sound for case in result.exact))
         yield ("exact", _count(places, "position"), error, sound if places else "–")
-    if (test := result.sampled) is not None:
-        on, tested = f"{_count(test.tokens, 'token')} in {test.seconds:.0f} s", _is_tested(test)
-        found = f"p-value {test.p_value:.2g}" if tested else "too few to test"
-        yield ("sampled", on, found, _sound(test.sound) if tested else "–")
-
-
-def _is_tested(test: SampledTest) -> bool:
-    return bool(test.freedom or test.impossible)
 
 
 def _outcomes(result: CheckResult, against: Against) -> str:
@@ -144,31 +131,11 @@ def _outcomes(result: CheckResult, against: Against) -> str:
     return ", ".join(parts)
 
 
-def _sampled(results: Sequence[tuple[str, CheckResult]]) -> bool:
-    return any(result.sampled is not None and result.sampled.sound for _, result in results)
-
-
-def _power(results: Sequence[CheckResult]) -> str:
-    """Return what the samples show, and which bias would have been found: the largest of all configurations."""
-    tests = [result.sampled for result in results if result.sampled is not None]
-    tokens = _count(sum(test.tokens for test in tests), "token")
-    p_value = f", p-value {tests[0].p_value:.2g}" if len(tests) == 1 and _is_tested(tests[0]) else ""
-    smallest = [test.smallest for test in tests if test.sound]
-    found = [share for share in smallest if share is not None]
-    if not found or len(found) < len(smallest):
-        few = "" if not smallest else "; too few to find any bias: allow more --minutes"
-        return f"Samples: {tokens}{p_value}{few}."
-    return (
-        f"Samples: {tokens}{p_value}; a bias that moves {max(found):.1%} of the tokens, to less probable or"
-        " preferred ones, would have been found in 95 of 100 checks."
-    )
-
-
 # -- details ---------------------------------------------------------------------------------------
 
 
 def _details(result: CheckResult, dtype: str, piece: Piece | None, encoding: str) -> Iterator[Part]:
-    """Yield differing outputs, violations and biases."""
+    """Yield differing outputs, violations and wrong distributions."""
     found: list[tuple[str, str, Difference]] = []
     for case in result.greedy:
         for against, difference in (
@@ -207,13 +174,6 @@ def _biases(result: CheckResult) -> Iterator[str]:
     for place in sorted(places, key=lambda place: -place.error):
         step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"
         yield f"exact: {place.prompt}, {step} ({place.kind}): total variation from p {place.error:.3g}"
-    if (test := result.sampled) is not None and not test.sound:
-        tokens = _count(test.tokens, "token")
-        if test.impossible:
-            yield f"sampled: {_count(test.impossible, 'token')} of probability 0"
-        else:
-            p_value = f"p-value {test.p_value:.2g} (limit {test.limit:g})"
-            yield f"sampled: {p_value}, about {test.observed:.1%} of {tokens} are off"
 
 
 # -- outputs of other engines ----------------------------------------------------------------------

@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from specbench.backends.torch.parity import Difference
 from specbench.base.record import Json
-from specbench.check.chisquare import POWER
 from specbench.check.deviation import DeviationResult
 from specbench.check.greedy import GreedyResult, Verdict, verdict_of
 from specbench.check.invariants import Violation
 from specbench.check.outputs import OutputResult, RejectedLine
-from specbench.check.sampled import ExactCase, SampledTest
+from specbench.check.sampled import ExactCase
 
 Against = Literal["plain", "transformers"]
 Piece = Callable[[int], str]
@@ -40,7 +39,6 @@ class CheckResult:
         greedy: One result per prompt.
         deviations: Of their logits; ``None`` before there are any.
         exact: One result per prompt; empty for greedy decoding.
-        sampled: The test of sampled tokens; ``None`` if not requested or not finished.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
     """
@@ -48,7 +46,6 @@ class CheckResult:
     greedy: tuple[GreedyResult, ...] = ()
     deviations: DeviationResult | None = None
     exact: tuple[ExactCase, ...] = ()
-    sampled: SampledTest | None = None
     no_transformers: str | None = None
     bit_exact: bool = False
     complete: bool = True
@@ -91,7 +88,6 @@ class CheckResult:
             bool(self.violations)
             or (self.deviations is not None and not self.deviations.sound)
             or not all(case.sound for case in self.exact)
-            or (self.sampled is not None and not self.sampled.sound)
             or (self.bit_exact and self.bitwise[0] != self.bitwise[1])
         )
         if faulty:
@@ -100,7 +96,7 @@ class CheckResult:
 
     def to_dict(self, piece: Piece | None) -> Json:
         """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
-        violations, deviations, sampled = self.violations, self.deviations, self.sampled
+        violations, deviations = self.violations, self.deviations
         transformers = self._comparison("transformers", piece) if self.no_transformers is None else None
         return {
             "verdict": self.verdict,
@@ -117,7 +113,6 @@ class CheckResult:
             "logits": deviations and {"sound": deviations.sound, **_finite(asdict(deviations))},
             "bitwise": {"required": self.bit_exact, "rows": self.bitwise[0], "equal": self.bitwise[1]},
             "exact": self._exact() if self.exact else None,
-            "sampled": sampled and {"sound": sampled.sound, "power": POWER, **asdict(sampled)},
             "invariants": {
                 "steps": self.steps,
                 "violated": dict(Counter(violation.invariant for _, violation in violations)),

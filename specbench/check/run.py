@@ -13,7 +13,7 @@ from specbench.check.deviation import judge_deviations
 from specbench.check.greedy import GreedyOutput, GreedyResult, check_greedy, run_plain
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
-from specbench.check.sampled import ExactCase, SampledTest, check_exact, sample
+from specbench.check.sampled import ExactCase, check_exact
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Case:
 
 
 class DecodingCheck:
-    """A check of one configuration: call ``check_steps``, then ``check_samples`` if wanted. ``result`` works at any
-    time.
+    """A check of one configuration: call ``check_steps``. ``result`` works at any time.
 
     Args:
         dtype: The dtype whose rounding explains a tie: that of the logits, or a coarser one used within the model.
@@ -62,7 +61,6 @@ class DecodingCheck:
         self.announce: Callable[[float, float], None] | None = None
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
-        self._sampled: SampledTest | None = None
 
     def _report(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -84,18 +82,6 @@ class DecodingCheck:
             if done == 0 and self.announce is not None:
                 self.announce(time.monotonic() - began, plain_s)
 
-    def check_samples(self, *, bias: float, seconds: float) -> None:
-        """Sample outputs until the test would find a bias of this size, or the time is over."""
-        self._sampled = sample(
-            self.setup,
-            [case.prompt for case in self.cases],
-            bias=bias,
-            seconds=seconds,
-            report=lambda spent: self._report(
-                "sampling, at most", round(min(spent, seconds)), round(seconds)
-            ),
-        )
-
     def result(self, *, complete: bool = True) -> CheckResult:
         """Return what was found so far."""
         speculative = [value for each in self._greedy for value in each.deviations]
@@ -104,7 +90,6 @@ class DecodingCheck:
             greedy=tuple(self._greedy),
             deviations=judge_deviations(speculative, plain, self.dtype),
             exact=tuple(self._exact),
-            sampled=self._sampled,
             no_transformers=self._no_transformers,
             bit_exact=self._bit_exact,
             complete=complete,

@@ -1,17 +1,14 @@
-"""Check sampled outputs: the exact distribution of every step, and a χ² test of sampled tokens."""
+"""Check sampled outputs: the exact distribution of every step."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from specbench.check.chisquare import SIGNIFICANCE, TokenCounts
 from specbench.check.exact import (
     ENUMERATION_LIMIT,
     acceptance_by_token,
@@ -27,12 +24,6 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import verification_of
-
-_LIKELY = 0.02
-"""Smallest probability of a likely token."""
-
-_GROUPS = 6
-"""The most probable token, likely and unlikely ones, each by whether the drafter gives it more than the target does."""
 
 _ENUMERATED = 2
 """Steps of an output whose outcomes are enumerated."""
@@ -202,103 +193,3 @@ def _normalized(weights: torch.Tensor) -> torch.Tensor:
     """Return weights with sum 1; uniform ones where all are 0."""
     total = float(weights.sum())
     return weights / weights.sum() if total > 0.0 else torch.full_like(weights, 1 / len(weights))
-
-
-@dataclass(frozen=True)
-class SampledTest:
-    """The χ² test of sampled tokens.
-
-    Attributes:
-        outputs, tokens: Numbers sampled; the time limit may cut off the last output.
-        freedom: Degrees of freedom; 0 for too few tokens.
-        p_value: See ``TokenCounts``; 0 if a token was sampled that the transforms exclude.
-        limit: The p-value below which the tokens count as biased.
-        observed: Share of the tokens in another group than expected, noise included.
-        smallest: The smallest such share found with 95% power; ``None`` for too few tokens.
-        impossible: Tokens that the transforms exclude.
-    """
-
-    outputs: int
-    tokens: int
-    seconds: float
-    freedom: int
-    p_value: float
-    limit: float
-    observed: float
-    smallest: float | None
-    impossible: int
-
-    @property
-    def sound(self) -> bool:
-        return self.p_value >= self.limit
-
-
-def sample(
-    setup: DecodingSetup,
-    prompts: Sequence[Sequence[int]],
-    *,
-    bias: float,
-    seconds: float,
-    report: Callable[[float], None] = lambda _: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> SampledTest:
-    """Sample outputs of the prompts in turn, and test their tokens against the target's distributions.
-
-    Sampling ends when a bias of the given size would be found, which follows from the probabilities and not from the
-    draws, or when the time is up.
-
-    Args:
-        bias: Share of tokens in a wrong group, see ``TokenCounts.smallest_bias``.
-        seconds: Time limit, checked after every step.
-        report: Called after every step with the seconds so far.
-    """
-    counts, began, number, spent = TokenCounts(_GROUPS), clock(), 0, 0.0
-    for number, prompt in enumerate(itertools.cycle(prompts), start=1):
-        transforms = setup.transforms(prompt, greedy=False)
-        for seen in observe(setup, prompt, greedy=False, seed=setup.seed + number):
-            _count_tokens(seen, transforms, counts)
-            spent = clock() - began
-            report(spent)
-            if spent >= seconds:
-                break
-        smallest = counts.smallest_bias
-        if spent >= seconds or (smallest is not None and smallest <= bias):
-            break
-    freedom, p_value = counts.test()
-    return SampledTest(
-        outputs=number,
-        tokens=counts.tokens,
-        seconds=spent,
-        freedom=freedom,
-        p_value=p_value,
-        limit=SIGNIFICANCE,
-        observed=counts.observed_bias,
-        smallest=counts.smallest_bias,
-        impossible=counts.impossible,
-    )
-
-
-def _count_tokens(seen: Observation, sampling: Sampling, counts: TokenCounts) -> None:
-    for i, (node, row) in enumerate(zip(seen.nodes, seen.decision_logits, strict=True)):
-        token = seen.tokens[i]
-        p = sampling.probabilities(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]
-        likelihood = (p < _LIKELY).long() + 1
-        likelihood[p.argmax()] = 0
-        groups = 2 * likelihood + _preferred(seen.draft, node, p)  # of every token
-        shares = torch.zeros(_GROUPS, dtype=torch.float64, device=p.device).index_add_(0, groups, p.double())
-        counts.add((shares / shares.sum()).tolist(), int(groups[token]) if float(p[token]) > 0.0 else None)
-
-
-def _preferred(draft: Draft, node: int, p: torch.Tensor) -> torch.Tensor:
-    """Return which tokens the drafter gives more probability after a node than the target, bool [vocab].
-
-    The groups of the test can depend on earlier tokens, but not on randomly drafted tokens that are not part of the
-    output. After the context and in a chain this holds; for other nodes of a tree, no token counts as preferred.
-    """
-    preferred = torch.zeros_like(p, dtype=torch.bool)
-    for tokens, q in draft.draws(node)[:1] if node < 0 or draft.parents is None else ():
-        if q is None:
-            preferred[list(tokens[:1])] = True
-        else:
-            preferred = q.to(p.device) > p
-    return preferred

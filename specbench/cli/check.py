@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.policy import requested_policies, with_trees
 from specbench.cli.progress import starting
@@ -24,8 +23,7 @@ from specbench.options import (
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
-_DEFAULT_LIMIT, _DEFAULT_BIAS, _DEFAULT_MINUTES = 12, 0.05, 5.0
-_LARGEST_BIAS = 0.5
+_DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
 _check = panel(CHECKED)
 
@@ -48,33 +46,6 @@ class _Checked:
             min=1,
         ),
     ] = None
-    sample: Annotated[
-        bool,
-        _check(
-            "--sample",
-            None,
-            "Also sample outputs above temperature 0, and compare how often tokens occur with the target's"
-            " probabilities.",
-        ),
-    ] = False
-    minutes: Annotated[
-        float | None,
-        _check(
-            "--minutes",
-            "X",
-            f"Time for --sample, over all configurations together. Default: {_DEFAULT_MINUTES:g}.",
-        ),
-    ] = None
-    bias: Annotated[
-        float | None,
-        _check(
-            "--bias",
-            "X",
-            "Smallest bias to find, as the share of tokens that it shifts: --sample ends once it has enough tokens"
-            " for that. Default:"
-            f" {_DEFAULT_BIAS}.",
-        ),
-    ] = None
     outputs: Annotated[
         Path | None,
         _check(
@@ -84,12 +55,6 @@ class _Checked:
             " reads standard input.",
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        if self.bias is not None and not 0 < self.bias <= _LARGEST_BIAS:
-            raise UsageError(f"--bias is {self.bias:g}.", f"Give a share above 0, up to {_LARGEST_BIAS:g}.")
-        if self.minutes is not None and not 0 < self.minutes < float("inf"):
-            raise UsageError(f"--minutes is {self.minutes:g}.", "Give more than 0.")
 
 
 def check(
@@ -163,9 +128,6 @@ def check(
                     greedy=sampling.temperature == 0,
                     chained=opt.chained(models, caching),
                 ),
-                sample=checked.sample,
-                bias=checked.bias or _DEFAULT_BIAS,
-                minutes=checked.minutes or _DEFAULT_MINUTES,
             )
         job.prepare(progress)
     code = job.run()

@@ -38,7 +38,7 @@ class OutputsJob:
             "on outputs that were made elsewhere",
             "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "draft_policy", "gamma",
             SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
-            "temperature", "top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias",
+            "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip
         self._lines = _read_lines(file, limit)
 

@@ -113,15 +113,9 @@ class DecodingJob:
         prompts: Sequence[Prompt],
         drafters: Sequence[DrafterSpec],
         policies: Sequence[RequestedPolicy],
-        *,
-        sample: bool,
-        bias: float,
-        minutes: float,
     ) -> None:
         self.request, self.prompts, self.drafters = request, prompts, drafters
         self.policies = policies
-        self._samples = sample and not request.sampling.greedy
-        self._bias, self._minutes = bias, minutes
         self._checks: list[tuple[str, DecodingCheck]] = []
         self._header: dict[str, Any] = {}
 
@@ -139,10 +133,6 @@ class DecodingJob:
                     checking.progress = _Prefixed(progress, place)
                     checking.announce = None if number else self._announce
                     checking.check_steps()
-                    if self._samples:
-                        checking.check_samples(
-                            bias=self._bias, seconds=60 * self._minutes / len(self._checks)
-                        )
             complete = True
         finally:  # an interrupt loses nothing of what is checked
             results = [
@@ -166,7 +156,7 @@ class DecodingJob:
         for note in left_out([policy.spec for policy in self.policies], drafting):
             request.note(note)
         check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
-        names = ("top_k", "top_p", "min_p", "seed", "sample", "minutes", "bias", "residual_adjustment")
+        names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
         if request.sampling.greedy:
             request.note_unused("at temperature 0: nothing is sampled", *names)
         rounded = quantized(request.recipe.models.dtype)
@@ -297,11 +287,8 @@ class DecodingJob:
         """Print how long the check will take, by the time of its first prompt; plain decoding is shared."""
         prompts = len(self._checks[0][1].cases)
         left = (prompts - 1) * seconds + (len(self._checks) - 1) * prompts * (seconds - plainly_s)
-        said = [f"The check will take about {_about(left)} more."] if left >= _LONG_S else []
-        if self._samples:
-            said.append(f"Sampling will take at most {_about(60 * self._minutes)}.")
-        if said:
-            self.request.note(" ".join(said))
+        if left >= _LONG_S:
+            self.request.note(f"The check will take about {_about(left)} more.")
 
     def _show(self, results: Sequence[tuple[str, CheckResult]], complete: bool) -> None:
         """Print what was found, under what was checked."""
