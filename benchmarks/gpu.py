@@ -188,12 +188,15 @@ def first_line(error: Exception) -> str:
 
 
 class Measured(NamedTuple):
-    """One run: tokens per second and step, and the median milliseconds of a step for drafting and verifying."""
+    """One run: tokens per second and step, the median milliseconds of a step for drafting and verifying, and why the
+    requests of a batch had passes of their own, if they had.
+    """
 
     tokens_per_second: float
     tokens_per_step: float
     draft_ms: float | None = None
     verify_ms: float | None = None
+    why_not_batched: str | None = None
 
 
 def decode(target: Target, drafter: Drafter | None, prompt: Sequence[int], tokens: int) -> Measured:
@@ -228,7 +231,8 @@ def decode_many(
         if isinstance(each, Exception):
             raise each
         made, steps = made + len(each.token_ids), steps + len(each.steps)
-    return Measured(made / took, (made - len(results)) / steps)
+    why = None if runs.factory is None else runs.factory.why_not_batched
+    return Measured(made / took, (made - len(results)) / steps, why_not_batched=why)
 
 
 def generate(model: Any, prompt: Sequence[int], tokens: int, cache: str | None) -> Measured:
@@ -346,6 +350,8 @@ class Bench:
         for name in ("tokens_per_step", "draft_ms", "verify_ms"):
             known = [value for each in taken if (value := getattr(each, name)) is not None]
             row |= {name: round(statistics.median(known), 3)} if known else {}
+        if taken[0].why_not_batched is not None:
+            row["why_not_batched"] = taken[0].why_not_batched
         self.rows.append(row)
         print(
             f"{self.name:5} {side:40} {row['tokens_per_second']:10.1f} tokens/s, first {first_s:.1f} s",

@@ -266,6 +266,18 @@ def test_a_wrong_pass_over_several_is_found_out(monkeypatch):
     assert "different logits" in (BatchedModel(Scorer(scorer.model), pool).why_not_batched or "")
 
 
+def test_a_trial_that_fails_gives_the_reason(monkeypatch):
+    """Where a device cannot run such a pass, requests get passes of their own, and are told why."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel\nstack")
+
+    scorer = Scorer(tiny_llama(0))
+    monkeypatch.setattr("specbench.backends.torch.trials.RaggedForward.__call__", fails)
+    reason = BatchedModel(scorer, pool_of(scorer, "paged")).why_not_batched
+    assert "no kernel" in (reason or "")
+
+
 # -- outputs ---------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,8 @@ def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, po
     many = GenerationRuns(runs, max_batch=6, max_tokens_per_pass=64, pool=pool)
     for prompt, made in zip(prompts(), many.results(), strict=True):
         assert isinstance(made, Generation), made
+        assert many.factory is not None
+        assert many.factory.why_not_batched is None
         assert made.token_ids == alone(prompt, cpu).token_ids
 
 

@@ -304,12 +304,16 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
         return "Its attention is not the scaled dot-product attention of transformers."
     rounding = torch.int8 if quantizes_activations(model) else model.dtype
     limit = _CLOSE_FUSED[torch.int8] if rounding == torch.int8 else _CLOSE
-    # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-    right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
-    sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, FusedForward) else None
-    for each in (sample, None if sample is None else _with_short_windows(sample)):
-        if right and each is not None:
-            right = _ragged_is_right(each, kind, _CLOSE_FUSED.get(rounding, 0.0), forward_type)
+    try:
+        # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
+        right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
+        sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, FusedForward) else None
+        for each in (sample, None if sample is None else _with_short_windows(sample)):
+            if right and each is not None:
+                right = _ragged_is_right(each, kind, _CLOSE_FUSED.get(rounding, 0.0), forward_type)
+    except _NOT_POSSIBLE as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"A forward pass over several requests fails ({reason})."
     return None if right else "A forward pass over several requests gives different logits."
 
 
@@ -363,24 +367,21 @@ def _ragged_is_right(
     fed = [context[-last:] for context, last in zip(contexts, _LAST, strict=True)]
     fed[2] += nodes
     seen = tree_mask(0, parents, len(fed[2]), cpu)[0, 0].numpy()
-    try:
-        read(early[:2], [RequestTokens(caches[i], range(len(early[i]))) for i in range(2)])
-        parts = [
-            RequestTokens(cache, range(cache.length, cache.length + last))
-            for cache, last in zip(caches, _LAST, strict=True)
-        ]
-        parts[2] = RequestTokens(caches[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
-        found = read(fed, parts)
-        rows = [expected(context, last) for context, last in zip(contexts, _LAST, strict=True)]
-        by_node: dict[int, Tensor] = {}
-        for branch in branches:
-            logits = expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
-            by_node.update(zip(branch, logits, strict=True))
-        return are_close(
-            found, torch.cat([*rows, torch.stack([by_node[node] for node in range(len(nodes))])]), limit
-        )
-    except _NOT_POSSIBLE:
-        return False
+    read(early[:2], [RequestTokens(caches[i], range(len(early[i]))) for i in range(2)])
+    parts = [
+        RequestTokens(cache, range(cache.length, cache.length + last))
+        for cache, last in zip(caches, _LAST, strict=True)
+    ]
+    parts[2] = RequestTokens(caches[2], tree_positions(0, parents, cpu)[0].tolist(), seen)
+    found = read(fed, parts)
+    rows = [expected(context, last) for context, last in zip(contexts, _LAST, strict=True)]
+    by_node: dict[int, Tensor] = {}
+    for branch in branches:
+        logits = expected([*contexts[2], *(nodes[node] for node in branch)], len(branch))
+        by_node.update(zip(branch, logits, strict=True))
+    return are_close(
+        found, torch.cat([*rows, torch.stack([by_node[node] for node in range(len(nodes))])]), limit
+    )
 
 
 # -- forwards of any width ---------------------------------------------------------------------------
