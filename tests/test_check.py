@@ -29,7 +29,7 @@ from tiny import tiny_language_model, tiny_llama
 import specbench.check.deviation
 import specbench.check.exact
 import specbench.check.invariants
-import specbench.decoding.loop
+import specbench.decoding.request
 import specbench.decoding.verify
 from specbench.backends.torch.parity import find_difference, tie_units
 from specbench.backends.torch.scorer import Scorer
@@ -63,6 +63,7 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import Verdict
+from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.policies import FixedLength
@@ -116,14 +117,14 @@ def test_ends_are_where_they_should_be():
 
 def with_judge(patch: pytest.MonkeyPatch, broken: Callable[..., Any], **options: Any) -> None:
     """Have verdicts made by ``broken``, which is handed the right one, the draft and the logits."""
-    right = specbench.decoding.loop.verification_of
+    right = specbench.decoding.request.verification_of
 
     def verification(*arguments: Any, **given: Any) -> Any:
         sound = right(*arguments, **{**given, **options})
         judge = lambda draft, logits, *rest: broken(sound.judge(draft, logits, *rest), draft, logits)  # noqa: E731
         return SimpleNamespace(takes_trees=sound.takes_trees, drawing=sound.drawing, judge=judge)
 
-    patch.setattr(specbench.decoding.loop, "verification_of", verification)
+    patch.setattr(specbench.decoding.request, "verification_of", verification)
 
 
 def test_a_decoder_without_the_residual_adjustment_is_found(monkeypatch):
@@ -177,6 +178,53 @@ def test_the_rejected_token_in_place_of_the_corrected_one_is_found(monkeypatch, 
     result = result_of(setup_of(drafter))
     assert result.verdict_against("plain") == "wrong"
     assert {"choice", "chance"} <= violated(result)
+
+
+def near(tokens: Sequence[int]) -> torch.Tensor:
+    """A drafter that is nearly the target, so that chance rejects nothing."""
+    return TARGET(tokens) + 1e-3 * DRAFT(tokens)
+
+
+@pytest.mark.parametrize("table", [near, TARGET], ids=["near", "the target"])
+def test_what_no_draw_has_exercised_is_tested_too(table):
+    """A few tokens whose drafts pass every test, with a correction that is wrong."""
+    setup = replace(setup_of(max_new_tokens=5, residual_adjustment=False), drafter=draft_model(table, "same"))
+    result = result_of(setup)
+    assert all(each.accepted == each.drafted for each in result.greedy)
+    assert result.verdict == "wrong"
+    assert result_of(replace(setup, residual_adjustment=True)).verdict == "identical"
+
+
+@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.9)], ids=["greedy", "sampled"])
+def test_without_drafts_nothing_is_tested(sampling):
+    result = result_of(setup_of(sampling=sampling, policy=FixedLength(3), max_new_tokens=1))
+    assert (result.verdict, result.tested) == ("nothing tested", 0)
+    assert result.to_dict(None)["verdict"] == "nothing tested"
+
+
+TAMPERINGS: dict[str, Callable[[list[int]], list[int]]] = {
+    "the last is another": lambda tokens: [*tokens[:-1], (tokens[-1] + 1) % 3],
+    "the first is another": lambda tokens: [(tokens[0] + 1) % 3, *tokens[1:]],
+    "the last is lost": lambda tokens: tokens[:-1] if len(tokens) > 1 else tokens,
+    "the first is lost": lambda tokens: tokens[1:] if len(tokens) > 1 else tokens,
+    "the last is doubled": lambda tokens: [*tokens, tokens[-1]],
+    "they are turned around": lambda tokens: tokens[::-1],
+    "one token always": lambda tokens: [0] * len(tokens),
+}
+
+
+@pytest.mark.parametrize("tampering", TAMPERINGS)
+@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.9)], ids=["greedy", "sampled"])
+def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sampling):
+    def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
+        if draft.tokens:
+            verdict.tokens[:] = TAMPERINGS[tampering](verdict.tokens)
+        return verdict
+
+    with_judge(monkeypatch, broken)
+    for drafter in (draft_model(near, "near"), CascadeDrafter(LookupDrafter(), draft_model(near, "near"))):
+        setup = replace(setup_of(sampling=sampling), drafter=drafter)
+        assert result_of(setup).verdict == "wrong", drafter.name
 
 
 def test_an_output_that_is_off_by_one_is_found(monkeypatch):
@@ -655,6 +703,37 @@ def test_ties_are_named_and_do_not_hide_what_is_wrong():
     assert coarse.verdict == "numerical tie"
     equal: Any = Row((3.0, 3.0, 1.0), torch.float32)
     assert check_output(equal, given([0, 1]), [0], Greedy()).verdict == "identical"
+
+
+OUTPUT_TAMPERINGS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "replaced": lambda output, i: [*output[:i], (output[i] + 1) % VOCAB, *output[i + 1 :]],
+    "lost": lambda output, i: output[:i] + output[i + 1 :],
+    "doubled": lambda output, i: output[: i + 1] + output[i:],
+    "exchanged": lambda output, i: [*output[:i], *output[i : i + 2][::-1], *output[i + 2 :]],
+    "turned around": lambda output, i: output[:i] + output[i:][::-1],
+    "of another prompt": lambda output, i: output[:i] + [*PROMPTS[1], *output][i:],
+    "of a prompt's end": lambda output, i: [*PROMPT[-1 - i :], *output],
+    "of the drafter": lambda output, i: [
+        *output[:i],
+        int(DRAFT([*PROMPT, *output[:i]]).argmax()),
+        *output[i + 1 :],
+    ],
+    "rotated": lambda output, i: output[i:] + output[:i],
+    "repeated": lambda output, i: [*output[: i + 1], *output[: i + 1]],
+}
+
+
+@pytest.mark.parametrize("tampering", OUTPUT_TAMPERINGS)
+def test_every_tampered_output_is_found(tampering):
+    """At every position, unless nothing has changed; an output cut short is one of a smaller limit."""
+    output, found = greedy_output(9), 0
+    longer = greedy_output(20)
+    for i in range(9):
+        changed = OUTPUT_TAMPERINGS[tampering](output, i)
+        if changed != longer[: len(changed)]:
+            assert check_output(scripted_target(), given(changed), PROMPT, Greedy()).verdict == "wrong", i
+            found += 1
+    assert found > 2
 
 
 def test_an_output_behind_its_end_is_wrong():

@@ -25,6 +25,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import specbench.decoding.loop
+import specbench.decoding.request
 import specbench.generate
 import specbench.models.checkpoints
 import specbench.models.drafters
@@ -438,7 +439,7 @@ def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, opti
         used.append(name)
         return verification_of(sampling, name, **more)
 
-    monkeypatch.setattr(specbench.decoding.loop, "verification_of", noting)
+    monkeypatch.setattr(specbench.decoding.request, "verification_of", noting)
     shown = " ".join(
         tiny("the thing", "-n", 8, "-t", 1, "--drafter", drafter, *options, "--debug").err.split()
     )

@@ -133,7 +133,7 @@ def test_json_has_everything(check, monkeypatch):
 
 
 def test_the_answer_takes_five_lines(check, snapshot):
-    result = check("-t", 0.9, "--top-k", 8, "--short")
+    result = check("-t", 0.9, "--top-k", 8, "--drafter", "self:layers=1", "--short")
     snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+", "N", result.out))
 
 
@@ -154,14 +154,35 @@ def test_without_the_residual_adjustment_it_is_wrong(check):
     assert result.code == 1
     verdicts = rows(result.out)
     assert verdicts["exact"] == "wrong"
-    assert verdicts["plain"] == "identical"
+    assert "plain" not in verdicts
     assert verdicts["steps"] == "sound"
     assert result.out.startswith("NOT lossless: self:layers=1@")
-    assert "(corrected): total variation from p 0." in result.out
+    assert "(tested): total variation from p 0." in result.out
     figures = check(*asked, "--json").json(code=1)
     assert figures["verdict"] == "wrong"
     assert figures["exact"]["sound"] is False
-    assert figures["exact"]["at"]["kind"] == "corrected"
+    assert figures["exact"]["at"]["kind"] in ("tested", "corrected")
+
+
+@pytest.mark.parametrize("more", [(), ("-t", 1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1"])
+def test_without_drafts_nothing_is_vouched_for(check, drafter, more):
+    """One token, which the prefill gives: the issue's own case of a check that tests nothing."""
+    asked = ("--drafter", drafter, "-n", 1, *more)
+    result = check(*asked)
+    assert result.code == 1
+    assert result.out.startswith("Nothing was tested")
+    assert "Lossless" not in result.out
+    assert check(*asked, "--json").json(code=1)["verdict"] == "nothing tested"
+
+
+def test_a_correction_that_no_draw_needs_is_tested_too(check):
+    asked = ("-t", 1, "--drafter", "self:int8", "--limit", 1, "-n", 8)
+    assert check(*asked, "--no-residual-adjustment").code == 1
+    sound = check(*asked)
+    assert sound.code == 0
+    assert "Greedy" not in sound.out
+    assert "distribution" in sound.out.splitlines()[0]
 
 
 def test_what_has_no_effect_is_said(check):
@@ -283,27 +304,26 @@ def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(check, tmp
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_rounded_target_is_not_compared_with_transformers(check, dtype):
-    figures = check("--dtype", dtype, "--json", "--drafter", "lookup").json()
+    figures = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2).json()
     assert figures["greedy"]["against_transformers"] is None
     assert figures["greedy"]["not_compared"] == f"it has no such {dtype} model"
     assert figures["rounding"] == ("int8" if dtype == "int8" or native.is_available() else "float32")
     assert figures["verdict"] == "identical"
-    assert "not compared" in check("--dtype", dtype).out
+    assert "not compared" in check("--dtype", dtype, "--drafter", "self:layers=1").out
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     if dtype == "int4" and not native.is_available():
         pytest.skip("no native library here")
-    result = check("--dtype", dtype, "--json", "--drafter", "lookup")
+    result = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2)
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
-    assert figures["draft_policy"] == "auto"
     if f"outputs of this {dtype} target may differ" in result.err:
         pytest.skip(result.err)  # a processor that cannot, and says so
     assert figures["bitwise"]["required"]
     assert figures["bitwise"]["rows"] == figures["bitwise"]["equal"] > 0
-    grown = check("--dtype", dtype, "--json", "--drafter", "lookup", "--cache", "dynamic")
+    grown = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2, "--cache", "dynamic")
     assert not grown.json()["bitwise"]["required"]
     assert grown.err.count(f"outputs of this {dtype} target may differ") == 1
     check("--dtype", dtype, "--siblings", 3).refused(2, f"--dtype {dtype} does not go with siblings")

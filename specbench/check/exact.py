@@ -100,17 +100,21 @@ def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
     return list(dict.fromkeys(ranked))[:_FEW_TOKENS]
 
 
-def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return the total variation of the first two emitted tokens from the target's, over all outcomes.
+def enumeration_error(
+    verification: Verification, p: torch.Tensor, q: torch.Tensor, *, chain: bool = False
+) -> float:
+    """Return the total variation of the first one or two emitted tokens from the target's, over all outcomes.
 
-    The draft has two nodes after the context and one after the first of them; for a method without trees it is a chain
-    of two. Where a step emits one token, the second comes from the target.
+    The draft has two nodes after the context and, for two tokens, one after the first of them; for a method without
+    trees it is a chain. Where a step emits one token, the second comes from the target.
 
     Args:
         verification: The method that draws the nodes and decides.
-        p: The target's distributions after the context, and after every first token, [2, tokens].
+        p: The target's distributions after the context, and for two tokens after every first one, [1 or 2, tokens].
         q: The drafter's distributions, in the same shape.
+        chain: Whether to draft a chain, even if the method takes trees.
     """
+    chain = chain or not verification.takes_trees
     found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
     sampling = Multinomial()
@@ -119,20 +123,42 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     while outcomes is not None:
         random = _ScriptedRandomness(outcomes)
         tree = GrowingTree()
-        width = 2 if verification.takes_trees else 1
-        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), width, random))
-        tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
+        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), 1 if chain else 2, random))
+        if len(q) > 1:
+            tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
         draft: Draft = tree
-        if not verification.takes_trees:
+        if chain:
             draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come
-        rows = logits[[0, *(1 if parent < 0 else 0 for parent in tree.parents)]]
+        rows = logits[[0, *(len(p) - 1 if parent < 0 else 0 for parent in tree.parents)]]
         tokens = verification.judge(draft, rows, (), sampling, random).tokens
         if len(tokens) > 1:
             found[tokens[0], tokens[1]] += random.weight
         else:
-            found[tokens[0]] += random.weight * p[1] / p[1].sum()
+            found[tokens[0]] += random.weight * p[-1] / p[-1].sum()
         outcomes = random.next()
-    return total_variation(found.flatten(), torch.outer(p[0], p[1]).flatten())
+    return total_variation(found.flatten(), torch.outer(p[0], p[-1]).flatten())
+
+
+class ForcedRandomness(Randomness):
+    """Randomness that accepts a given number of tested tokens, and keeps what it was asked.
+
+    Attributes:
+        acceptance: The probabilities of the last test.
+        drawn_from: The distribution of the last draw.
+    """
+
+    def __init__(self, accepted: int) -> None:
+        super().__init__(0)
+        self._accepted = accepted
+        self.acceptance = self.drawn_from = torch.empty(0)
+
+    def draw(self, probabilities: torch.Tensor) -> int:
+        self.drawn_from = probabilities
+        return int(probabilities.argmax())
+
+    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
+        self.acceptance = acceptance
+        return self._accepted, [0.5] * len(acceptance)
 
 
 class _ScriptedRandomness(Randomness):

@@ -21,7 +21,7 @@ from specbench.check.invariants import RunRules, Violation, check_observation, c
 from specbench.check.observe import DecodingSetup, Observation, observe
 from specbench.decoding.records import Step
 
-Verdict = Literal["identical", "numerical tie", "wrong"]
+Verdict = Literal["identical", "numerical tie", "nothing tested", "wrong"]
 
 _TOP = 16
 

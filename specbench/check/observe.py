@@ -31,6 +31,7 @@ from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verdicts import top
+from specbench.decoding.verify import GreedyVerification, Verification
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
@@ -126,6 +127,7 @@ class Observation:
         events: Random events outside the drafter.
         target_cache: Length of the target's cache at the record; ``None`` without a cache.
         drafter_caches: The same for each drafting model.
+        verification: What judged the draft.
     """
 
     record: Prefill | Step
@@ -135,6 +137,7 @@ class Observation:
     events: tuple[Event, ...]
     target_cache: int | None
     drafter_caches: tuple[int, ...]
+    verification: Verification
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -188,6 +191,18 @@ class _Log:
     forwards: list[TargetForward] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     drafting: bool = False
+    verification: Verification = field(default_factory=GreedyVerification)
+
+
+@dataclass(frozen=True)
+class _RecordingRequest(Request):
+    """A request whose verification is recorded, also that of a changed copy."""
+
+    log: _Log = field(default_factory=_Log)
+
+    def verification(self, sampling: Sampling) -> Verification:
+        self.log.verification = super().verification(sampling)
+        return self.log.verification
 
 
 class _RecordingDrafter(Drafter):
@@ -306,7 +321,8 @@ def observe(
     log = _Log()
     target = setup.target
     drafter: Drafter = NoDraft() if plain else setup.drafter
-    request = Request(
+    request = _RecordingRequest(
+        log=log,
         prompt=prompt,
         target=target,
         drafter=_RecordingDrafter(drafter, log),
@@ -333,6 +349,7 @@ def observe(
             tuple(log.events),
             target.cache.length if keeps_cache else None,
             tuple(scorer.cached_len for scorer in models),
+            log.verification,
         )
         log.proposals, log.forwards, log.events = [], [], []
         context += observation.tokens

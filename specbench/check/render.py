@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
 
 _MAX_SHOWN = 20
-_STYLES = {"identical": "green", "sound": "green", "numerical tie": "yellow", "wrong": "bold red"}
+_STYLES = {
+    "identical": "green",
+    "sound": "green",
+    "numerical tie": "yellow",
+    "nothing tested": "bold yellow",
+    "wrong": "bold red",
+}
 _INTERRUPTED = Paragraph("Interrupted: these are the results so far.")
 _count = partial(counted, form=",")
 
@@ -66,16 +72,26 @@ def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
         number = sum(result.verdict == "wrong" for _, result in results)
         what = f"{number} of {len(results)} configurations" if several else label
         return f"NOT lossless: {what} {'do' if several else 'does'} not keep the target's output {on}."
+    if verdict == "nothing tested":
+        number = sum(result.verdict == verdict for _, result in results)
+        why = (
+            "plain decoding is compared with nothing" if results[0][1].plain else f"{label} drafted no token"
+        )
+        what = f" of {number} of {len(results)} configurations" if several else f": {why}"
+        return f"Nothing was tested{what} {on}."
     what = f"all {len(results)} configurations keep" if several else f"{label} keeps"
+    kept = "distribution" if results[0][1].sampled else "output"
     tie = ", except for ties that rounding decides" if verdict == "numerical tie" else ""
-    return f"Lossless in this check: {what} the target's output{tie} {on}."
+    return f"Lossless in this check: {what} the target's {kept}{tie} {on}."
 
 
 def _summary(result: CheckResult) -> Iterator[str]:
     """Yield the findings on one configuration in two lines."""
     found = {name: f"{_LABELS[name]}: {what}" for name, _, what, _ in _findings(result) if name in _LABELS}
     for names in (("plain", "transformers", "logits", "bits"), ("steps", "exact")):
-        yield f"{'; '.join(found[name] for name in names if name in found)}."
+        line = "; ".join(found[name] for name in names if name in found)
+        if line:
+            yield f"{line[0].upper()}{line[1:]}."
 
 
 def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
@@ -99,12 +115,15 @@ _LABELS = {
 def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
     """Yield the findings on one configuration as rows: what was checked, on what, the finding, the verdict."""
     on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
-    yield ("plain", on, _outcomes(result, "plain"), result.verdict_against("plain"))
-    if result.no_transformers is None:
-        found = _outcomes(result, "transformers")
-        yield ("transformers", on, found, result.verdict_against("transformers"))
-    else:
-        yield ("transformers", "not compared", result.no_transformers, "–")
+    for against in ("plain", "transformers"):
+        verdict = result.verdict_against(against)
+        if against == "transformers" and result.no_transformers is not None:
+            if not result.sampled:
+                yield (against, "not compared", result.no_transformers, "–")
+        elif (
+            not result.sampled or verdict != "identical"
+        ):  # with samples they are of interest only if they differ
+            yield (against, on, _outcomes(result, against), verdict)
     if (each := result.deviations) is not None:
         found = f"up to {100 * each.largest:.2g}% off"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))

@@ -27,7 +27,7 @@ _MAX_LISTED = 100
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on several outputs together; ``identical`` if there are none."""
-    order: tuple[Verdict, ...] = ("wrong", "numerical tie")
+    order: tuple[Verdict, ...] = ("wrong", "nothing tested", "numerical tie")
     return next((verdict for verdict in order if verdict in verdicts), "identical")
 
 
@@ -41,6 +41,8 @@ class CheckResult:
         exact: One result per prompt; empty for greedy decoding.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
+        plain: Whether plain decoding itself is checked, which drafts nothing.
+        sampled: Whether the temperature is above 0.
     """
 
     greedy: tuple[GreedyResult, ...] = ()
@@ -48,7 +50,18 @@ class CheckResult:
     exact: tuple[ExactCase, ...] = ()
     no_transformers: str | None = None
     bit_exact: bool = False
+    plain: bool = False
+    sampled: bool = False
     complete: bool = True
+
+    @property
+    def tested(self) -> int:
+        """Draft tokens that were tested; of plain decoding, outputs that were compared with ``transformers``."""
+        if self.plain:
+            return len(self.exact) + len(self.differences("transformers"))
+        if self.sampled:
+            return sum(each.kind == "tested" for case in self.exact for each in case.positions)
+        return sum(each.drafted for each in self.greedy)
 
     @property
     def bitwise(self) -> tuple[int, int]:
@@ -83,7 +96,7 @@ class CheckResult:
 
     @property
     def verdict(self) -> Verdict:
-        """``wrong`` if anything is, ``numerical tie`` if greedy outputs differ in ties only."""
+        """``wrong`` if anything is, ``nothing tested`` if nothing was drafted, else that on the greedy outputs."""
         faulty = (
             bool(self.violations)
             or (self.deviations is not None and not self.deviations.sound)
@@ -92,7 +105,8 @@ class CheckResult:
         )
         if faulty:
             return "wrong"
-        return worst([self.verdict_against("plain"), self.verdict_against("transformers")])
+        found = [self.verdict_against("plain"), self.verdict_against("transformers")]
+        return worst([*found, *([] if self.tested else ["nothing tested"])])
 
     def to_dict(self, piece: Piece | None) -> Json:
         """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
@@ -165,7 +179,7 @@ class OutputsResult:
 
     @property
     def verdict(self) -> Verdict:
-        return worst([each.verdict for each in self.outputs])
+        return worst([each.verdict for each in self.outputs] or ["nothing tested"])
 
     def to_dict(self, piece: Piece | None) -> Json:
         """Return the JSON object. ``piece`` gives the texts of tokens; ``None`` leaves them out."""

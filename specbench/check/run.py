@@ -14,6 +14,7 @@ from specbench.check.greedy import GreedyOutput, GreedyResult, check_greedy, run
 from specbench.check.observe import DecodingSetup
 from specbench.check.results import CheckResult
 from specbench.check.sampled import ExactCase, check_exact
+from specbench.drafters.plain import NoDraft
 
 
 @dataclass(frozen=True)
@@ -92,5 +93,7 @@ class DecodingCheck:
             exact=tuple(self._exact),
             no_transformers=self._no_transformers,
             bit_exact=self._bit_exact,
+            plain=isinstance(self.setup.drafter, NoDraft),
+            sampled=not self.setup.sampling.greedy,
             complete=complete,
         )

@@ -11,6 +11,7 @@ import torch
 
 from specbench.check.exact import (
     ENUMERATION_LIMIT,
+    ForcedRandomness,
     acceptance_by_token,
     emitted_distribution,
     enumeration_error,
@@ -22,13 +23,15 @@ from specbench.check.invariants import RunRules, Violation, check_observation, c
 from specbench.check.observe import DecodingSetup, DrawEvent, Observation, observe
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.sampling import Sampling
-from specbench.decoding.verify import verification_of
+from specbench.decoding.verify import Verification
 
 _ENUMERATED = 2
 """Steps of an output whose outcomes are enumerated."""
 
-Position = Literal["first", "corrected", "bonus", "target", "enumerated"]
+_EQUAL = 1e-3
+"""Total variation up to which p and q are too close for an enumeration to show anything."""
+
+Position = Literal["first", "tested", "corrected", "bonus", "target", "enumerated"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class ExactPosition:
 
     Attributes:
         step: Index of the step; ``None`` for the prefill.
-        kind: Kind of the step's last token; ``first`` for the prefill's token, ``enumerated`` for an enumeration of all
-            outcomes over a few tokens.
+        kind: ``tested`` for a tested draft token, whether it was accepted or not; else the kind of the step's last
+            token, ``first`` for the prefill's; ``enumerated`` for the outcomes of two drafts, over a few tokens.
         error: Total variation of the emitted distribution from p.
         limit: The error that rounding may cause.
     """
@@ -77,15 +80,16 @@ class ExactCase:
 def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> ExactCase:
     """Sample one output, and compute the emitted distributions from each step's own p, q, chances and draws.
 
-    The last token of each step gives one position. After a rejection, its distribution follows from the formula of
-    ``specbench.check.exact``; otherwise it is the distribution that the token was drawn from. Half of the rejections
-    are forced, so that all positions occur. If the formula does not apply, all outcomes are enumerated for the steps in
-    which p and q differ most.
+    At every tested position the verification is asked what it does with an acceptance and with a rejection, whatever
+    the step's own draw was; the distribution follows from the formula of ``specbench.check.exact``, or from an
+    enumeration over a few tokens where that does not apply. The last token of each step gives another position: the
+    distribution that it was really drawn from. Half of the outcomes of tests are forced, so that all of them occur. Two
+    drafts at a time are enumerated for the steps in which p and q differ most.
     """
     rules = RunRules(setup, prompt, greedy=False)
     positions: list[ExactPosition] = []
     violations: list[Violation] = []
-    hard_cases: list[_HardCase] = []
+    hard_cases: list[_Reduced] = []
     acceptances: list[float] = []
     output: list[int] = []
     steps = 0
@@ -93,18 +97,17 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
     for seen in observe(setup, prompt, greedy=False, forcing=True):
         violations += check_observation(seen, before, rules)
         positions += _exact_positions(seen, name, rules)
-        if not rules.is_chain_test(seen) and seen.forwards and seen.draft.tokens:
-            hard_cases.append(_hard_case(seen, rules.sampling))
+        if isinstance(seen.record, Step) and seen.draft.tokens and len(seen.forwards) == 1:
+            hard_case, tested = _reduced(seen, name, rules)
+            hard_cases.append(hard_case)
+            positions += tested
         if isinstance(seen.record, Step):
             steps += 1
             acceptances += seen.record.expected_acceptance
         output += seen.tokens
         before = seen
-    verification = verification_of(setup.sampling, rules.method)
     for case in heapq.nlargest(_ENUMERATED, hard_cases, key=lambda case: case.distance):
-        # With three tokens (p - q)₊ may have a single one, which hides what follows; then (q - p)₊ has two.
-        error = max(enumeration_error(verification, *each) for each in ((case.p, case.q), (case.q, case.p)))
-        positions.append(ExactPosition(name, case.step, 0, "enumerated", error, ENUMERATION_LIMIT))
+        positions.append(ExactPosition(name, case.step, 0, "enumerated", case.error(), ENUMERATION_LIMIT))
     reason = None if before is None else before.record.finish_reason
     violations += check_run(output, reason, rules)
     return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
@@ -136,52 +139,83 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
         return
     if len(draws) > 2 or len(tests) > 1:
         return
+
+    def by_formula(i: int, kind: Position, used: torch.Tensor, closing: torch.Tensor) -> ExactPosition:
+        acceptance = acceptance_by_token(draft, p, i)
+        acceptance[draft.tokens[i]] = float(used[i])  # exactly what was used
+        error = total_variation(emitted_distribution(draft, i, acceptance, closing.to(p.device)), p[i])
+        return ExactPosition(name, step, i, kind, error, error_limit(draft, p, i))
+
     accepted = tests[0].accepted if tests else 0
+    for i in range(min(accepted + 1, len(draft.tokens))):
+        forced = ForcedRandomness(i)
+        seen.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
+        yield by_formula(i, "tested", forced.acceptance, forced.drawn_from)
     if accepted >= len(draft.tokens):
         kind = "first" if isinstance(seen.record, Prefill) else "bonus" if draft.tokens else "target"
         yield drawn_from_p(draws[0], accepted - 1, accepted, kind)
         return
-    acceptance = acceptance_by_token(draft, p, accepted)
-    acceptance[draft.tokens[accepted]] = float(tests[0].acceptance[accepted])  # exactly what was used
-    closing = draws[0].distribution.to(p.device)
-    emitted = emitted_distribution(draft, accepted, acceptance, closing)
-    error = total_variation(emitted, p[accepted])
-    yield ExactPosition(name, step, accepted, "corrected", error, error_limit(draft, p, accepted))
+    yield by_formula(accepted, "corrected", tests[0].acceptance, draws[0].distribution)
     sibling = seen.verified.child(accepted - 1, draws[0].token)
     if len(draws) == 2 and sibling is not None:
         yield drawn_from_p(draws[1], sibling, accepted + 1, "bonus")
 
 
 @dataclass(frozen=True)
-class _HardCase:
-    """Distributions of a step, reduced to a few tokens: after the context, and after the first accepted token.
+class _Reduced:
+    """Distributions of a step, reduced to a few tokens: after one node, or after the context and an accepted token.
 
-    If no token was accepted, those after the context are used for both.
+    Attributes:
+        verification: What judged the step.
+        chain: Whether it drafted a chain.
+        p, q: [1 or 2, tokens].
     """
 
-    step: int | None
+    step: int
+    verification: Verification
+    chain: bool
     p: torch.Tensor
     q: torch.Tensor
 
     @property
     def distance(self) -> float:
-        """Return the total variation of p and q; if they are equal, every verdict is right."""
+        """Return the total variation of p and q."""
         return total_variation(self.p[0], self.q[0])
 
+    def error(self) -> float:
+        """Return the error over all outcomes of drawing and testing."""
+        # With three tokens (p - q)₊ may have a single one, which hides what follows; then (q - p)₊ has two. If p and q
+        # are equal, every verdict is right.
+        q = self.q if self.distance > _EQUAL else self.p.flip(-1)
+        pairs = ((self.p, q), (q, self.p))
+        return max(enumeration_error(self.verification, *each, chain=self.chain) for each in pairs)
 
-def _hard_case(seen: Observation, sampling: Sampling) -> _HardCase:
-    p = target_distributions(seen, sampling).cpu()
+
+def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, list[ExactPosition]]:
+    """Return a step reduced to its first two tokens, and its tested positions where no formula applies."""
+    p = target_distributions(seen, rules.sampling).cpu()
     assert isinstance(seen.record, Step)
-    kept = seen.record.path[:1] if seen.record.parents is not None else range(min(1, seen.record.accepted))
-    nodes = [-1, *kept, -1][:2]
-    q = [_drawn_from(seen.draft, node) for node in nodes]
-    tokens = likely_tokens(p[0], p[0] if q[0] is None else q[0])
-    rows_p = [_normalized(p[node + 1][tokens]) for node in nodes]
-    # For drafters without q any distribution that differs from p will do.
-    rows_q = [
-        own.flip(0) if row is None else _normalized(row[tokens]) for own, row in zip(rows_p, q, strict=True)
+    path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
+
+    def reduced(*nodes: int) -> _Reduced:
+        """Reduce the distributions after nodes to the likeliest tokens after the first of them."""
+        drawn = [_drawn_from(seen.draft, node) for node in nodes]
+        tokens = likely_tokens(p[nodes[0] + 1], p[nodes[0] + 1] if drawn[0] is None else drawn[0])
+        rows_p = [_normalized(p[node + 1][tokens]) for node in nodes]
+        # For drafters without q any distribution that differs from p will do.
+        rows_q = [
+            own.flip(0) if row is None else _normalized(row[tokens])
+            for own, row in zip(rows_p, drawn, strict=True)
+        ]
+        chain = rules.is_chain_test(seen)
+        return _Reduced(seen.record.index, seen.verification, chain, torch.stack(rows_p), torch.stack(rows_q))
+
+    nodes = [node for node in (-1, *path) if node + 1 < len(p) and seen.draft.draws(node)]
+    positions = [
+        ExactPosition(name, seen.record.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
+        for i, node in enumerate(() if rules.is_chain_test(seen) else nodes)
     ]
-    return _HardCase(seen.record.index, torch.stack(rows_p), torch.stack(rows_q))
+    return reduced(*(-1,) if rules.is_chain_test(seen) else (-1, (*nodes, -1, -1)[1])), positions
 
 
 def _drawn_from(draft: Draft, node: int) -> torch.Tensor | None:

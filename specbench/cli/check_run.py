@@ -142,7 +142,7 @@ class DecodingJob:
             results = [(label, result) for label, result in results if result.greedy]
             if results:
                 self._show(results, complete)
-        return int(worst([result.verdict for _, result in results]) == "wrong")
+        return int(worst([result.verdict for _, result in results]) in ("wrong", "nothing tested"))
 
     def prepare(self, progress: Progress) -> None:
         """Load the models, let ``transformers`` answer, and put the checks together.

@@ -27,7 +27,6 @@ from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS
-from specbench.decoding.verify import verification_of
 
 if TYPE_CHECKING:
     import torch
@@ -116,12 +115,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     plan, policy = request.plan, request.plan.policy
-    verification = verification_of(
-        sampling,
-        request.method,
-        residual_adjustment=request.residual_adjustment,
-        relaxed=plan.relaxed,
-    )
+    verification = request.verification(sampling)
     # No siblings where they could not be verified. One reason are transforms that depend on the context: a sibling's
     # context is not that of the chain.
     branching = plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent

@@ -15,6 +15,7 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.tree import NO_SIBLINGS, Siblings
 from specbench.decoding.verdicts import METHODS
+from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.notation import add_option
 from specbench.specs.verification import Relaxed, VerificationName
 
@@ -197,6 +198,15 @@ class Request:
     def method(self) -> VerificationName:
         """How drafts are verified."""
         return self.plan.method(self.drafter)
+
+    def verification(self, sampling: Sampling) -> Verification:
+        """Return what judges the drafts, with the transforms of this output."""
+        return verification_of(
+            sampling,
+            self.method,
+            residual_adjustment=self.residual_adjustment,
+            relaxed=self.plan.relaxed,
+        )
 
     @property
     def requested_length(self) -> int:
