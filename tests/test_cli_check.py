@@ -323,7 +323,9 @@ def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
         pytest.skip(result.err)  # a processor that cannot, and says so
     assert figures["bitwise"]["required"]
     assert figures["bitwise"]["rows"] == figures["bitwise"]["equal"] > 0
-    grown = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2, "--cache", "dynamic")
+    grown = check(
+        "--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2, "--cache", "dynamic"
+    )
     assert not grown.json()["bitwise"]["required"]
     assert grown.err.count(f"outputs of this {dtype} target may differ") == 1
     check("--dtype", dtype, "--siblings", 3).refused(2, f"--dtype {dtype} does not go with siblings")
