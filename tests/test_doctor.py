@@ -261,34 +261,23 @@ def found(examined: Examined, check: str) -> Finding:
     return next(each for each in diagnose(examined) if each.check == check)
 
 
-def test_the_draft_length_that_the_positions_suggest():
-    assert found(drafting(2, (90, 80)), "gamma").status == "advice"  # longer
-    assert found(drafting(2, (90, 80)), "gamma").text.startswith("γ = 6 would be")
-    assert "--speculative-config" in found(drafting(2, (90, 80)), "gamma").remedy
-    shorter = found(drafting(5, (60, 24, 8, 3, 1)), "gamma")
-    assert (
-        shorter.text
-        == "γ = 2 would be 14% faster than γ = 5 (assumed: a draft token costs 0.12 of a target pass)."
-    )
-    plain = found(drafting(4, (10, 2, 1, 1)), "gamma")
-    assert plain.text.startswith("Plain decoding would be")
-    seldom = drafting(4, (1, 1, 1, 1), drafts=1)
-    assert found(seldom, "gamma").status == "ok", "hardly any step drafts"
-    free = drafting(5, (60, 24, 8, 3, 1))
-    free.draft_cost = 0.0
-    assert found(free, "gamma").status == "ok"
-
-
 def test_speculation_that_is_slower_than_plain_decoding_is_named():
     pairs = [(answer(2.0 + 0.01 * number, drafted=90), answer(1.0)) for number in range(4)]
     slower = drafting(4, (60, 30, 20, 10), plain=pairs)
     speed = found(slower, "speed")
     assert (speed.status, speed.text[:27]) == ("problem", "Speculation is 0.50× [0.49,")
-    assert "measured" in found(slower, "gamma").text
     faster = drafting(4, (60, 30, 20, 10), plain=[pair[::-1] for pair in pairs])
     assert not any(each.check == "speed" for each in diagnose(faster)), "speculation was not off"
     alike = drafting(4, (90, 80, 70, 60), plain=[(answer(1.0, drafted=90), answer(1.0))] * 4)
-    assert found(alike, "speed").status == "ok"
+    assert found(alike, "speed").status == "note"
+    unsure = [
+        (answer(1.0, drafted=90), answer(0.9 + 0.2 * number)) for number in range(4)
+    ]  # 1.2, but its interval holds 1
+    speed = found(drafting(4, (90, 80, 70, 60), plain=unsure), "speed")
+    assert speed.status == "note"
+    assert "cannot tell" in speed.text
+    sure = [(answer(1.0, drafted=90), answer(1.4 + 0.01 * number)) for number in range(4)]
+    assert found(drafting(4, (90, 80, 70, 60), plain=sure), "speed").status == "ok"
 
 
 def test_outputs_that_change_with_speculation_are_named():

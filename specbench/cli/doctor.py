@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from specbench.specs.servers import ServerSpec
 
 _option = panel("Options")
-_LABELS = {"problem": "PROBLEM", "advice": "advice", "note": "note", "ok": "ok"}
-_STYLES = {"problem": "bold red", "advice": "yellow", "note": "dim", "ok": "green"}
+_LABELS = {"problem": "PROBLEM", "note": "note", "ok": "ok"}
+_STYLES = {"problem": "bold red", "note": "dim", "ok": "green"}
 _WIDTH = 11
 _UNNAMED = "server"
 """The name of a server that has none, for the variable with its key."""
@@ -59,23 +59,12 @@ def doctor(
     body: Annotated[
         str | None, _option("--body", "JSON", "Object with further fields of every request.")
     ] = None,
-    draft_cost: Annotated[
-        float,
-        _option(
-            "--draft-cost",
-            "X",
-            "Time of drafting a token, in units of a pass of the target. It is used for the best draft length if the"
-            " server cannot switch speculation off for a request.",
-            min=0.0,
-            max=10.0,
-        ),
-    ] = 0.1,
     seconds: Annotated[
         float, _option("--seconds", "X", "Time for all requests.", min=5.0, max=3600.0)
     ] = 55.0,
     json_output: JsonOption = False,
 ) -> None:
-    """Examine a running server: does it speculate, do its counts and outputs hold, which draft length suits it?
+    """Examine a running server: does it speculate, do its counts and outputs hold, is it faster with its drafts?
 
     Exits with code 1 if there is a problem.
     """
@@ -90,7 +79,7 @@ def doctor(
         from specbench.specs.models import parse_model
 
         tokenizer = load_tokenizer(parse_model(target))
-    findings = diagnose(Examined(seen, tokenizer, expect, draft_cost))
+    findings = diagnose(Examined(seen, tokenizer, expect))
     if json_output:
         write_json(
             {

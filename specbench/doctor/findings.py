@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.engines.client import count_tokens
-from specbench.decoding.theory import SLOPE, expected_tokens_by_position
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,17 +18,11 @@ if TYPE_CHECKING:
     from specbench.bench.engines.client import StreamedAnswer, TokenCount
     from specbench.doctor.probes import Observations
 
-Status = Literal["ok", "note", "advice", "problem"]
+Status = Literal["ok", "note", "problem"]
 Expected = Literal["on", "off"]
 
 _TELLING = 20
 """Draft tokens without an accepted one that are no coincidence."""
-
-_LEAST_GAIN = 0.05
-"""Gain from which another draft length is recommended."""
-
-_FURTHER = 4
-"""How many positions acceptance is extrapolated by."""
 
 _SUM_SLACK = 0.01
 _WORDS_PER_TOKEN = 1.05
@@ -38,7 +31,7 @@ _WORDS_PER_TOKEN = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of one check, in a sentence, and what to change; ``advice`` is about speed only."""
+    """A result of one check, in a sentence, and what to change."""
 
     check: str
     status: Status
@@ -53,13 +46,11 @@ class Examined:
     Attributes:
         tokenizer: The target's; ``None`` relies on the server's counts and on words.
         expected: Whether speculation should be on; ``None`` takes what is found.
-        draft_cost: Assumed time of drafting a token, in units of a target pass.
     """
 
     seen: Observations
     tokenizer: PreTrainedTokenizerBase | None = None
     expected: Expected | None = None
-    draft_cost: float = 0.1
 
     @cached_property
     def counts(self) -> list[TokenCount]:
@@ -239,7 +230,6 @@ def _option_for(e: Examined, gamma: int) -> str:
         "vllm": f"--speculative-config '{{\"num_speculative_tokens\": {gamma}, ...}}'",
         "llamacpp": f"--spec-draft-n-max {gamma}",
         "sglang": f"--speculative-num-steps {gamma}",
-        "specbench": f"--gamma {gamma}",
     }
     return f" ({options[e.seen.owner]})" if e.seen.owner in options else ""
 
@@ -469,52 +459,16 @@ def _speed(e: Examined) -> Iterator[Finding]:
     gain = geometric_mean([plain / drafting for drafting, plain in paces], list(range(len(paces))))
     found = verdict(gain)
     text = (
-        f"Speculation is {ratio_text(gain)} as fast as plain decoding, over {counted(len(paces), 'prompt')}."
+        f"Speculation is {ratio_text(gain)} as fast as plain decoding, over {counted(len(paces), 'prompt')}"
     )
     if found == "slower":
         remedy = "Switch it off, or find a better setting with `specbench tune`."
-        yield Finding("speed", "problem", text, remedy)
+        yield Finding("speed", "problem", f"{text}.", remedy)
+    elif found == "faster":
+        yield Finding("speed", "ok", f"{text}.")
     else:
-        yield Finding("speed", "ok", text)
-
-
-def _best_gamma(e: Examined) -> Iterator[Finding]:
-    if not e.by_position or e.gamma is None or not e.accepted:
-        return
-    drafts, kept = e.by_position
-    reached = [drafts, *kept[:-1]]
-    rates = [count / before if before else 0.0 for count, before in zip(kept, reached, strict=True)]
-    seen = max(1, min(len(rates), round(e.gamma)))
-    rates = rates[:seen] + [min(rates[:seen])] * _FURTHER  # later positions are accepted less often
-    tokens = expected_tokens_by_position(rates)
-    now = seen
-    paces = _paces(e)
-    if paces:
-        plain_s = sum(plain for _, plain in paces) / len(paces)
-        step_s = tokens[now] * sum(drafting for drafting, _ in paces) / len(paces)
-        cost, source = max(0.0, (step_s / plain_s - 1.0) / now), "measured"
-    else:
-        cost, source = e.draft_cost + SLOPE, "assumed"
-    verify = [0.0, *(1.0 + cost * number for number in range(len(tokens)))]
-    share = e.drafting_share  # the other steps emit one token, in the time of a pass
-    speed = [
-        (share * tokens[gamma] + 1.0 - share) / (share * verify[gamma + 1] + 1.0 - share)
-        for gamma in range(len(tokens))
-    ]
-    best = max(range(len(tokens)), key=speed.__getitem__)
-    gain = speed[best] / speed[now] - 1.0
-    basis = f"{source}: a draft token costs {cost:.2f} of a target pass"
-    if gain < _LEAST_GAIN:
-        yield Finding("gamma", "ok", f"A draft length of {now} suits the acceptance by position ({basis}).")
-    elif not best:
-        text = f"Plain decoding would be {100 * gain:.0f}% faster than γ = {now} ({basis})."
-        remedy = "Switch speculation off for such prompts, or use a better drafter."
-        yield Finding("gamma", "advice", text, remedy)
-    else:
-        text = f"γ = {best} would be {100 * gain:.0f}% faster than γ = {now} ({basis})."
-        yield Finding(
-            "gamma", "advice", text, f"Set it{_option_for(e, best)}, and measure with `specbench sweep`."
-        )
+        remedy = "Measure more prompts with `specbench sweep --server`."
+        yield Finding("speed", "note", f"{text}: cannot tell whether it is faster.", remedy)
 
 
 def _failures(e: Examined) -> Iterator[Finding]:
@@ -539,7 +493,7 @@ def _not_examined(seen: Observations) -> list[str]:
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
     _speculation, _method, _acceptance, _dummy_tokens, _counters, _tokens, _usage, _logprobs, _repeat,
-    _plain_outputs, _cache, _speed, _best_gamma, _failures,
+    _plain_outputs, _cache, _speed, _failures,
 )  # fmt: skip
 
 
