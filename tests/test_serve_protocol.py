@@ -58,6 +58,14 @@ def test_what_is_given_is_read():
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["reasoning_effort", "verbosity", "web_search_options", "user", "n", "tools", "anything"]
+)
+def test_null_is_not_given(name):
+    assert chat(**{name: None}) == chat()
+    assert chat(stream_options={name: None, "continuous_usage_stats": None}) == chat(stream_options={})
+
+
 def test_a_prompt_is_a_text_or_tokens_or_one_of_either():
     for given, found in (("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([5], [5])):
         assert text(prompt=given).single_prompt == found
@@ -73,12 +81,18 @@ def test_messages_are_those_of_a_template():
             {"role": "developer", "content": "brief"},
             {"role": "user", "content": parts, "name": "me"},
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+            {"role": "assistant", "content": "d", "reasoning_content": "hm", "reasoning": None},
+            {"role": "assistant", "content": "e", "reasoning": "so"},
+            {"role": "tool", "content": "7", "name": "get", "tool_call_id": "1"},
         ]
     )
     assert [each.to_dict() for each in asked.messages] == [
         {"role": "system", "content": "brief"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "ab", "name": "me"},
         {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": "d", "reasoning_content": "hm", "reasoning": "hm"},
+        {"role": "assistant", "content": "e", "reasoning_content": "so", "reasoning": "so"},
+        {"role": "tool", "content": "7", "name": "get", "tool_call_id": "1"},
     ]
 
 

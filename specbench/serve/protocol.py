@@ -77,9 +77,18 @@ _List = Annotated[list[_Item], _FirstErrorOnly()]
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, data: Any) -> Any:
+        """Leave out what is null: clients send fields like this that they have not set, also ones unknown here."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
 
 class _StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: bool | None = None  # padding, which our stream does not have
 
 
@@ -192,6 +201,9 @@ class _Call(BaseModel):
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _List[_Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: _List[_Call] | None = None
     tool_call_id: str | None = None
 
@@ -210,8 +222,13 @@ class _Message(BaseModel):
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         message: Json = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
         if self.role == "tool" and self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
+        thoughts = self.reasoning_content or self.reasoning  # the field's older and newer name
+        if self.role == "assistant" and thoughts:
+            message |= {"reasoning_content": thoughts, "reasoning": thoughts}
         if self.role == "assistant" and self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             for function in [call["function"] for call in calls if not arguments_as_text]:
@@ -346,13 +363,14 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
         raise UsageError("The body is not a JSON object.", "Send one object.")
     given = {}
     for name, value in data.items():
-        allowed = _FIXED_FIELDS.get(name)
-        if allowed is not None:
-            if value is not None and not any(_same(value, each) for each in allowed):
+        if value is None or name in _IGNORED_FIELDS:
+            continue
+        if (allowed := _FIXED_FIELDS.get(name)) is not None:
+            if not any(_same(value, each) for each in allowed):
                 raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
-        elif name not in _IGNORED_FIELDS:
-            if name not in kind.model_fields:
-                raise UsageError(f"{excerpt(name, MAX_NAME)}: this field does not exist.", "Leave it out.")
+        elif name not in kind.model_fields:
+            raise UsageError(f"{excerpt(name, MAX_NAME)}: this field does not exist.", "Leave it out.")
+        else:
             given[name] = value
     try:
         request = kind.model_validate(given)
