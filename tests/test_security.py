@@ -222,6 +222,33 @@ def test_a_chat_template_writes_what_its_tokenizer_writes():
         assert chat_templates.render_chat(tokenizer, messages, add_generation_prompt=prompt) == expected
 
 
+BOTH = "<system>hi<user>a <b>"
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("{{ m.content }}", BOTH),
+        ("{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}", BOTH),
+        ("{% for p in m['content'] %}{{ p['text'] or raise_exception('parts!') }}{% endfor %}", BOTH),
+        ("{{ m.content[0].text | upper | lower }}", BOTH),
+        ("{{ 's' if m.content is string }}{{ m.content | tojson }}", '<system>s"hi"<user>s"a <b>"'),
+        ("{{ m.text }}", None),
+        ("{% if m.role == 'user' %}{{ m.content }}{% endif %}", None),
+        ("{% if m.role == 'system' %}{{ m.content }}{% endif %}", None),
+    ],
+)
+def test_what_messages_say_comes_out_of_a_chat_template(said, written):
+    """A template can take texts, or only lists of parts; words that it would leave out are not lost in silence."""
+    tokenizer = tiny_tokenizer(chat_template="{% for m in messages %}<{{ m.role }}>" + said + "{% endfor %}")
+    messages = [{"role": "system", "content": "hi"}, {"role": "user", "content": "a <b>"}]
+    if written is None:
+        with pytest.raises(chat_templates.TemplateError):
+            chat_templates.render_chat(tokenizer, messages)
+    else:
+        assert chat_templates.render_chat(tokenizer, messages) == written
+
+
 def test_a_tokenizer_names_no_files_outside_its_folder(tmp_path):
     """What its configuration says about files is passed over in favor of the folder's own."""
     folder = save_tiny(tmp_path / "model")

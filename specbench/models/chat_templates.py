@@ -52,6 +52,9 @@ def render_chat(
 ) -> str:
     """Render a conversation as `tokenizer.apply_chat_template` does.
 
+    Some templates take contents only as lists of parts, and write nothing, or fail, for a text. So the conversation is
+    rendered a second time with made-up words in it: a form in which these do not come out would lose the real ones.
+
     Args:
         tokenizer: A tokenizer with a chat template.
         messages: The messages of the conversation, with "role" and "content".
@@ -59,37 +62,67 @@ def render_chat(
         tools: The functions that the model can call, as in requests to a server.
 
     Raises:
-        TemplateError: The template refuses, or takes too much time or memory.
+        TemplateError: The template refuses, leaves out what a message says, or takes too much time or memory.
     """
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # it has several, and none of them is the usual one
         raise TemplateError(excerpt(error)) from error
     request = {
-        "conversations": [messages],
         "tools": tools or None,
         "chat_template": template,
         "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens_map,
     }
-    answer = _renderer.ask(request, SECONDS)
-    if answer is None:
-        raise TemplateError(f"rendering took longer than {SECONDS:g} seconds or more memory than allowed")
-    if "text" not in answer:
-        raise TemplateError(answer["error"])
-    return str(answer["text"])
+    marks = {place: f"mark{place}end" for place, each in enumerate(messages) if _must_come_out(each)}
+    marked = [
+        {**each, "content": marks[place]} if place in marks else each for place, each in enumerate(messages)
+    ]
+    failure = ""
+    for conversations in ([messages, marked], [_in_parts(messages), _in_parts(marked)]):
+        answer = _renderer.ask({"conversations": conversations, **request}, SECONDS)
+        if answer is None:
+            failure = failure or f"rendering took longer than {SECONDS:g} seconds or more memory than allowed"
+            break
+        if "texts" in answer:
+            text, probe = answer["texts"]
+            lost = next((place for place, mark in marks.items() if mark not in probe), None)
+            if lost is None:
+                return str(text)
+            answer = {"error": f"it leaves out what a message of the {messages[lost]['role']} says"}
+        failure = failure or answer["error"]
+    raise TemplateError(failure)
+
+
+def _must_come_out(message: Mapping[str, Any]) -> bool:
+    """Whether a template has to write what a message says; beside tool calls some leave out the text."""
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return messages with their texts as lists of one part."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]}
+        if isinstance(each.get("content"), str)
+        else {**each}
+        for each in messages
+    ]
 
 
 def render(request: Json) -> Json:
     """Answer a request in the other process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    try:
-        text = render_jinja_template(**request)[0][0]
-    except MemoryError:
-        return {"error": f"rendering took more than {_MEMORY // 2**20} MiB of memory"}
-    except Exception as error:  # templates may raise anything
-        return {"error": str(error)[:_WORDS]}
-    if len(text) > _LONGEST:
-        return {"error": f"the rendered text has more than {_LONGEST:,} characters"}
-    return {"text": text}
+    texts = []
+    for conversation in request.pop("conversations"):
+        try:
+            text = render_jinja_template(conversations=[conversation], **request)[0][0]
+        except MemoryError:
+            return {"error": f"rendering took more than {_MEMORY // 2**20} MiB of memory"}
+        except Exception as error:  # templates may raise anything
+            return {"error": str(error)[:_WORDS]}
+        if len(text) > _LONGEST:
+            return {"error": f"the rendered text has more than {_LONGEST:,} characters"}
+        texts.append(text)
+    return {"texts": texts}
