@@ -21,6 +21,7 @@ from specbench.bench.engines.client import (
     StreamedAnswer,
     count_tokens,
     speculation_counters,
+    text_of,
 )
 
 URL = "http://server.test/v1"
@@ -99,6 +100,27 @@ def test_a_conversation_and_its_thoughts():
 
 
 @pytest.mark.parametrize(
+    ("delta", "text"),
+    [
+        ({"reasoning": "hm ", "reasoning_content": "hm "}, "hm "),
+        ({"reasoning": "hm ", "reasoning_content": None}, "hm "),
+        ({"reasoning": "", "reasoning_content": "hm ", "content": "yes"}, "hm yes"),
+    ],
+)
+def test_reasoning_has_two_names_and_one_text(delta, text):
+    assert asked({"choices": [{"delta": delta}]}, said("", "stop"), DONE).text == text
+    assert text_of({"message": delta}) == text
+
+
+def test_an_empty_finish_reason_is_none():
+    """Neither does it end an answer, nor does it replace the reason of one that has ended."""
+    empty = said("the ", "")
+    assert asked(empty, said("", "length"), said("", ""), DONE).finish_reason == "length"
+    with pytest.raises(ServerError, match="broke off"):
+        asked(empty, DONE)
+
+
+@pytest.mark.parametrize(
     ("more", "drafted", "accepted", "cached"),
     [
         ({"timings": {"draft_n": 30, "draft_n_accepted": 12, "cache_n": 3}}, 30, 12, 3),
@@ -155,9 +177,11 @@ def test_acceptance_by_place_is_what_the_server_tells(more, places):
     assert (None if found is None else (found.drafts, found.kept_at)) == places
 
 
-def answer_of(text: str, used: int | None, ids: int | None = None, reason: str = "length") -> StreamedAnswer:
+def answer_of(
+    text: str, used: int | None, ids: int | None = None, reason: str = "length", **more: Any
+) -> StreamedAnswer:
     pieces = [Chunk(0.0, text, None if ids is None else (5,) * ids)]
-    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used)
+    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used, **more)
 
 
 TEXT = "the king and the queen"
@@ -177,6 +201,8 @@ READ = len(tiny_tokenizer()(TEXT)["input_ids"])
             f"The server reports {READ // 2} tokens, but its",
         ),
         (answer_of(TEXT, 3 * READ), True, READ, "tokenizer", "The server reports"),
+        (answer_of(TEXT, READ + 9, reasoned=True), True, READ + 9, "usage", None),
+        (answer_of(TEXT, READ + 60, reasoned=True), True, READ, "tokenizer", "The server reports"),
         (
             answer_of(TEXT, READ + 4, reason="stop"),
             True,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
-from specbench.bench.engines.client import ServerError
+from specbench.bench.engines.client import ServerError, text_of
 from specbench.bench.engines.dialects import Dialect, dialect_of
 
 if TYPE_CHECKING:
@@ -208,9 +208,8 @@ class Examination:
             return
         choice = next(iter(body.get("choices") or ()), None)
         if isinstance(choice, dict):
-            message = choice.get("message")
-            text = message.get("content") if isinstance(message, dict) else choice.get("text")
-            seen.again += [text] if isinstance(text, str) and text else []
+            text = text_of(choice)
+            seen.again += [text] if text else []
             found = choice.get("logprobs")
             seen.logprobs = found if isinstance(found, dict) else None
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _TOLERANCE = 0.02
 """Share by which retokenized text may differ from the generated tokens: other tokens can spell the same text."""
 
+_MOST_TAGS = 16
+"""Most tokens of the tags around reasoning text, which are generated, but taken out by the server."""
+
 _SAME_BURST = 0.25
 """Share of the usual time between two chunks below which they come from one step."""
 
@@ -65,6 +68,7 @@ class StreamedAnswer:
         ended_s: When the finish reason arrived, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, according to ``usage``.
         steps_by_kept: Numbers of steps with a draft of which 0, 1, 2, ... tokens were accepted.
+        reasoned: Whether some of the text came as reasoning, without the tags around it.
     """
 
     pieces: tuple[Chunk, ...]
@@ -76,6 +80,7 @@ class StreamedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     steps_by_kept: tuple[int, ...] | None = None
+    reasoned: bool = False
 
     @property
     def text(self) -> str:
@@ -143,19 +148,20 @@ def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | No
         return TokenCount(
             ids, "ids", f"The stream has {ids} token ids, but its usage field reports {answer.used_tokens}."
         )
-    if read is not None and _disagrees(reported, read, answer.finish_reason):
+    if read is not None and _disagrees(reported, read, answer):
         problem = f"The server reports {reported} tokens, but its text has {read} according to the target's tokenizer."
         return TokenCount(read, "tokenizer", problem)
     return TokenCount(reported, "usage" if ids is None else "ids")
 
 
-def _disagrees(reported: int, read: int, finish_reason: str) -> bool:
+def _disagrees(reported: int, read: int, answer: StreamedAnswer) -> bool:
     """Return whether a reported count disagrees with a text that has ``read`` tokens when it is tokenized again.
 
     A stop string is generated but not part of the text, so there is no upper limit if the answer ended with one.
     """
     slack = max(1.0, _TOLERANCE * read)
-    return reported < read - slack or (finish_reason == "length" and reported > read + slack + 1)
+    most = read + slack + (_MOST_TAGS if answer.reasoned else 1)
+    return reported < read - slack or (answer.finish_reason == "length" and reported > most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +358,7 @@ class ServerClient:
     async def _read(self, response: httpx2.Response, began: float) -> StreamedAnswer:
         pieces: list[Chunk] = []
         facts: Json = {}
-        reason, ended_s = None, 0.0
+        reason, ended_s, reasoned = None, 0.0, False
         async for event in httpx2.EventSource(response, max_event_size=None):
             at_s = self._clock() - began
             if event.data == "[DONE]":
@@ -365,15 +371,17 @@ class ServerClient:
             choice = (
                 choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
             )
-            text, ids = _text_of(choice), _ids_of(choice)
+            text, ids = text_of(choice), _ids_of(choice)
             if text or ids:
                 pieces.append(Chunk(at_s, text, ids))
-            if isinstance(choice.get("finish_reason"), str):
+            reasoned |= bool(_reasoning_of(choice))
+            # Some servers write "" for an answer that goes on, or behind the end.
+            if isinstance(choice.get("finish_reason"), str) and choice["finish_reason"]:
                 reason, ended_s = choice["finish_reason"], at_s
             facts |= _facts(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
-        return StreamedAnswer(tuple(pieces), reason, ended_s, **facts)
+        return StreamedAnswer(tuple(pieces), reason, ended_s, reasoned=reasoned, **facts)
 
     def _refusal(self, response: httpx2.Response) -> ServerError:
         status, message = response.status_code, self._message(_object(response.text))
@@ -427,13 +435,21 @@ def _object(text: str) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _text_of(choice: Mapping[str, Any]) -> str:
+def text_of(choice: Mapping[str, Any]) -> str:
     """Return the text of a choice, including reasoning text, since that is generated too."""
-    delta = choice.get("delta")
-    parts = [choice.get("text")]
-    if isinstance(delta, dict):
-        parts += [delta.get(name) for name in ("reasoning_content", "reasoning", "content")]
+    parts = [choice.get("text"), _reasoning_of(choice), _said(choice).get("content")]
     return "".join(part for part in parts if isinstance(part, str))
+
+
+def _reasoning_of(choice: Mapping[str, Any]) -> str:
+    """Return the reasoning text of a choice, which some servers send under both of its names."""
+    found = (_said(choice).get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in found if isinstance(text, str) and text), "")
+
+
+def _said(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a choice of a chat says, in a stream or as a whole."""
+    return _inner(choice, "delta") or _inner(choice, "message")
 
 
 def _ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
