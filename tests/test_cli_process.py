@@ -255,9 +255,21 @@ def test_listings_survive_a_closed_pipe():
     os.close(writing)
     assert child.returncode == 141
     assert child.stderr == b""
-    for closed in (">&-", "2>&-", ">&- 2>&-"):
-        command = ["bash", "-c", f'"$@" {closed}', "-", *COMMAND, "drafters"]
-        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("closed", "code"), [("<&-", 0), ("2>&-", 0), ("<&- 2>&-", 0), (">&-", 1), (">&- 2>&-", 1), ("<&- >&- 2>&-", 1)]
+)  # fmt: skip
+def test_closed_standard_streams(folder, closed, code):
+    """Without stdout the output is lost, which is an error; nothing else needs a stream, also no helper process."""
+    command = ["bash", "-c", f'"$@" {closed}', "-", *COMMAND]
+    generate = ["generate", "hello", "--target", str(folder), "-n", "4", "--ignore-eos", "--quiet"]
+    for words in (["drafters"], generate):
+        child = subprocess.run(
+            [*command, *words], capture_output=True, timeout=120, check=False, env=environment()
+        )
+        assert (child.returncode, bool(child.stdout)) == (code, not code), child.stderr
+        assert child.stderr.count(b"\n") == (code and "2>" not in closed)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

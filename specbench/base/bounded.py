@@ -160,7 +160,7 @@ def _serve_and_exit(function: str, memory: int, requests: int, answers: int) -> 
             os.dup2(nothing, number)
         low, high = sorted((requests, answers))
         for first, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
-            os.closerange(first, end)
+            os.closerange(first, max(first, end))  # an end of 0 would be read as the highest number there is
         serve(function, memory, open(requests, "rb"), open(answers, "wb"))  # noqa: SIM115
     finally:
         os._exit(0)

@@ -43,7 +43,7 @@ from specbench.cli.tune import tune
 
 OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 _VALIDATOR_WORDS = re.compile("Value error, |, unable to parse .*")
 
@@ -165,11 +165,15 @@ def _command_line() -> Any:
 
 
 def _prepare_streams() -> None:
-    """Make stdout and stderr replace characters that their encoding lacks, since models can write any character."""
-    if sys.stdout is None:  # closed by the caller
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the program runs
-    if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    """Make stdout and stderr replace characters that their encoding lacks, since models can write any character.
+
+    What the caller has closed is opened again, so that no other file takes its number: stdin at its end, stdout such
+    that writing is an error, stderr such that nobody reads it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_WRONLY if name == "stderr" else os.O_RDONLY)
+            setattr(sys, name, open(number, mode))  # noqa: PTH123, SIM115 - for as long as the program runs
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -214,7 +218,7 @@ def _explain(error: BaseException) -> int:
             hint = " Put a prompt of several words in quotes." + hint
         _say(_sentence(message) + hint)
         return int(error.exit_code)
-    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
         _give_up_stdout()
         _say(f"the output cannot be written: {error.strerror}.")
         return 1
