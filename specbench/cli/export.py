@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +16,14 @@ from specbench.cli.console import say, write_json, write_out
 from specbench.cli.options import DEFAULT_TARGET, JsonOption, complete_configurations, default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import panel
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 from specbench.specs.policies import default_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.config import Config
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
@@ -71,8 +75,9 @@ def export(
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
-    If the engine does not support the fastest setting of a run, the fastest supported one is exported, with how much
-    slower it is. Comments say what is not supported, what differs, and how to verify that speculation is on.
+    If the engine does not support the fastest setting of a run, or the setting of a specbench.toml whose run is in
+    results/, the fastest supported one is exported, with how much slower it is. Comments say what is not supported,
+    what differs, and how to verify that speculation is on.
     """
     from specbench.export.output import as_file, as_json
     from specbench.export.registry import load_engine
@@ -83,7 +88,7 @@ def export(
         write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
-        if found.replaces is not None:
+        if found.replaces is not None and source.suffix != ".toml":
             what = f"{found.measured}, {found.replaces}"
             say(f"{engine.title} does not support the fastest setting of {name}. Exported: {what}.")
 
@@ -117,8 +122,15 @@ def _exported(
             drafter=config.drafter or default_drafter(target),
             draft_policy=policy or config.draft_policy,
         )
-        setting = _in_checkpoint(engine, setting_of_config(whole, gamma), checkpoint)
-        return setting, engine.export(setting), source.name
+        try:
+            setting = _in_checkpoint(engine, setting_of_config(whole, gamma), checkpoint)
+            return setting, engine.export(setting), source.name
+        except UsageError as error:
+            found = None if checkpoint is not None else _measured_instead(engine, source.parent, whole, gamma)
+            if found is None:
+                raise
+            say(f"{source.name}: {error.message} Exported from {found[2]}: {found[0].measured}.")
+            return found
     from specbench.cli.named_runs import named_runs
     from specbench.results.results import load_results
 
@@ -135,6 +147,34 @@ def _exported(
         setting = _in_checkpoint(engine, setting, checkpoint)
         return setting, engine.export(setting), name
     return *export_fastest(engine, settings.all(gamma), results), name
+
+
+def _measured_instead(
+    engine: ExportEngine, folder: Path, config: Config, gamma: int | None
+) -> tuple[Setting, Export, str] | None:
+    """Return the fastest setting that an engine supports of the newest run with a configuration's target and drafter.
+
+    It is looked for in the folder where runs are stored by default; ``None`` if it is not there.
+    """
+    from specbench.cli.sweep_run import FOLDER
+    from specbench.export.output import export_fastest
+    from specbench.export.setting import RunSettings
+    from specbench.results.results import load_results
+    from specbench.results.run import stored_recipes
+    from specbench.results.store import stored_runs
+
+    assert config.target is not None
+    assert config.drafter is not None
+    target, drafter = parse_model(config.target), parse_drafter(config.drafter)
+    path = [target.source] if target.kind in ("folder", "gguf") else []
+    for run_folder, run in stored_runs(folder / FOLDER):
+        recipes = stored_recipes(run).values()
+        if (target.name, str(drafter)) in [(recipe.target.name, str(recipe.drafter)) for recipe in recipes]:
+            with suppress(UsageError):
+                results = load_results(run_folder)
+                settings = RunSettings(results, run_folder.name, path).all(gamma)
+                return *export_fastest(engine, settings, results), run_folder.name
+    return None
 
 
 def _in_checkpoint(engine: ExportEngine, setting: Setting, folder: Path | None) -> Setting:
