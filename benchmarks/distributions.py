@@ -46,7 +46,6 @@ TOLERANCE = 1e-6
 
 POLICIES = (
     "fixed:gamma=2",
-    "fixed:gamma=2,siblings=3",
     "auto:max=2",
     "egag:max=2",
     "confidence:max=2",

@@ -69,7 +69,7 @@ BOUNDED = ("nemotron_h", "zamba2")
 """Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
 
 RULES = (
-    "auto", "auto:siblings=4", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
+    "auto", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
     "heuristic", "heuristic:max=9",
 )  # fmt: skip
 FREE = (
@@ -191,8 +191,7 @@ def draw(number: int, recurrent: bool = False) -> Case:
     case.drafter_noise = r.choice((0.0, 0.01, 0.05, 1.0))
     case.drafter_int8 = r.random() < 0.5
     gamma = r.choice((1, 1, 2, 3, 4, 5, 7, 8, 12, 30))
-    siblings = r.choice((0, 0, 1, 3, 8))
-    case.rule = f"fixed:gamma={gamma}" + (f",siblings={siblings}" if siblings else "")
+    case.rule = f"fixed:gamma={gamma}"
     if r.random() < 0.4:
         free = case.drafter == "guesses" or case.drafter in FREE
         case.rule = r.choice([rule for rule in RULES if not free or rule[:4] not in ("egag", "entr", "svip")])
@@ -465,7 +464,6 @@ def run_distribution(number: int) -> Seen:
     """Enumerate a random output distribution of three tokens."""
     r = random.Random(number)
     scripted_drafters.draw_tables(number)
-    siblings = r.choice((0, 1, 2, 5))
     word = r.choice([each.partition(":")[0] for each in distributions.POLICIES])
     policy = {
         "fixed": f"fixed:gamma={r.choice((1, 2, 3))}",
@@ -475,8 +473,6 @@ def run_distribution(number: int) -> Seen:
         "static-tree": f"static-tree:nodes={r.choice((2, 3))},depth=2,ranks={r.choice(('50-40', '70-20', '40-30-20'))}",
         "dynamic-tree": f"dynamic-tree:top-k={r.choice((1, 2, 3))},nodes={r.choice((2, 3, 4))},depth=2",
     }.get(word, f"{word}:max=2")
-    if "tree" not in word:
-        policy += f",siblings={siblings}"
     sampling = Sampling(
         temperature=r.choice((0.4, 1.0, 1.7)),
         top_k=r.choice((0, 0, 2)),

@@ -62,7 +62,7 @@ class StepCosts:
 def steps_of(row: Row) -> Iterable[dict[str, float]]:
     """Yield the recorded steps of a generation."""
     names = [name for name in row if name.startswith("steps_") and name.endswith("_s")]
-    fields = ("drafted", "tested", "accepted", "emitted", "nodes", "siblings", "passes")
+    fields = ("drafted", "tested", "accepted", "emitted", "nodes", "passes")
     counts = [f"steps_{name}" for name in fields]
     columns = [row[name] for name in (*names, *counts)]
     for values in zip(*columns, strict=True):
@@ -145,7 +145,7 @@ def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
 
 def _rows(step: Mapping[str, float]) -> int:
     """Return the number of rows that a step verified, the context's last included."""
-    return int(step["nodes"] + step["siblings"]) + 1
+    return int(step["nodes"]) + 1
 
 
 def chains(longest: int) -> list[Shape]:

@@ -63,11 +63,7 @@ class Config:
     def __post_init__(self) -> None:
         for key, value in self.given.items():
             _CHECKS[key](value)
-        if (
-            self.draft_policy is not None
-            and self.tree is not None
-            and not isinstance(parse_tree(self.tree), int)
-        ):
+        if self.draft_policy is not None and self.tree is not None:
             raise UsageError(
                 f"The tree {self.tree} decides how much is drafted, and so does {self.draft_policy}.",
                 "Leave one of them out.",
@@ -79,12 +75,10 @@ class Config:
 
     @property
     def policy(self) -> PolicySpec | None:
-        """The draft policy that the fields ``draft_policy`` and ``tree`` describe together."""
-        tree = None if self.tree is None else parse_tree(self.tree)
-        if isinstance(tree, PolicySpec):
-            return tree
-        policy = None if self.draft_policy is None else parse_policy(self.draft_policy)
-        return policy if policy is None or tree is None else policy.with_options({"siblings": tree})
+        """The draft policy that ``draft_policy`` or ``tree`` describes."""
+        if self.tree is not None:
+            return parse_tree(self.tree)
+        return None if self.draft_policy is None else parse_policy(self.draft_policy)
 
     def without(self, *names: str) -> Config:
         less: dict[str, Any] = dict.fromkeys(names)

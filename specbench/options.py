@@ -189,15 +189,6 @@ class ModelOptions:
 class SharedPolicyOptions:
     """Options that all draft policies share; an option of a single policy is part of that policy's spec."""
 
-    siblings: Annotated[
-        int | None,
-        _policy(
-            "--siblings",
-            "N",
-            "Maximum number of alternative tokens verified in addition to a draft. Default: 0.",
-            min=0,
-        ),
-    ] = None
     verification: Annotated[
         VerificationName | None,
         _policy(

@@ -26,7 +26,6 @@ from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.schedule import Scheduler
-from specbench.decoding.tree import Siblings
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
@@ -311,8 +310,6 @@ class Side:
         policy = DraftPlan(FixedLength(gamma))
         if drafter.endswith("tree"):
             drafter, policy = drafter.split()[0], build_policy("dynamic-tree:top-k=2,depth=3,nodes=5")
-        elif drafter.endswith("siblings"):
-            drafter, policy = drafter.split()[0], DraftPlan(FixedLength(gamma), Siblings(2, lambda _: 0.0))
         if self.kind is None:
             target = self.scorer
             makes: dict[str, Callable[[], Drafter]] = {
@@ -349,7 +346,7 @@ def outputs(side: Side, drafters: Sequence[str], sampling: Sampling, **limits: i
     return found
 
 
-DRAFTERS = ("none", "lookup", "model", "layers", "int8", "model tree", "layers tree", "model siblings")
+DRAFTERS = ("none", "lookup", "model", "layers", "int8", "model tree", "layers tree")
 
 
 @cache
@@ -381,7 +378,7 @@ def assert_as_alone(kind: PoolKind, drafters: tuple[str, ...], batch: int) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_side_by_side_are_those_alone(kind):
     """An int8 drafter makes much of a sum's last bit: it draws other drafts of the same distribution."""
-    drafters = ("none", "lookup", "model", "layers", "model", "model tree", "layers tree", "model siblings")
+    drafters = ("none", "lookup", "model", "layers", "model", "model tree", "layers tree")
     found = outputs(Side(kind), drafters, Multinomial(0.8), max_batch=8)
     assert found == expected(drafters, Multinomial(0.8))
 

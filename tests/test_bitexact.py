@@ -208,7 +208,7 @@ def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it():
 
 
 def test_a_tree_wider_than_a_short_pass_is_read_in_parts():
-    """A long chain with siblings of its first node: more rows than have the bits of single ones."""
+    """A long chain with other nodes beside its first: more rows than have the bits of single ones."""
     scorer = scorer_of(tiny_llama().to(torch.bfloat16))
     if scorer.why_not_bit_exact() is not None:
         pytest.skip("not bit-exact here")

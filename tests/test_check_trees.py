@@ -20,7 +20,6 @@ from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
-from specbench.decoding.tree import Siblings
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
@@ -62,7 +61,7 @@ def test_greedy_trees_pass(tree, drafter):
 @pytest.mark.parametrize(
     ("tree", "method"),
     [
-        *(("static", name) for name in ("traversal", "recursive", "naive", "residual", "greedy-draft")),
+        *(("static", name) for name in ("traversal", "recursive", "naive", "greedy-draft")),
         ("dynamic", "naive"),
         ("flat", "specinfer"),
         *((None, name) for name in ("block", "naive", "recursive", "specinfer", "traversal")),
@@ -104,13 +103,6 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
     assert [(), *(step.drafted for step in steps)] == Listening.heard
 
 
-def test_siblings_pass_above_temperature_0():
-    policy = DraftPlan(FixedLength(3), Siblings(4, lambda _: 0.0))
-    result = result_of(setup_of(None, policy=policy))
-    assert result.violations == []
-    assert result.verdict == "identical"
-    steps = [each.record for each in observe(setup_of(None, policy=policy), PROMPTS[0], greedy=False)]
-    assert any(step.gained for step in steps if isinstance(step, Step))
 
 
 # --- Planted biases: what decides -----------------------------------------------------------------

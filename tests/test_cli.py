@@ -102,7 +102,7 @@ def test_json_is_one_object_with_every_figure(tiny):
     figures = tiny("the thing", "-n", 24, "--drafter", "self:layers=1", "--json", "--seed", 3, "-t", 1).json()
     expected: dict[type, str] = {
         str: "text finish_reason target drafter dtype",
-        int: "prompt_tokens new_tokens steps drafted accepted nodes gained_by_siblings seed",
+        int: "prompt_tokens new_tokens steps drafted accepted nodes seed",
         float: "acceptance_rate tokens_per_step tokens_per_second",
         list: "token_ids accepted_lengths gammas",
         dict: "time",
@@ -421,13 +421,16 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
     [
         ("self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
         ("lookup+self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
-        ("self:layers=1", ["--gamma", 3, "--siblings", 2], "a sibling of it if it is the correction token"),
         ("self:layers=1", ["--gamma", 3, "--verification", "rejection"], "a draft is accepted if r < p/q"),
         ("self:layers=1", ["--gamma", 3, "--verification", "block"], "by block,"),
         ("lookup|recycle", ["--gamma", 3], "by specinfer,"),
         ("lookup|self:layers=1", ["--gamma", 3, "--verification", "naive"], "by naive,"),
         ("self:layers=1", ["--tree", "static:nodes=6"], "by traversal,"),
-        ("self:layers=1", ["--tree", "static:nodes=6", "--verification", "residual"], "a sibling of it if"),
+        (
+            "self:layers=1",
+            ["--tree", "static:nodes=6", "--verification", "greedy-draft"],
+            "by greedy-draft,",
+        ),
         ("recycle", ["--tree", "static:nodes=6"], "by naive,"),
         ("self:layers=1", ["--tree", "dynamic:nodes=6"], "by naive,"),
     ],
@@ -446,7 +449,7 @@ def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, opti
     header, _, _ = shown.partition(" legend ")
     assert verdict in header
     by = re.search(r"by ([a-z-]+), see docs/trees.md", header)
-    assert used == [by[1]] if by else used[0] in ("rejection", "residual")
+    assert used == [by[1]] if by else used[0] == "rejection"
     assert ("r < p/q" in header) == (by is None)
     assert ("one beside" in header) == ("one beside" in verdict)
     greedy = tiny("the thing", "-n", 4, "--drafter", drafter, *options, "--debug").err.partition("legend")[0]
@@ -1015,7 +1018,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
     assert done.code == 0, done.err
     if note not in done.err:  # a processor that cannot says so
         assert json.loads(done.out)["identical"] is True
-    tiny("--siblings", "2").refused(2, f"--dtype {dtype} does not go with siblings", "Leave the siblings out")
+    tiny("--tree", "dynamic").refused(2, f"--dtype {dtype} does not go with trees")
 
     rounds = dtype == "int8" or native.is_available()  # without, an int4 target's activations are not rounded
     assert tiny("--cache", "dynamic").err.count(note) == rounds

@@ -328,7 +328,7 @@ def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     )
     assert not grown.json()["bitwise"]["required"]
     assert grown.err.count(f"outputs of this {dtype} target may differ") == 1
-    check("--dtype", dtype, "--siblings", 3).refused(2, f"--dtype {dtype} does not go with siblings")
+    check("--dtype", dtype, "--tree", "dynamic").refused(2, f"--dtype {dtype} does not go with trees")
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check):
@@ -338,10 +338,7 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check):
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
     assert figures["draft_policy"] == "auto"
-    check("--bit-exact", "--siblings", 3).refused(2, "--bit-exact does not go with siblings")
-    check("--bit-exact", "--draft-policy", "svip:siblings=2", "--drafter", "self:layers=1").refused(
-        2, "siblings=2"
-    )
+    check("--bit-exact", "--tree", "dynamic").refused(2, "--bit-exact does not go with trees")
     assert figures["bitwise"] == {"required": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
     check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")

@@ -31,7 +31,6 @@ FULL = Config(
     target="Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
     drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct",
     draft_policy="auto:max=12",
-    tree="siblings:nodes=3",
     cache="preallocated",
     dtype="bfloat16",
     drafter_dtype="int8",
@@ -48,11 +47,11 @@ def test_the_documented_one_is_read(here):
     page = Path(__file__).parents[1] / "docs" / "export.md"
     (example,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     (here / FILE_NAME).write_text(example)
-    assert set(read_config(here / FILE_NAME).given) == set(FULL.given) - {"tree"}
+    assert set(read_config(here / FILE_NAME).given) == set(FULL.given)
 
 
 def test_its_rule_has_all_that_is_said():
-    assert str(FULL.policy) == "auto:max=12,siblings=3"
+    assert str(FULL.policy) == "auto:max=12"
     assert str(Config(tree="dynamic:nodes=8").policy) == "dynamic-tree:nodes=8"
     assert Config(drafter="lookup").policy is None
 

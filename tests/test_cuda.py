@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 ASKED = prompts()[:12]
 RULES = ("fixed:gamma=3", "auto", "svip")
-TREES = ("auto-tree", "dynamic-tree:nodes=5", "fixed:gamma=3,siblings=2")
+TREES = ("auto-tree", "dynamic-tree:nodes=5")
 SPECS = (
     "lookup",
     "suffix",
@@ -110,7 +110,7 @@ def test_drafts_of_other_drafters_leave_the_output_as_it_is(spec, rule):
 def test_drafts_of_heads_leave_the_output_as_it_is(tmp_path, kind):
     target = target_on(DEVICE)
     head = few_head(tmp_path / kind, kind, target)
-    for rule in ("fixed:gamma=3", "auto", "fixed:gamma=3,siblings=2"):
+    for rule in ("fixed:gamma=3", "auto"):
         assert_the_cpus(target, head, rule)
 
 

@@ -45,7 +45,6 @@ REFUSALS = (
 def test_no_axis_of_the_table_leaves_anything_out():
     assert set(METHODS) == set(VERIFICATIONS)
     assert {parse_policy(policy).word for policy in table.POLICIES} == set(policy_words())
-    assert any(parse_policy(policy).siblings for policy in table.POLICIES if policy.startswith("fixed"))
     built = [specs.parse_drafter(entry.spec) for entry in DRAFTERS.values()]
     assert {type(each) for each in built} == set(specs.DRAFTERS)
     # Gemma 4's assistant reads a target of its own family: enumerated in tests/test_assistant.py.
@@ -96,8 +95,7 @@ def _measured(cell: Any) -> tuple[float, UsageError | None]:
 
 @pytest.mark.parametrize("verification", VERIFICATIONS)
 def test_every_verification_takes_a_chain_of_a_model(verification):
-    for policy in ("fixed:gamma=2", "fixed:gamma=2,siblings=3"):
-        assert table.measure(table.Cell(verification, policy, "model", "multinomial")) < table.TOLERANCE
+    assert table.measure(table.Cell(verification, "fixed:gamma=2", "model", "multinomial")) < table.TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -152,7 +152,7 @@ CASES = {
     ),
     "model, block verification": setting("org/small", "fixed:gamma=4,verification=block", temperature=0.7),
     "model, trimmed, int8 target": setting("org/small:vocab=9", dtype="int8"),
-    "model, auto": setting("org/small", "auto:siblings=8", gamma_from="guessed"),
+    "model, auto": setting("org/small", "auto", gamma_from="guessed"),
     "model, tree": setting("org/small", "dynamic-tree", gamma_from="guessed"),
     "model, confidence": setting("org/small", "confidence:threshold=0.6,max=9", gamma_from="guessed"),
     "model, heuristic": setting("org/small", "heuristic:gamma=3", gamma_from="guessed"),

@@ -318,7 +318,7 @@ def test_what_is_not_known_goes_the_way_of_transformers():
 
 
 def trees(scorer: Scorer) -> torch.Tensor:
-    """Logits of a pass with siblings."""
+    """Logits of a pass over a tree."""
     scorer.begin()
     scorer.logits(CONTEXT)
     scorer.rollback(len(CONTEXT) - 1)

@@ -69,7 +69,7 @@ def prompts() -> list[list[int]]:
 def run(number: int, **settings: Any) -> GenerationRun:
     """A prompt with the kind of drafter whose turn it is."""
     kind = KINDS[number % len(KINDS)]
-    policy = build_policy("fixed:gamma=3" if "|" in kind else "fixed:gamma=3,siblings=2")
+    policy = build_policy("fixed:gamma=3")
     return GenerationRun(
         prompts()[number], target(), drafter(kind), policy=policy, max_new_tokens=NEW, **settings
     )
@@ -84,7 +84,7 @@ def alone(number: int, **settings: Any) -> Generation:
 
 def told(generation: Generation | Exception) -> Any:
     assert isinstance(generation, Generation), generation
-    steps = [(step.drafted, step.tokens, step.siblings) for step in generation.steps]
+    steps = [(step.drafted, step.tokens) for step in generation.steps]
     return generation.token_ids, generation.text, generation.finish_reason, generation.policy, steps
 
 

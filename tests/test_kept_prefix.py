@@ -52,10 +52,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def run(prompt: list[int], own: Target, loaded_drafter: Drafter, **settings: Any) -> GenerationRun:
-    rule = "fixed:gamma=3" if "|" in loaded_drafter.name else "fixed:gamma=3,siblings=2"
-    return GenerationRun(
-        prompt, own, loaded_drafter, policy=build_policy(rule), max_new_tokens=NEW, **settings
-    )
+    policy = build_policy("fixed:gamma=3")
+    return GenerationRun(prompt, own, loaded_drafter, policy=policy, max_new_tokens=NEW, **settings)
 
 
 def output(decoded: GenerationRun) -> list[int]:

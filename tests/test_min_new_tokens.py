@@ -63,7 +63,7 @@ def test_greedy_outputs_are_those_of_generate(own):
     assert expected != answer(model_with(**settings)), "it changes nothing: the test shows nothing"
     target = target_with(**settings)
     for drafter in ("none", "lookup", "self:int8"):
-        for policy in (FixedLength(4), build_policy("heuristic"), build_policy("fixed", siblings=4)):
+        for policy in (FixedLength(4), build_policy("heuristic"), build_policy("fixed")):
             result = speculative_generate(
                 PROMPT, target, drafter, policy=policy, max_new_tokens=NEW, min_new_tokens=LEAST
             )

@@ -135,20 +135,6 @@ def test_an_end_is_forced_behind_the_tokens_asked_for_and_not_where_the_context_
         assert reference.tokens == expected
 
 
-def test_siblings_are_left_out():
-    """Their logits follow another context than the draft's."""
-    model = model_with(SETTINGS["no repeats"])
-    expected = answer(model, PROMPT)
-    target = wrap_target(model, pack=False)
-    policy = build_policy("fixed", gamma=3, siblings=4)
-    assert policy.siblings.max_count == 4
-    result = speculative_generate(
-        PROMPT, target, load_drafter("self:int8", target), policy=policy, max_new_tokens=NEW
-    )
-    assert list(result.token_ids) == expected
-    assert not any(step.siblings for step in result.steps)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_distributions_are_those_of_generate(name):
     """All rows of one pass, each in its own context."""

@@ -41,7 +41,6 @@ def target() -> Target:
         ({}, ("accepted", "accepted", "corrected")),
         ({"accepted": 3, "closing": "bonus", "tokens": (1, 2, 3, 4)}, ("accepted",) * 3 + ("bonus",)),
         ({"drafted": (), "accepted": 0, "closing": "target", "tokens": (5,)}, ("target",)),
-        ({"tokens": (1, 2, 8, 9), "siblings": ((2, 8),)}, ("accepted", "accepted", "sibling", "bonus")),
         ({"closing": None, "tokens": (1, 2)}, ("accepted", "accepted")),
     ],
 )

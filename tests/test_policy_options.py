@@ -90,7 +90,7 @@ def test_a_spec_and_its_rule_leave_out_the_same_defaults():
         words = [
             key if value is True else f"{key}={value}" for key, value in given.items() if value is not False
         ]
-        spec = parse_policy(f"{policy.word}:{','.join(words)}")
+        spec = parse_policy(":".join(filter(None, (policy.word, ",".join(words)))))
         assert str(spec) == policy.word
         assert build_policy(spec).name == build_policy(policy.word).name
 
@@ -104,12 +104,12 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
     [
         (
             "egag:gamma=3",
-            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H, siblings=N,"
+            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H,"
             " verification=NAME, relaxed=RULE.",
         ),
         (
             "auto:costs=x",
-            "auto has no option 'costs'. Options of auto: max=N, siblings=N, verification=NAME, relaxed=RULE.",
+            "auto has no option 'costs'. Options of auto: max=N, verification=NAME, relaxed=RULE.",
         ),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
@@ -179,9 +179,7 @@ def test_the_documentation_lists_every_option_with_its_default():
         assert f"\n| `{policy.word}` |" in text
         (row,) = re.findall(rf"^- `{policy.word}`: ([^\n]*(?:\n  [^\n]*)*)", text, re.MULTILINE)
         listed = " ".join(row.split()).split("; ")
-        own = [
-            o for o in policy.options if o.name not in ("siblings", "verification", "relaxed")
-        ]  # every rule has those
+        own = [o for o in policy.options if o.name not in ("verification", "relaxed")]  # every rule has those
         assert len(listed) == len(own) + policy.timed  # and --costs
         for option in own:
             (found,) = [each for each in listed if re.match(rf"`{option.key}[` ]", each)]
@@ -190,21 +188,6 @@ def test_the_documentation_lists_every_option_with_its_default():
 
 
 # -- the grid ----------------------------------------------------------------------------------------
-
-
-def test_siblings_are_a_dimension_of_the_grid():
-    policies = names(["fixed", "fixed:siblings=4", "auto:siblings=2"])
-    assert policies == ("fixed", "fixed:siblings=4", "auto:siblings=2")
-    configs = build_configs(SweepOptions(gammas=(2,), policies=policies), specs_of("small"))
-    assert [(config.id, config.gamma, config.draft_policy) for config in configs[1:]] == [
-        ("small@2", 2, "fixed"),
-        ("small@2,siblings=4", 2, "fixed:siblings=4"),
-        ("small@auto:siblings=2", None, "auto:siblings=2"),
-    ]
-    assert build_policy("fixed:siblings=4", gamma=2).name == "fixed:gamma=2,siblings=4"
-    assert names(["auto", "svip"], siblings=3) == ("auto:siblings=3", "svip:siblings=3")
-    with pytest.raises(UsageError, match="number of siblings is -2"):
-        parse_policies(["fixed:siblings=-2"])
 
 
 def test_the_grid_has_a_row_for_each_rule_that_applies():

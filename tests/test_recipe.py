@@ -28,7 +28,7 @@ RECIPES = {
     "folders": Recipe(
         ModelSpec("folder", "/secret/place/big"),
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
-        parse_policy("fixed:gamma=4,siblings=2"),
+        parse_policy("fixed:gamma=4,verification=block"),
         Path("/secret/place/costs.json"),
         ModelOptions(
             dtype="int8", drafter_dtype="int4", device_map="/secret/place/map.json", allow_pickle=True
@@ -58,7 +58,7 @@ def test_words():
     assert RECIPES["plain"].arguments() == ["--drafter", "none", "--target", "smollm2-135m"]
     drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
-        "--drafter", drafter, "--draft-policy", "fixed:siblings=2", "--gamma", "4",
+        "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
         "--device-map", "/secret/place/map.json", "--drafter-dtype", "int4", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",

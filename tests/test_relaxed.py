@@ -200,9 +200,6 @@ def test_of_a_trees_branches_the_likeliest_taken_one_is_followed(sampling):
     verification = verification_of(sampling, relaxed=Relaxed(top_k=3))
     verdict = verification.judge(tree, logits, [0], sampling, Randomness(0))
     assert (verdict.path, verdict.tokens) == ([1, 3], [2, 3, 1])
-    siblings = Draft([1, 2], parents=(-1, -1), siblings=1)
-    chosen = verification.judge(siblings, logits[:3], [0], sampling, Randomness(0))
-    assert (chosen.path, chosen.tokens[0], chosen.accepted) == ([1], 2, 0)
 
 
 def test_masks_and_penalties_come_before_the_rule():
@@ -226,7 +223,7 @@ def test_a_batch_decodes_as_one_request_does():
     for spec in (
         "fixed:gamma=3,relaxed=top-k:20",
         "dynamic-tree:relaxed=top-k:20",
-        "auto:siblings=4,relaxed=top-k:20",
+        "auto:relaxed=top-k:20",
     ):
         alone = [
             speculative_generate(each, target, "self:layers=1", policy=build_policy(spec), **options)

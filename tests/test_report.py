@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import gzip
 import hashlib
 import itertools
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -150,8 +148,8 @@ class TestAnswer:
                 "--drafter d --draft-policy auto --costs a.json --target y",
             ),
             (
-                {"policy": parse_policy("fixed:siblings=2,gamma=3")},
-                "--drafter d --draft-policy fixed:siblings=2 --gamma 3 --target y",
+                {"policy": parse_policy("fixed:verification=block,gamma=3")},
+                "--drafter d --draft-policy fixed:verification=block --gamma 3 --target y",
             ),
             (
                 {"sampling": SamplingOptions(temperature=0.7)},
@@ -230,25 +228,6 @@ class TestAnswer:
         assert headline(reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, configs=rule)).startswith(
             "d with egag: 2.00×"
         )
-
-    def test_what_siblings_add_is_said(self, tmp_path):
-        """A step gives its accepted tokens, one more, and with a sibling two more."""
-        run = Path(__file__).parents[1] / "results" / "qwen2.5-coder-int4"
-        if not (run / "run.json").exists():
-            pytest.skip("needs the stored runs of a checkout")
-        lines = map(json.loads, gzip.decompress((run / "generations.jsonl.gz").read_bytes()).splitlines())
-        steps = [
-            (emitted, accepted)
-            for line in lines
-            if line["config"].endswith("@auto") and not line["warmup"]
-            for emitted, accepted in zip(line["steps"]["emitted"], line["steps"]["accepted"], strict=True)
-        ]
-        added = sum(emitted == accepted + 2 for emitted, accepted in steps) / len(steps)
-        assert added > 0.1
-        assert f"and siblings add {added:.2f} tokens to a step." in told(
-            make_report(load_results(run), "run", tmp_path)
-        )
-        assert "siblings" not in told(reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}))
 
 
 # --- Warnings and facts -----------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class Case:
         return [told(record) for record in run_decoding(decode(self.request(House()), Stopwatch(Ticking())))]
 
 
-CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic", "fixed:siblings=2")
+CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic")
 TREES = ("dynamic-tree:nodes=5", "static-tree")
 ANY = (
     "none",
@@ -233,7 +233,6 @@ def told(record: Event) -> Any:
             record.drafted,
             record.tokens,
             record.finish_reason,
-            record.siblings,
         )
     return (record.token, record.finish_reason) if isinstance(record, Prefill) else record
 

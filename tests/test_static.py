@@ -120,7 +120,7 @@ def test_it_grows_and_captures_anew(captured, monkeypatch):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_siblings_are_verified_in_it(captured):
+def test_trees_are_verified_in_it(captured):
     model = tiny_llama()
     scorer, other = static(model, captured=captured), Scorer(model)
     assert scorer.takes_trees

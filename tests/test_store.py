@@ -403,14 +403,13 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path):
 def test_lists_of_later_versions_may_be_missing(tmp_path):
     with RunStore.create(tmp_path, RUN) as store:
         store.append(measurement(row()))
-        steps = {**row()["steps"], "siblings": [3, 0, 0], "passes": [1, 2, 0]}
+        steps = {**row()["steps"], "passes": [1, 2, 0]}
         store.append(measurement(row(repeat=1, steps=steps)))
-    append_raw(tmp_path, row(repeat=2, steps={**steps, "siblings": [3, 0]}))
+    append_raw(tmp_path, row(repeat=2, steps={**steps, "passes": [3, 0]}))
     frame = load_results(tmp_path)
     assert [each.tolist() for each in frame.generations["steps_nodes"]] == [[2, 2, 0]] * 2
     for name in ("widths", "ranks", "parents"):
         assert frame.generations[f"steps_{name}"].tolist() == [[], []]
-    assert [each.tolist() for each in frame.generations["steps_siblings"]] == [[0, 0, 0], [3, 0, 0]]
     assert [each.tolist() for each in frame.generations["steps_passes"]] == [[2, 2, 0], [1, 2, 0]]
     assert len(frame.generations) == 2, "a list that is too short makes the line none"
 

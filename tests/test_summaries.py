@@ -12,7 +12,7 @@ TIMES = {f"{part}_s": share for part, share in zip(("draft", "verify", "accept",
                                                    (0.2, 0.7, 0.05, 0.05, 0.0), strict=True)}  # fmt: skip
 FIGURES: dict[str, Any] = {
     "target": "tiny", "dtype": "float32", "drafter": "self:layers=1", "text": "the", "new_tokens": 20,
-    "finish_reason": "length", "steps": 9, "drafted": 27, "accepted": 10, "nodes": 27, "gained_by_siblings": 0,
+    "finish_reason": "length", "steps": 9, "drafted": 27, "accepted": 10, "nodes": 27,
     "acceptance_rate": 10 / 27, "tokens_per_step": 19 / 9, "gammas": [3] * 9, "tokens_per_second": 19.0,
     "time": {"ttft_s": 0.25, "decode_s": 1.0, "mask_s": 0.0, **TIMES}, "lossless": True, "draftable_share": None,
     "options": {"gamma": 3, "draft_policy": "fixed:gamma=3", "verification": None},
@@ -56,7 +56,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain decoding": ({"drafter": "none", "drafted": 0, "explained": None}, {}),
     "a single token": ({"tokens_per_second": None, "explained": None, "steps": 0, "new_tokens": 1}, {}),
     "interrupted": ({"finish_reason": None, "explained": None}, {}),
-    "a tree": ({"nodes": 90, "gained_by_siblings": 4, "options": SAMPLED["options"]}, {}),
+    "a tree": ({"nodes": 90, "options": SAMPLED["options"]}, {}),
     "an empty reply": ({"finish_reason": "eos", "text": " \n", "explained": None}, {}),
     "not lossless": ({"lossless": False}, {}),
 }

@@ -303,7 +303,7 @@ def test_a_line_holds_the_steps_as_lists(tmp_path):
     row = next(row for row in read_lines(tmp_path) if row["config"] == "d@2")
     assert row["steps"] == {
         "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
-        "nodes": [2, 1], "siblings": [0, 0], "passes": [2, 1], "forced": [0, 0], "mask_s": [0, 0],
+        "nodes": [2, 1], "passes": [2, 1], "forced": [0, 0], "mask_s": [0, 0],
         "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
         "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
         "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]}, "widths": [], "ranks": [], "parents": [],

@@ -52,7 +52,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
     }  # fmt: skip
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)
-    values["steps_siblings"] = values["steps_forced"] = np.zeros(len(columns[0]), dtype=np.int32)
+    values["steps_forced"] = np.zeros(len(columns[0]), dtype=np.int32)
     values["steps_mask_s"] = np.zeros(len(columns[0]))
     values["steps_closing"] = [None] * len(columns[0])
     values["steps_passes"] = values["steps_nodes"] = values["steps_drafted"]
@@ -239,15 +239,15 @@ class TestSummary:
         figures = one(summarize(df), "never-g2")
         assert 0.95 < figures["predicted_speedup"] < 1.1
 
-    def test_siblings_and_passes_count_in_predictions(self):
-        """Two drafts a step and one pass for both; both accepted, or one and then a sibling that was right."""
+    def test_passes_count_in_predictions(self):
+        """Two drafts a step and one pass for both; both accepted, or one."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
-        steps = [(2, 2, 2, 3, [1.0, 1.0], times), (2, 2, 1, 3, [1.0, 0.0], times)]
+        steps = [(2, 2, 2, 3, [1.0, 1.0], times), (2, 2, 1, 2, [1.0, 0.0], times)]
         mine = row("x", "a-1", drafter="d", steps=steps)
-        mine["steps_siblings"], mine["steps_passes"] = np.array([4, 4]), np.array([1, 1])
-        costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "7": 0.75}, "drafter_pass_s": {"d": 0.1}}
+        mine["steps_passes"] = np.array([1, 1])
+        costs = {"target_pass_s": {"1": 0.5, "3": 0.75}, "drafter_pass_s": {"d": 0.1}}
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
-        expected = 1 + 1.0 + 0.5 + 0.5  # by position 1 and 1/2, and a sibling every other step
+        expected = 1 + 1.0 + 0.5  # by position 1 and 1/2
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
 
     def test_lengths_that_follow_acceptance_are_predicted_by_the_tokens_they_gave(self):

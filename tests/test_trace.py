@@ -137,23 +137,6 @@ def test_a_step_event_holds_the_whole_record(snapshot):
     snapshot(json.dumps(to_dict(event(REJECTION)), indent=1))
 
 
-SIBLING_RIGHT = replace(REJECTION, tokens=(AIR, SCATTERS, IS), siblings=((1, SCATTERS), (1, BREAK), (0, IS)))
-
-
-def test_siblings_and_what_they_gave_are_shown():
-    made = event(SIBLING_RIGHT)
-    assert [(each.place, each.token, each.text) for each in made.siblings] == [
-        (1, SCATTERS, " scatters"),
-        (1, BREAK, "\n\n"),
-        (0, IS, " is"),
-    ]
-    text = last(event(REJECTION), made)
-    assert re.search(r"siblings +2: ␣scatters +2: ⏎⏎ +1: ␣is\n", text)
-    assert re.search(r"corrected +␣scatters ", text)
-    assert re.search(r"gained +␣is\n", text)
-    assert "air⟨scatters⟩ ⟨+is⟩" in text.replace("⟨ ", "⟨").replace(" ⟨scatters", "⟨scatters")
-
-
 TREE = step(
     1, "bonus", (BREAK, SKY, BECAUSE),
     DraftVerdict(AIR, 0.5, 0.25, None, "rejected"), DraftVerdict(BREAK, 0.25, 0.5, None, "accepted"),
@@ -200,11 +183,10 @@ def test_the_header_says_how_a_tree_is_verified(method):
     assert "max(0" not in corrected
 
 
-@pytest.mark.parametrize("told", ["residual", "rejection", None])
-def test_the_header_says_what_becomes_of_drafts_beside_others(told):
+@pytest.mark.parametrize("told", ["rejection", None])
+def test_the_header_says_how_a_chain_is_verified(told):
     text = " ".join(shown(header(options={"verification": told})).split())
-    sibling = ", a sibling of it if it is the correction token" if told == "residual" else ""
-    assert f"verdict a draft is accepted if r < p/q{sibling} legend" in text
+    assert "verdict a draft is accepted if r < p/q legend" in text
 
 
 @pytest.mark.parametrize("parents", [[-1, -1, 1, 1], [-1, 1, 1, 1, 0], [-2, -1, 1, 1, 0]])
@@ -212,11 +194,6 @@ def test_a_tree_that_is_none_is_refused(parents):
     lines = [json.dumps(to_dict(each)) for each in (header(), structs.replace(event(TREE), parents=parents))]
     with pytest.raises(UsageError, match=r"step.parents is missing or wrong"):
         list(parse_trace(io.BytesIO("\n".join(lines).encode()), "x"))
-
-
-def test_traces_from_before_siblings_are_read(trace_file):
-    old = without(event(REJECTION), "siblings")
-    assert list(read_trace(trace_file(header(), rest=old))) == [header(), event(REJECTION)]
 
 
 def test_a_step_without_verdicts_is_no_trace():

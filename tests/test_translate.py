@@ -316,7 +316,7 @@ TRANSLATION = Translation({0: 4, 2: 0, 3: 2}, {1: b"x"}, spell, None, VOCAB)
 
 
 def test_whatever_is_emitted_the_cache_follows():
-    """Other tokens than were drafted too, as of another drafter or a sibling; the scorer looks what it holds."""
+    """Other tokens than were drafted too, as of another drafter; the scorer looks what it holds."""
     for emitted in sequences(VOCAB, 3):
         drafter = TranslatingDrafter(MappedScorer(random_table(2, 5), 5), "mapped", TRANSLATION)  # type: ignore[arg-type]
         drafter.begin(PROMPT)

@@ -43,7 +43,7 @@ def steps_of(
     ("sampling", "method"),
     [
         (Greedy(), None),
-        *((Multinomial(0.9), name) for name in ("traversal", "recursive", "naive", "residual", "specinfer")),
+        *((Multinomial(0.9), name) for name in ("traversal", "recursive", "naive", "specinfer")),
     ],
 )
 def test_a_trace_has_p_and_q_of_the_nodes_own_branch(sampling, method):

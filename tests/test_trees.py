@@ -24,7 +24,6 @@ from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
 from specbench.decoding.theory import PassCosts, read_by_depth
-from specbench.decoding.tree import Siblings
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -99,9 +98,8 @@ def loop_distribution(
 
 
 def tree_policy(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> DraftPlan:
-    """Two drafts in a step, or a tree; with ``residual`` two drafts have siblings."""
-    beside = Siblings(3 if method == "residual" and tree is None else 0, lambda _: 0.0)
-    return DraftPlan(tree() if tree else FixedLength(2), beside, verification=method)
+    """Two drafts in a step, or a tree."""
+    return DraftPlan(tree() if tree else FixedLength(2), verification=method)
 
 
 class LongerByRows(GivenCosts):

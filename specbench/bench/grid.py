@@ -312,7 +312,7 @@ def _configs_at(
             policy = fitted(each, name, temperature)
             written, lossless = str(policy), policy.lossless
             if policy.word == "fixed":
-                rest = f",siblings={policy.siblings}" if policy.siblings else ""
+                rest = ""
                 if "verification" in policy.options:
                     rest += f",verification={policy.options['verification']}"
                 if "relaxed" in policy.options:

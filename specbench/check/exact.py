@@ -100,9 +100,7 @@ def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
     return list(dict.fromkeys(ranked))[:_FEW_TOKENS]
 
 
-def enumeration_error(
-    verification: Verification, p: torch.Tensor, q: torch.Tensor, *, chain: bool = False
-) -> float:
+def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tensor) -> float:
     """Return the total variation of the first one or two emitted tokens from the target's, over all outcomes.
 
     The draft has two nodes after the context and, for two tokens, one after the first of them; for a method without
@@ -112,9 +110,8 @@ def enumeration_error(
         verification: The method that draws the nodes and decides.
         p: The target's distributions after the context, and for two tokens after every first one, [1 or 2, tokens].
         q: The drafter's distributions, in the same shape.
-        chain: Whether to draft a chain, even if the method takes trees.
     """
-    chain = chain or not verification.takes_trees
+    chain = not verification.takes_trees
     found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
     sampling = Multinomial()

@@ -56,9 +56,10 @@ class RunRules:
         end, limit = len(prompt) + setup.max_new_tokens, setup.target.context_limit
         self.max_length = end if limit is None else min(end, limit)
 
-    def is_chain_test(self, seen: Observation) -> bool:
-        """Return whether a step tests all its drafted tokens in one event, each with min(1, p/q)."""
-        return self.method in ("rejection", "residual") and seen.draft.candidates is None
+    @property
+    def is_chain_test(self) -> bool:
+        """Whether a step tests all its drafted tokens in one event, each with min(1, p/q)."""
+        return self.method == "rejection"
 
     def finish_reason(self, output: Sequence[int]) -> FinishReason | None:
         """Return why an output ends with its last token; ``None`` if it should not. Independent of ``StopRules``."""
@@ -194,7 +195,7 @@ def _compare_candidates(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
     for node, tokens, q in drawn:
         left = q.double()
         for token in tokens:
-            # Several drafters may draw siblings, one after the other.
+            # Several drafters may draw candidates after one node, one after the other.
             fits = (
                 i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left)
             )
@@ -220,14 +221,8 @@ def _check_forward(seen: Observation) -> Complaints:
     given = seen.forwards[0]
     if given.context != seen.context:
         yield "pass", "the forward is not over the context"
-    nodes = len(seen.record.drafted)
-    parents = tuple(range(-1, len(given.tokens) - 1)) if given.parents is None else given.parents
-    drafted = tuple(range(-1, nodes - 1)) if seen.record.parents is None else seen.record.parents
-    if (given.tokens[:nodes], parents[:nodes]) != (seen.record.drafted, drafted):
+    if (given.tokens, given.parents) != (seen.record.drafted, seen.record.parents):
         yield "pass", "the forward is not over the draft"
-    siblings = zip(parents[nodes:], given.tokens[nodes:], strict=True)
-    if tuple((parent + 1, token) for parent, token in siblings) != seen.record.siblings:
-        yield "pass", "the forward is not over the siblings"
     if len(given.logits) != seen.record.verified:
         yield "pass", f"{len(given.logits)} rows of logits for {seen.record.verified} tokens to verify"
 
@@ -236,11 +231,8 @@ def _check_counts(step: Step) -> Complaints:
     gamma, accepted = step.gamma, step.accepted
     if not 0 <= accepted <= step.tested <= gamma:
         yield "count", f"{accepted} accepted, {step.tested} tested, {gamma} drafted"
-    known = step.tokens[accepted:] and (accepted, step.tokens[accepted]) in step.siblings
-    if not 0 <= step.gained <= bool(known and step.closing == "corrected"):
+    if len(step.tokens) != accepted + (step.closing is not None):
         yield "count", f"{len(step.tokens)} tokens for {accepted} accepted, closed by {step.closing}"
-    if any(not 0 <= place < gamma or step.drafted[place] == token for place, token in step.siblings):
-        yield "count", "a sibling has no drafted token, or equals it"
     parents = tuple(range(-1, len(step.drafted) - 1)) if step.parents is None else step.parents
     path = range(min(accepted, gamma)) if step.parents is None else step.path
     if not {*path} <= {*range(len(parents))}:
@@ -284,15 +276,13 @@ def _check_chances(seen: Observation, rules: RunRules) -> Complaints:
 
     For other verification methods only the emitted tokens are checked here; see ``specbench.check.exact``.
     """
-    if not rules.is_chain_test(seen):
+    if not rules.is_chain_test:
         yield from _check_last_draw(seen)
         return
     drafted = seen.record.drafted if isinstance(seen.record, Step) else ()
-    siblings = seen.record.siblings if isinstance(seen.record, Step) else ()
     tests, draws = seen.tests, seen.draws
     accepted = tests[0].accepted if tests else 0
-    known = bool(draws) and (accepted, draws[0].token) in siblings
-    if len(tests) != (len(drafted) > 0) or len(draws) != 1 + known:
+    if len(tests) != (len(drafted) > 0) or len(draws) != 1:
         yield "chance", f"{len(tests)} tests and {len(draws)} draws for {len(drafted)} drafted tokens"
         return
     if tests:
@@ -306,7 +296,7 @@ def _check_chances(seen: Observation, rules: RunRules) -> Complaints:
             i = int(off.argmax())
             used, right = float(test.acceptance[i]), float(expected[i])
             yield "chance", f"drafted token {i} was tested with {used:.6g}, but min(1, p/q) is {right:.6g}"
-    emitted = (*drafted[:accepted], *(draw.token for draw in draws))
+    emitted = (*drafted[:accepted], draws[0].token)
     if seen.tokens != emitted[: len(seen.tokens)]:
         yield "chance", "the emitted tokens are not those accepted and drawn"
 

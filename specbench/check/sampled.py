@@ -126,7 +126,7 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
         error = total_variation(draw.distribution.to(p.device), p[node + 1])
         return ExactPosition(name, step, position, kind, error, error_limit(Draft(), p, node + 1))
 
-    if not rules.is_chain_test(seen):
+    if not rules.is_chain_test:
         path: Sequence[int] = ()
         if isinstance(seen.record, Step):
             path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
@@ -137,7 +137,7 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
         kind: Position = "first" if isinstance(seen.record, Prefill) else "bonus" if path else "target"
         yield drawn_from_p(draws[-1], path[-1] if path else -1, len(path), kind)
         return
-    if len(draws) > 2 or len(tests) > 1:
+    if len(draws) > 1 or len(tests) > 1:
         return
 
     def by_formula(i: int, kind: Position, used: torch.Tensor, closing: torch.Tensor) -> ExactPosition:
@@ -156,9 +156,6 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
         yield drawn_from_p(draws[0], accepted - 1, accepted, kind)
         return
     yield by_formula(accepted, "corrected", tests[0].acceptance, draws[0].distribution)
-    sibling = seen.verified.child(accepted - 1, draws[0].token)
-    if len(draws) == 2 and sibling is not None:
-        yield drawn_from_p(draws[1], sibling, accepted + 1, "bonus")
 
 
 @dataclass(frozen=True)
@@ -167,13 +164,11 @@ class _Reduced:
 
     Attributes:
         verification: What judged the step.
-        chain: Whether it drafted a chain.
         p, q: [1 or 2, tokens].
     """
 
     step: int
     verification: Verification
-    chain: bool
     p: torch.Tensor
     q: torch.Tensor
 
@@ -188,7 +183,7 @@ class _Reduced:
         # are equal, every verdict is right.
         q = self.q if self.distance > _EQUAL else self.p.flip(-1)
         pairs = ((self.p, q), (q, self.p))
-        return max(enumeration_error(self.verification, *each, chain=self.chain) for each in pairs)
+        return max(enumeration_error(self.verification, *each) for each in pairs)
 
 
 def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, list[ExactPosition]]:
@@ -207,15 +202,14 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
             own.flip(0) if row is None else _normalized(row[tokens])
             for own, row in zip(rows_p, drawn, strict=True)
         ]
-        chain = rules.is_chain_test(seen)
-        return _Reduced(seen.record.index, seen.verification, chain, torch.stack(rows_p), torch.stack(rows_q))
+        return _Reduced(seen.record.index, seen.verification, torch.stack(rows_p), torch.stack(rows_q))
 
     nodes = [node for node in (-1, *path) if node + 1 < len(p) and seen.draft.draws(node)]
     positions = [
         ExactPosition(name, seen.record.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
-        for i, node in enumerate(() if rules.is_chain_test(seen) else nodes)
+        for i, node in enumerate(() if rules.is_chain_test else nodes)
     ]
-    return reduced(*(-1,) if rules.is_chain_test(seen) else (-1, (*nodes, -1, -1)[1])), positions
+    return reduced(*(-1,) if rules.is_chain_test else (-1, (*nodes, -1, -1)[1])), positions
 
 
 def _drawn_from(draft: Draft, node: int) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import requested_policies, with_trees
+from specbench.cli.policy import requested_policies
 from specbench.cli.progress import starting
 from specbench.options import (
     MODELS,
@@ -22,6 +22,7 @@ from specbench.options import (
 )
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
+from specbench.specs.policies import parse_tree
 
 _DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
@@ -115,16 +116,15 @@ def check(
         if checked.outputs is not None:
             job = OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
-            named, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
             job = DecodingJob(
                 request,
                 load_prompts(checked.prompts or ["all"], checked.category, checked.limit or _DEFAULT_LIMIT),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 requested_policies(
-                    named,
+                    [*drafting.draft_policy, *(str(parse_tree(tree)) for tree in drafting.tree)],
                     length.costs,
                     parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
-                    shared,
+                    length.given,
                     greedy=sampling.temperature == 0,
                     chained=opt.chained(models, caching),
                 ),

@@ -90,14 +90,14 @@ class PromptJob(LoadedRecipe):
 
     def options(self) -> dict[str, Any]:
         """Return the options that decide the output, by name; ``None`` for those that are switched off."""
-        policy, fixed = self.policy.policy, not self.policy.siblings.max_count
-        branches = policy.branches or self.policy.siblings.max_count > 0 or self.drafter.several_drafters
+        policy = self.policy.policy
+        branches = policy.branches or self.drafter.several_drafters
         named = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
             "draft_policy": self.policy.name,
             "verification": self.policy.method(self.drafter) if named and self.policy.lossless else None,
             "relaxed": None if self.policy.relaxed is None else str(self.policy.relaxed),
-            "gamma": policy.gamma if fixed and isinstance(policy, FixedLength) else None,
+            "gamma": policy.gamma if isinstance(policy, FixedLength) else None,
             "costs": "given" if self.recipe.costs else None,
             **opt.deciding(self.recipe, self.sampling, self.target.language_model),
         }

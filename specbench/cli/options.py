@@ -253,8 +253,8 @@ output = panel(OUTPUT)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _TREES = (
-    "Draft tree: chain, siblings:nodes=N (same as --siblings N), auto, static or dynamic; options follow a colon:"
-    " dynamic:top-k=4,nodes=12. All but the first two replace --draft-policy."
+    "Draft tree, in place of --draft-policy: auto, static or dynamic; options follow a colon:"
+    " dynamic:top-k=4,nodes=12."
 )
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 
@@ -407,7 +407,7 @@ def command_with(ctx: typer.Context, **changes: Any) -> str:
 
 
 def chained(models: ModelOptions, caching: CacheOptions) -> str | None:
-    """Return the option that asks for bit-exact forward passes, with which drafts have no siblings."""
+    """Return the option that asks for bit-exact forward passes, with which drafts are chains."""
     if caching.bit_exact:
         return "--bit-exact"
     return None if quantized(models.dtype) is None else f"--dtype {models.dtype}"

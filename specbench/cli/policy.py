@@ -64,14 +64,14 @@ class RequestedPolicy:
     Args:
         spec: The policy.
         costs: A file for it.
-        chained: The option that asks for bit-exact forward passes, with which drafts have no siblings.
+        chained: The option that asks for bit-exact forward passes, with which drafts are chains.
     """
 
     def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:
         from specbench.policies import build_policy, check_costs, load_costs
 
         if chained:
-            refuse_siblings([spec], chained)
+            refuse_trees([spec], chained)
         self.spec = spec
         self.name: str = build_policy(spec).name
         self._costs = None
@@ -97,27 +97,6 @@ class RequestedPolicy:
         return build_policy(spec, costs=costs), note
 
 
-def with_trees(
-    policies: Sequence[str], trees: Sequence[str], options: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """Return policies and their options with what ``--tree`` adds to them.
-
-    Raises:
-        UsageError: There is no such tree, or siblings are given twice.
-    """
-    policies, taken = list(policies), dict(options)
-    for tree in map(parse_tree, trees):
-        if not isinstance(tree, int):
-            policies.append(str(tree))
-        elif taken.get("siblings", tree) != tree:
-            raise UsageError(
-                "Two numbers of siblings are given.", "Give one --siblings or --tree siblings:nodes=N."
-            )
-        else:
-            taken["siblings"] = tree
-    return policies, taken
-
-
 def requested_policy(
     draft_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
 ) -> PolicySpec:
@@ -126,13 +105,16 @@ def requested_policy(
     Raises:
         UsageError: There is no such policy, or an option that it lacks.
     """
-    policies, options = with_trees([draft_policy] if draft_policy else [], [tree] if tree else [], options)
-    if len(policies) > 1:
+    if draft_policy and tree:
         raise UsageError(
-            f"--tree {tree} decides how much is drafted, and so does {policies[0]}.", "Give one of them."
+            f"--tree {tree} decides how much is drafted, and so does {draft_policy}.", "Give one of them."
         )
-    word = policies[0] if policies else None
-    spec = parse_policy(word) if word else default_policy(greedy=greedy, gamma=options.get("gamma"))
+    if tree:
+        spec = parse_tree(tree)
+    elif draft_policy:
+        spec = parse_policy(draft_policy)
+    else:
+        spec = default_policy(greedy=greedy, gamma=options.get("gamma"))
     return spec.with_options(options)
 
 
@@ -183,8 +165,8 @@ def requested_policies(
     return policies
 
 
-def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
-    """Check that no policy drafts siblings or trees, if ``chained``, the option for bit-exact forward passes, is given.
+def refuse_trees(policies: Sequence[PolicySpec], chained: str) -> None:
+    """Check that no policy drafts trees, if ``chained``, the option for bit-exact forward passes, is given.
 
     Raises:
         UsageError: A policy does.
@@ -192,11 +174,6 @@ def refuse_siblings(policies: Sequence[PolicySpec], chained: str) -> None:
     for policy in policies:
         if policy.kind.tree:
             raise UsageError(f"{chained} does not go with trees, as in {policy}.", "Draft chains.")
-        if policy.siblings:
-            raise UsageError(
-                f"{chained} does not go with siblings, as in {policy}.",
-                "Leave the siblings out.",
-            )
 
 
 def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:

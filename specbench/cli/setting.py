@@ -36,7 +36,7 @@ class LoadedRecipe:
     """A recipe with its models.
 
     Attributes:
-        recipe: The requested one; its policy without siblings for bit-exact forward passes.
+        recipe: The requested one.
         target, drafter: The loaded models.
         policy: How much is drafted.
         sampling: The transforms, with the model's own settings.

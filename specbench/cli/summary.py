@@ -217,8 +217,6 @@ def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
             text += f", {figures['accepted']} of {drafts} accepted ({figures['acceptance_rate']:.0%})"
             if figures["nodes"] > figures["drafted"]:
                 text += f" along trees of {figures['nodes'] / figures['steps']:.1f} nodes"
-            if gained := figures["gained_by_siblings"]:
-                text += f", {gained} more by siblings"
         elif figures["drafter"] != "none":
             text += ", nothing drafted"
         lines.append(("steps", text))

@@ -11,7 +11,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import left_out, refuse_siblings, with_trees
+from specbench.cli.policy import left_out, refuse_trees
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -27,6 +27,7 @@ from specbench.cli.sweep_options import (
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
+from specbench.specs.policies import parse_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,11 +164,11 @@ def _compared_models(
 
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
-    requested, shared = with_trees(drafting.draft_policy, drafting.tree, length.given)
+    requested = [*drafting.draft_policy, *(str(parse_tree(tree)) for tree in drafting.tree)]
     usual = ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]  # `generate` takes auto at temperature 0
-    policies = parse_policies(requested or usual, **shared)
+    policies = parse_policies(requested or usual, **length.given)
     if chained:
-        refuse_siblings(policies, chained)
+        refuse_trees(policies, chained)
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")

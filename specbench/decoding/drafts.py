@@ -46,9 +46,8 @@ class Draft:
         rejected_guess: A certain token without a forward pass that the policy did not want; the target's token in its
             place shows whether it was right.
         parents: By token the index of its parent, -1 for the context; parents come first. ``None`` for a chain.
-        candidates: By node (-1: the context) what was drawn after it, in that order; valid as long as ``q``. ``None``:
-            ``q`` describes the first branch, and all other tokens are certain.
-        siblings: How many of the last tokens are leaves that a policy added to a chain.
+        candidates: By node (-1: the context) what was drawn after it, in that order; valid as long as ``q``. ``None``
+            for a chain: ``q`` has its distributions.
         forced: Indices of the tokens of a chain that were drafted because the format allows no other.
     """
 
@@ -62,7 +61,6 @@ class Draft:
     rejected_guess: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None
-    siblings: int = 0
     forced: list[int] = field(default_factory=list)
 
     def chance(self, node: int) -> float:  # noqa: ARG002
@@ -73,12 +71,10 @@ class Draft:
         """Return what was drawn after a node, -1 for the context."""
         if self.candidates is not None:
             return self.candidates.get(node, ())
-        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
-        after = [i for i, parent in enumerate(parents) if parent == node]
-        drawn = 0 if self.q is None else len(self.q)
-        found = [Draws((self.tokens[i],), self.q[i]) for i in after if self.q is not None and i < drawn]
-        certain = [self.tokens[i] for i in after if i >= drawn]
-        return [*found, Draws(certain)] if certain else found
+        place = node + 1
+        if place == len(self.tokens):
+            return ()
+        return (Draws((self.tokens[place],), None if self.q is None else self.q[place]),)
 
     def branch(self, node: int) -> list[int]:
         """Return the tokens from the context to a node, inclusive; none for -1."""
@@ -87,11 +83,6 @@ class Draft:
             tokens.append(self.tokens[node])
             node = node - 1 if self.parents is None else self.parents[node]
         return tokens[::-1]
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether a chain was drafted, with or without siblings."""
-        return self.parents is None or self.siblings > 0
 
     @property
     def chain(self) -> int:

@@ -36,21 +36,18 @@ def step_of(
         logits: The target's, [verified, vocab], to record a trace; ``None`` for no trace.
         experts: See ``Step``.
     """
-    nodes, chain = len(draft.tokens) - draft.siblings, draft.is_chain
-    if not chain:
-        accepted = len(verdict.path)
-        open_end = bool(draft.draws(verdict.path[-1] if verdict.path else -1))
-        closing: Closing = "corrected" if open_end else "bonus" if nodes else "target"
-    else:
-        accepted = verdict.accepted
+    nodes, chain, accepted = len(draft.tokens), draft.parents is None, verdict.accepted
+    if chain:
         closing = closing_of(accepted, nodes)
+    else:
+        open_end = (-1, *verdict.path)[-1] in (draft.parents or ())
+        closing = "corrected" if open_end else "bonus" if nodes else "target"
     cut = emitted <= accepted
     tested = emitted if cut else accepted + (closing == "corrected")
-    beside = zip((draft.parents or ())[nodes:], draft.tokens[nodes:], strict=True) if draft.siblings else ()
     return Step(
         index=index,
         position=position,
-        drafted=tuple(draft.tokens[:nodes]),
+        drafted=tuple(draft.tokens),
         accepted=min(accepted, emitted),
         tested=tested,
         tokens=tuple(verdict.tokens[:emitted]),
@@ -61,7 +58,6 @@ def step_of(
         policy=dict(policy),
         verdicts=None if logits is None else _verdicts(draft, verdict, tested, logits),
         closing_probability=None if logits is None or cut else closing_probability(verdict, logits, accepted),
-        siblings=tuple((parent + 1, token) for parent, token in beside),
         passes=draft.passes,
         parents=None if chain else tuple(draft.parents or ()),
         path=() if chain else tuple(verdict.path),
@@ -88,7 +84,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         (node, token): q for node, draws in places for tokens, q in draws if q is not None for token in tokens
     }
     verdicts = []
-    for i, token in enumerate(draft.tokens[: len(draft.tokens) - draft.siblings]):
+    for i, token in enumerate(draft.tokens):
         parent = i - 1 if draft.parents is None else draft.parents[i]
         seen = parent in looked
         q = drawn.get((parent, token)) if draft.q is None else draft.q[i]

@@ -13,7 +13,6 @@ docs/design.md has the step in ten lines.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.base.errors import UsageError
@@ -26,7 +25,6 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.tree import NO_SIBLINGS
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +55,7 @@ def decode_steps(
         prompt: Token ids, at least one.
         target: The model whose output distribution is kept.
         drafter: Proposes tokens.
-        policy: Decides how many tokens are drafted, and in which shape; a ``DraftPlan`` adds siblings and a
+        policy: Decides how many tokens are drafted, and in which shape; a ``DraftPlan`` adds a
             verification method.
         sampling: The transforms of both models' logits.
         random: The source of every random draw.
@@ -116,11 +114,6 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     plan, policy = request.plan, request.plan.policy
     verification = request.verification(sampling)
-    # No siblings where they could not be verified. One reason are transforms that depend on the context: a sibling's
-    # context is not that of the chain.
-    branching = plan.siblings.max_count > 0 and verification.takes_trees and not sampling.context_dependent
-    if not (branching and target.takes_trees):
-        plan = replace(plan, siblings=NO_SIBLINGS)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
     if request.cached_tokens:
         target.resume(request.cached_tokens)

@@ -160,7 +160,6 @@ def summary(generation: Generation) -> dict[str, Any]:
         "forced": sum(step.forced_accepted for step in steps),
         "corrected": sum(step.closing == "corrected" for step in steps),
         "nodes": sum(len(step.drafted) for step in steps),
-        "gained_by_siblings": sum(step.gained for step in steps),
         "acceptance_rate": acceptance_rate(steps),
         "tokens_per_step": tokens_per_step(steps),
         "alpha": mean_expected_acceptance(steps),

@@ -8,14 +8,12 @@ from typing import Literal
 
 from specbench.base.textsafe import terminal_safe
 
-Origin = Literal["accepted", "forced", "sibling", "corrected", "bonus", "target"]
-"""An accepted draft, one that the format forced, a right alternative to a rejected one, or what closes a step
-(``records.Closing``)."""
+Origin = Literal["accepted", "forced", "corrected", "bonus", "target"]
+"""An accepted draft, one that the format forced, or what closes a step (``records.Closing``)."""
 
 ORIGINS: dict[Origin, str] = {
     "accepted": "accepted draft",
     "forced": "forced by the format",
-    "sibling": "right sibling",
     "corrected": "corrected",
     "bonus": "bonus",
     "target": "the target's own",
@@ -25,7 +23,6 @@ ORIGINS: dict[Origin, str] = {
 _CSS: dict[Origin, str] = {
     "accepted": "color:#2a9d4a;text-decoration:underline",
     "forced": "color:#6b7d2a;text-decoration:underline",
-    "sibling": "color:#0e93a8;text-decoration:underline;font-weight:bold",
     "corrected": "color:#c77700;font-weight:bold",
     "bonus": "color:#b04fc0;font-style:italic",
 }

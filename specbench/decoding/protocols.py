@@ -4,8 +4,8 @@
     Drafter       proposes tokens
     Scorer        a model with the KV cache of one context; runs forward passes
 
-The loop calls a drafter through ``DraftPlan.propose`` (``request.py``): a plan is a draft policy together with siblings
-and a verification method.
+The loop calls a drafter through ``DraftPlan.propose`` (``request.py``): a plan is a draft policy together with a
+verification method.
 
 Code that needs a forward pass yields a ``ForwardRequest`` and is sent the ``ForwardOutput``. Its caller runs the pass,
 and so can choose when to run it, and whether together with those of other requests.

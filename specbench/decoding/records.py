@@ -148,8 +148,7 @@ class Step:
         drafted: The drafted tokens; all nodes of a tree.
         accepted: How many draft tokens were accepted and are output; those after a stop do not count.
         tested: How many were tested; in a tree, the number of nodes at which a candidate was accepted or all failed.
-        tokens: The emitted tokens: accepted ones, the closing one unless a stop came before it, and the target's next
-            one if the closing token was among the siblings.
+        tokens: The emitted tokens: accepted ones, and the closing one unless a stop came before it.
         closing: The source of the token after the accepted ones; ``None`` if a stop came before it.
         expected_acceptance: By tested position ``sum_x min(p(x), q(x))`` of the deciding distributions (0 or 1 in
             greedy decoding, p of the token for a drafter without probabilities).
@@ -158,7 +157,6 @@ class Step:
         policy: The draft policy's notes, by name.
         verdicts: One per drafted token in a trace, else ``None``.
         closing_probability: The closing token's probability under its distribution in a trace, else ``None``.
-        siblings: Verified alternatives to drafted tokens, as pairs of the draft's place, from 0, and the token.
         passes: The drafter's forward passes; ``None`` if it has no model or runs one per token.
         parents: By tree node the index of its parent, -1 for the context; ``None`` for a chain.
         path: The accepted nodes of a tree, root to leaf, ignoring stops; empty for a chain.
@@ -185,7 +183,6 @@ class Step:
     policy: Mapping[str, float] = field(default_factory=dict)
     verdicts: tuple[DraftVerdict, ...] | None = None
     closing_probability: float | None = None
-    siblings: tuple[tuple[int, int], ...] = ()
     passes: int | None = None
     parents: tuple[int, ...] | None = None
     path: tuple[int, ...] = ()
@@ -238,13 +235,8 @@ class Step:
 
     @property
     def verified(self) -> int:
-        """Rows of the target's pass: one for the context, one for each draft token and sibling."""
-        return 1 + len(self.drafted) + len(self.siblings) + self.hidden
-
-    @property
-    def gained(self) -> int:
-        """Tokens after the closing one: 1 if that was among the siblings, else 0."""
-        return len(self.tokens) - self.accepted - (self.closing is not None)
+        """Rows of the target's pass: one for the context, one for each draft token."""
+        return 1 + len(self.drafted) + self.hidden
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -252,9 +244,7 @@ class Step:
         origins: list[Origin] = [
             "forced" if place in self.forced else "accepted" for place in range(self.accepted)
         ]
-        if self.gained:
-            origins += ["sibling", "bonus"]
-        elif self.closing is not None:
+        if self.closing is not None:
             origins.append(self.closing)
         return tuple(origins)
 

@@ -13,7 +13,6 @@ from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.tree import NO_SIBLINGS, Siblings
 from specbench.decoding.verdicts import METHODS
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.notation import add_option
@@ -26,11 +25,10 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft policy, with siblings, the verification method and the conditions under which a request drafts.
+    """A draft policy, with the verification method and the conditions under which a request drafts.
 
     Attributes:
         policy: Decides how many tokens are drafted, and in which shape.
-        siblings: Adds candidates to a chain, where they can be verified.
         keeps_state: Whether the policy keeps what it has learned for the next prompt.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
         relaxed: Accepts draft tokens by this rule instead, at any temperature: NOT LOSSLESS. ``None`` for no such rule.
@@ -38,7 +36,6 @@ class DraftPlan:
     """
 
     policy: DraftPolicy
-    siblings: Siblings = NO_SIBLINGS
     keeps_state: bool = False
     verification: VerificationName | None = None
     relaxed: Relaxed | None = None
@@ -60,8 +57,6 @@ class DraftPlan:
     def name(self) -> str:
         """The policy's name with the plan's options."""
         name = self.policy.name
-        if self.siblings.max_count:
-            name = add_option(name, f"siblings={self.siblings.max_count}")
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
         if self.relaxed is not None:
@@ -77,7 +72,7 @@ class DraftPlan:
         if drafter.several_drafters:
             return "specinfer"
         if not self.policy.branches:
-            return "residual"
+            return "rejection"
         return "naive" if self.policy.certain_only or drafter.certain else "traversal"
 
     @property
@@ -102,13 +97,9 @@ class DraftPlan:
         random: Randomness,
         drawing: Drawing,
     ) -> Decoding[Draft]:
-        """Draft by this plan, with siblings; for the arguments see ``Drafter.propose``."""
+        """Draft by this plan; for the arguments see ``Drafter.propose``."""
         budget = budget if self.allowed() else 0
-        proposal = drafter.propose(context, budget, self.policy, sampling, random, drawing)
-        return self._with_siblings(proposal) if self.siblings.max_count else proposal
-
-    def _with_siblings(self, proposal: Decoding[Draft]) -> Decoding[Draft]:
-        return self.siblings.widen((yield from proposal))
+        return drafter.propose(context, budget, self.policy, sampling, random, drawing)
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,7 @@ class Request:
                 "A relaxed rule has no residual adjustment to leave out.",
                 "Leave --relaxed or --no-residual-adjustment out.",
             )
-        if not self.residual_adjustment and (policy.branches or method not in ("rejection", "residual")):
+        if not self.residual_adjustment and (policy.branches or method != "rejection"):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
                 "Use rejection and a chain to show what it is for.",

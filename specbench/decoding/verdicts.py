@@ -86,13 +86,6 @@ def top(distribution: TokenDistribution, count: int, random: Randomness) -> list
     return [Draws(distribution.best(count))]
 
 
-def draw_and_top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-    """Draw one from q, and add the most probable others."""
-    token = random.draw(distribution.q)
-    others = [other for other in distribution.best(count) if other != token]
-    return [Draws([token], distribution.q), Draws(others[: count - 1])]
-
-
 def top_and_tail(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Take the most probable tokens, and draw one from the rest of q (Hu et al. 2025)."""
     best = distribution.best(count - 1)
@@ -118,9 +111,8 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
 def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
-    If one candidate is drawn from q and others are added, this is *residual*: rejection sampling (Leviathan et al.
-    2023), where the correction token can be a candidate too. If one is drawn from the tail, it is *greedy draft* (Hu et
-    al. 2025). It costs one draw, and after a rejection work over the vocabulary.
+    With one candidate this is rejection sampling (Leviathan et al. 2023). If one is drawn from the tail and others are
+    certain, it is *greedy draft* (Hu et al. 2025). It costs one draw, and after a rejection work over the vocabulary.
     """
     for token, q in _in_turn(each for each in candidates if each.q is not None):
         if _passes(_ratio(p, q, token), random):
@@ -330,7 +322,6 @@ METHODS: Mapping[str, Method] = {
     "block": Method(traverse, without_replacement, chains_only=True),
     "traversal": Method(traverse, without_replacement),
     "naive": Method(_walked(naive), top, several_drafters=True),
-    "residual": Method(_walked(match), draw_and_top),
     "greedy-draft": Method(_walked(match), top_and_tail),
     "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),

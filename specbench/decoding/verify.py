@@ -47,8 +47,8 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """The number of accepted tokens on the first branch."""
-        return next((i for i, node in enumerate(self.path) if node != i), len(self.path))
+        """The number of accepted tokens."""
+        return len(self.path)
 
 
 class Verification(Protocol):
@@ -86,7 +86,7 @@ class Verification(Protocol):
 
 def verification_of(
     sampling: Sampling,
-    name: VerificationName = "residual",
+    name: VerificationName = "rejection",
     *,
     residual_adjustment: bool = True,
     relaxed: Relaxed | None = None,
@@ -104,8 +104,8 @@ def verification_of(
         return greedy if sampling.greedy else TreeVerification(relaxed_method(relaxed))
     if sampling.greedy:
         return GreedyVerification()
-    if name in ("rejection", "residual"):
-        return RejectionVerification(residual_adjustment, takes_trees=name == "residual")
+    if name == "rejection":
+        return RejectionVerification(residual_adjustment)
     return TreeVerification(METHODS[name])
 
 
@@ -180,19 +180,17 @@ class RelaxedGreedyVerification:
 
 
 class RejectionVerification:
-    """Rejection sampling of a chain in a few operators; a corrected token among the siblings is continued.
-
-    Trees go through ``specbench.decoding.verdicts.match``.
+    """Rejection sampling of a chain in a few operators.
 
     Args:
         residual_adjustment: See ``verification_of``.
-        takes_trees: Whether drafts may have siblings, or be trees.
     """
 
-    def __init__(self, residual_adjustment: bool = True, *, takes_trees: bool = True) -> None:
-        self._adjusts, self.takes_trees = residual_adjustment, takes_trees
-        self._tree = TreeVerification(METHODS["residual"])
-        self.drawing = self._tree.drawing
+    takes_trees = False
+    drawing = staticmethod(METHODS["rejection"].drawing)
+
+    def __init__(self, residual_adjustment: bool = True) -> None:
+        self._adjusts = residual_adjustment
 
     def judge(
         self,
@@ -202,22 +200,14 @@ class RejectionVerification:
         sampling: Sampling,
         random: Randomness,
     ) -> Verdict:
-        if draft.candidates is not None:
-            return self._tree.judge(draft, logits, context, sampling, random)
-        gamma = draft.chain
-        p = sampling.probabilities(logits[: gamma + 1], context, draft.tokens[:gamma])
+        gamma = len(draft.tokens)
+        p = sampling.probabilities(logits, context, draft.tokens)
         accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
         distribution = p[accepted]
         if accepted < gamma and self._adjusts:
             distribution = residual(draft, p, accepted)
-        path: Sequence[int] = range(accepted)
         tokens = [*draft.tokens[:accepted], random.draw(distribution)]
-        sibling = None if draft.parents is None else draft.child(accepted - 1, tokens[-1])
-        if sibling is not None and sibling >= gamma:
-            path = [*path, sibling]
-            after_sibling = sampling.probabilities(logits[sibling + 1 : sibling + 2], [*context, *tokens])
-            tokens.append(random.draw(after_sibling[0]))
-        return Verdict(path, tokens, p, distribution, r)
+        return Verdict(range(accepted), tokens, p, distribution, r)
 
 
 class TreeVerification:
@@ -252,7 +242,7 @@ def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
     q_i(t_i) is floored at the smallest normal float, for it can underflow to 0 although t_i was drawn.
     """
-    tokens = torch.tensor([draft.tokens[: draft.chain]], dtype=torch.long, device=p.device).T
+    tokens = torch.tensor([draft.tokens], dtype=torch.long, device=p.device).T
     p_of_token = p.gather(-1, tokens)  # of the first γ rows
     if draft.q is not None:
         q_of_token = draft.q.gather(-1, tokens)
@@ -284,8 +274,7 @@ def expected_acceptance(draft: Draft, verdict: Verdict, tested: int) -> tuple[fl
     if verdict.rows:
         return tuple(_expected(draft, node, verdict.rows[node]) for node in (-1, *verdict.path)[:tested])
     if verdict.p is None:
-        kept = verdict.accepted if draft.is_chain else len(verdict.path)
-        return tuple(float(i < kept) for i in range(tested))
+        return tuple(float(i < len(verdict.path)) for i in range(tested))
     if draft.q is None:
         values = acceptance_probabilities(draft, verdict.p)[:tested]
     else:

@@ -207,8 +207,6 @@ class ExportEngine(ABC):
         policy = setting.policy
         if setting.gamma_from and policy.word not in ("fixed", *self.policies):
             yield f"Draft policy {policy}: replaced by a fixed γ of {setting.gamma}, {setting.gamma_from}."
-        if not policy.kind.tree and policy.siblings:
-            yield f"Siblings: specbench verified up to {policy.siblings} alternatives to draft tokens."
         verification = policy.options.get("verification", "rejection")
         if setting.temperature != 0 and verification not in ("rejection", *self.verifications):
             yield f"Verification method {verification}."

@@ -351,7 +351,7 @@ class AutoLength(ChainPolicy):
         draft = self._draft
         if passes == 0 or draft is None or step.parents is not None:
             return
-        drawn = sum(not is_free(draft, i) for i in range(len(draft.tokens) - draft.siblings))
+        drawn = sum(not is_free(draft, i) for i in range(len(draft.tokens)))
         self._drawn = _MEMORY * self._drawn + drawn
         self._made = _MEMORY * self._made + passes
 

@@ -6,13 +6,11 @@ from importlib import import_module
 from typing import Any
 
 from specbench.decoding.request import DraftPlan
-from specbench.decoding.tree import Siblings
-from specbench.policies.base import ChainPolicy
 from specbench.specs.policies import PolicySpec, parse_policy
 
 
 def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) -> DraftPlan:
-    """Build a draft policy, with the siblings to verify next to its drafts.
+    """Build a draft policy, with what else a request needs to draft by it.
 
     Args:
         spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
@@ -28,13 +26,4 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     module, _, name = spec.kind.policy.partition(":")
     made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
     verifying = {name: taken.pop(name, None) for name in ("verification", "relaxed")}
-    if spec.kind.tree:
-        return DraftPlan(made(**taken), keeps_state=keep, **verifying)
-    most = taken.pop("siblings", spec.siblings)
-    policy: ChainPolicy = made(**taken)
-    return DraftPlan(
-        policy,
-        Siblings(most, policy.min_accept_prob),
-        keeps_state=keep,
-        **verifying,
-    )
+    return DraftPlan(made(**taken), keeps_state=keep, **verifying)

@@ -68,7 +68,7 @@ class StaticTree(Tree):
 
     @classmethod
     def shaped(cls, parents: Sequence[int]) -> StaticTree:
-        """Return a tree of another shape, given by the nodes' parents, -1 for the context; siblings by rank."""
+        """Return a tree of another shape, given by the nodes' parents, -1 for the context; ranks in this order."""
         tree = cls(len(parents))
         tree._lay_out(parents)
         return tree

@@ -25,10 +25,10 @@ def experts_by_rows(generations: pd.DataFrame) -> dict[int, tuple[int, float]]:
     passes: Counter[int] = Counter()
     read: Counter[int] = Counter()
     one: Counter[int] = Counter()
-    names = ("nodes", "siblings", "experts", "experts_one")
+    names = ("nodes", "experts", "experts_one")
     columns = (generations[f"steps_{name}"] for name in names)
-    for nodes, siblings, experts, alone in zip(*columns, strict=True):
-        for rows, count, own in zip(nodes + siblings + 1, experts, alone, strict=False):
+    for nodes, experts, alone in zip(*columns, strict=True):
+        for rows, count, own in zip(nodes + 1, experts, alone, strict=False):
             passes[int(rows)] += 1
             read[int(rows)] += count
             one[int(rows)] += own

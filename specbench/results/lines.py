@@ -88,9 +88,7 @@ class StepLists(Record):
     drafted: Annotated[list[Small], doc("tokens; of a tree along its longest branch (docs/metrics.md)")]
     tested: Annotated[list[Small], doc("of them")]
     accepted: Annotated[list[Small], doc("of them")]
-    emitted: Annotated[
-        list[Small], doc("tokens; a step that emitted two more than it accepted gained one by a sibling")
-    ]
+    emitted: Annotated[list[Small], doc("tokens")]
     draft_s: list[Figure]
     draft_prefill_s: Annotated[list[Figure], doc("within `draft_s`")]
     verify_s: list[Figure]
@@ -98,7 +96,6 @@ class StepLists(Record):
     rollback_s: list[Figure]
     other_s: list[Figure]
     nodes: Annotated[list[Small], doc("tokens drafted, in a tree all nodes; in older lines `drafted`")] = []
-    siblings: Annotated[list[Small], doc("tokens verified in addition to the draft; in older lines 0")] = []
     passes: Annotated[
         list[Small], doc("forward passes of the drafter's model; in older lines `drafted`")
     ] = []
@@ -149,7 +146,6 @@ class StepLists(Record):
         none = [0] * count
         older = {
             "nodes": self.drafted,
-            "siblings": none,
             "passes": self.drafted,
             "forced": none,
             "mask_s": none,
@@ -190,7 +186,6 @@ class StepLists(Record):
             emitted=[len(step.tokens) for step in steps],
             **times,
             nodes=[len(step.drafted) for step in steps],
-            siblings=[len(step.siblings) for step in steps],
             passes=[step.gamma if step.passes is None else step.passes for step in steps],
             forced=[step.forced_accepted for step in steps],
             expected_acceptance=[[round(value, 9) for value in step.expected_acceptance] for step in steps],
@@ -209,7 +204,7 @@ STEP_FIGURES: dict[str, type] = {
     **dict.fromkeys(
         ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s", "mask_s"), float
     ),
-    **dict.fromkeys(("nodes", "siblings", "passes", "forced"), int),
+    **dict.fromkeys(("nodes", "passes", "forced"), int),
 }
 """The lists of ``StepLists`` with a number per step: tokens and forward passes, or seconds."""
 

@@ -68,7 +68,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         later = c
     else:
         return NO_PREDICTION
-    widest = int((steps["nodes"] + steps["siblings"]).max()) + 1
+    widest = int(steps["nodes"].max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
     wider = np.zeros(len(steps.trees) + 1)  # extra cost by tree; the last item is that of chains
     if drafter in timed.rows_s:
@@ -86,7 +86,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
             rates = kept_by_rank(rank_counts(results.generations.iloc[np.unique(mine.row)]))
             for tree in grown:
                 tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
-        verify = v[mine["nodes"] + mine["siblings"] + 1].sum() + wider[mine.tree].sum()
+        verify = v[mine["nodes"] + 1].sum() + wider[mine.tree].sum()
         # Its pass that reads the prompt drafts as well.
         readers = np.unique(mine.row[mine["draft_prefill_s"] > 0]).tolist() if reading else []
         reading_s = sum(reading_seconds(reading, float(lengths[row])) for row in readers)
@@ -94,8 +94,7 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         drafting = (drafts - len(readers)) * c + (mine["passes"].sum() - drafts) * later
         cost = (1, drafting, verify + reading_s / timed.target_s[1])
         found.append(predicted_speedup(mine["emitted"].sum(), *cost))
-        # Siblings have no acceptance rate of their own.
-        iid.append(predicted_speedup(tokens_iid.sum() + mine.gained.sum(), *cost))
+        iid.append(predicted_speedup(tokens_iid.sum(), *cost))
         prompts.append(prompt)
     return Prediction(stats.geometric_mean(found, prompts), stats.geometric_mean(iid, prompts), c)
 
@@ -127,11 +126,10 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
         if name not in first:
             continue
         requests = len(np.unique(mine.row))
-        verified = float((mine["nodes"] + mine["siblings"]).mean()) + 1.0
+        verified = float(mine["nodes"].mean()) + 1.0
         alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        gained = mine.gained.mean()
         readings, more_s = _prompts_read(mine, repeats, batch)
-        by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]]) + gained
+        by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]])
         step_s = timed.draft_s(config.drafter, batch, mine["passes"].tolist())
         for found, tokens in ((ratios, mine["emitted"].mean()), (iid, by_alpha)):
             found.append(

@@ -88,12 +88,6 @@ class Steps:
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.numbers[name]
 
-    @property
-    def gained(self) -> NDArray[Any]:
-        """Tokens that siblings added, 0 or 1, of shape [steps]."""
-        gained: NDArray[Any] = np.maximum(self["emitted"] - self["accepted"] - 1, 0)
-        return gained
-
     def take(self, which: NDArray[Any] | slice) -> Steps:
         """Return some of the steps, by index, mask or slice."""
         return replace(

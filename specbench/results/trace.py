@@ -98,14 +98,6 @@ class TraceVerdict(Record):
     verdict: Literal["accepted", "rejected", "untested"]
 
 
-class TraceSibling(Record):
-    """A sibling: a token verified as an alternative to the draft token at ``place``."""
-
-    place: Count
-    token: int = -1
-    text: str
-
-
 class TraceExperts(Record):
     """The experts that the target's pass read in each layer that has some, and in all layers for one of its tokens."""
 
@@ -140,7 +132,6 @@ class TraceStep(Record, tag_field="event", tag="step"):
     finish_reason: _Finish
     policy: dict[str, Number | None]
     verdicts: list[TraceVerdict]
-    siblings: list[TraceSibling] = []
     forced: list[int] = []
     parents: list[int] | UnsetType = UNSET
     experts: TraceExperts | UnsetType = UNSET
@@ -222,9 +213,6 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         finish_reason=step.finish_reason,
         policy={name: _finite(value) for name, value in step.policy.items()},
         verdicts=verdicts,
-        siblings=[
-            TraceSibling(place=place, token=token, text=piece(token)) for place, token in step.siblings
-        ],
         forced=list(step.forced),
         parents=UNSET if step.parents is None else list(step.parents),
         experts=UNSET if read is None else TraceExperts(by_layer=list(read.by_layer), one=read.one),

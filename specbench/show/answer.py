@@ -26,12 +26,11 @@ from specbench.results.requests import (
 )
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, LOSSY, PLAIN, RunConfig, stored_recipes
-from specbench.results.summary import Categories, Summary, SummaryRow, by_config
+from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
 from specbench.specs.policies import parse_policy
 
-_SEEN = 0.005  # what two decimals show
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names
 
@@ -326,12 +325,7 @@ class _Answers:
             yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain[0])}."
         if not math.isnan(best.acceptance_rate.value):
             tokens, rate = best.tokens_per_step.value, best.acceptance_rate.value
-            said = (
-                f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted"
-            )
-            steps = by_config(self.results).get(best.config.id)
-            gained = 0.0 if steps is None else float(steps.gained.mean())
-            yield said + (f", and siblings add {gained:.2f} tokens to a step." if gained >= _SEEN else ".")
+            yield f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted."
         done = self.results.done
         read = experts_by_rows(done[done["config"] == best.config.id])
         if experts := experts_sentence(read, self.results.run.costs):

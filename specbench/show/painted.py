@@ -9,7 +9,6 @@ from specbench.decoding.origins import Origin
 _TERMINAL: dict[Origin, tuple[str, str]] = {
     "accepted": ("4", "32"),
     "forced": ("2;4", "32"),
-    "sibling": ("1;4", "36"),
     "corrected": ("1", "33"),
     "bonus": ("3", "35"),
 }

@@ -43,16 +43,15 @@ class VerdictRule:
     greedy: bool = False
     lossless: bool = True
     verification: str | None = None
-    siblings: bool = False
     relaxed: str | None = None
 
     @classmethod
     def of(cls, header: TraceHeader) -> VerdictRule:
         name = header.options.get("verification")
-        own = isinstance(name, str) and name not in ("rejection", "residual")
+        own = isinstance(name, str) and name != "rejection"
         rule = header.options.get("relaxed")
         relaxed = rule if isinstance(rule, str) else None
-        return cls(header.greedy, header.lossless, name if own else None, name == "residual", relaxed)
+        return cls(header.greedy, header.lossless, name if own else None, relaxed)
 
     def sentence(self) -> str:
         """Return when a draft token is accepted."""
@@ -63,8 +62,7 @@ class VerdictRule:
             return "a draft is accepted if it is the argmax of p"
         if self.verification is not None:
             return f"by {self.verification}, see docs/trees.md"
-        sibling = ", a sibling of it if it is the correction token" if self.siblings else ""
-        return f"a draft is accepted if r < p/q{sibling}"
+        return "a draft is accepted if r < p/q"
 
     def notes(self) -> list[Span]:
         """Return what else a reader must know."""
@@ -166,14 +164,9 @@ class TraceView:
         total = milliseconds(sum(_seconds(event.times, part) for part in PARTS))
         title = f"step {event.index + 1} · position {event.position} · {size} · {kept} · {total} ms"
         facts: list[tuple[str, Sequence[Span]]] = []
-        if event.siblings:
-            siblings = (f"{each.place + 1}: {self._fitted(each.text, 12)}" for each in event.siblings)
-            facts.append(("siblings", self._items(siblings)))
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
             facts.append(self._closing(closing, texts[end], self._rule.origin(event)))
-        gained = ((self._fitted(text, _TOKEN_CELLS[1]), _STYLES["bonus"]) for text in texts[end + 1 :])
-        facts += (("gained", [each]) for each in gained)
         if event.finish_reason is not None:
             inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
             facts.append(("stop", [(event.finish_reason + inside, "")]))
@@ -184,7 +177,7 @@ class TraceView:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))
         for place, text in enumerate(texts):
-            self._extend("accepted" if place < end else closing or "" if place == end else "bonus", text)
+            self._extend("accepted" if place < end else closing or "", text)
         facts.append(("text", [part for run in self._runs for part in self._marked(*run)]))
         drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
         return [Heading(title, 3), *drafts, Facts(facts, _GUTTER)]

@@ -41,20 +41,13 @@ class PolicyKind:
     @property
     def options(self) -> tuple[Option, ...]:
         """All its options."""
-        siblings = () if self.tree else (_SIBLINGS,)
-        return (*self.own, *siblings, _VERIFICATION, _RELAXED)
+        return (*self.own, _VERIFICATION, _RELAXED)
 
     def takes(self, name: str) -> bool:
         """Return whether it has an option of this name, or takes ``costs``, which are not part of a spec."""
         return self.timed if name == "costs" else any(each.name == name for each in self.options)
 
 
-_SIBLINGS = Option(
-    "siblings=N",
-    "maximum number of alternative tokens verified in addition to a draft (0)",
-    0,
-    name="siblings",
-)
 _VERIFICATION = Option(
     "verification=NAME",
     "verification method above temperature 0 (the one that accepts most draft tokens)",
@@ -248,11 +241,6 @@ class PolicySpec:
             )
 
     @property
-    def siblings(self) -> int:
-        """The maximum number of siblings of a draft."""
-        return int(self.options.get("siblings", 0))
-
-    @property
     def nodes(self) -> int:
         """The maximum number of nodes of its trees; 0 for chains."""
         return self._value("nodes") or 0
@@ -347,24 +335,19 @@ def parse_policy(text: str) -> PolicySpec:
     return PolicySpec(kind, read_options(word, split_spec(text)[1], kind.options))
 
 
-def parse_tree(text: str) -> PolicySpec | int:
-    """Parse ``--tree``: return a policy that drafts trees, or a number of siblings.
+def parse_tree(text: str) -> PolicySpec:
+    """Parse ``--tree``: return a policy that drafts trees.
 
     Raises:
         UsageError: There is no such tree, or no such option of it.
     """
-    word, given = split_spec(text)
+    word = split_spec(text)[0]
     trees = {kind.word.removesuffix("-tree"): kind.word for kind in POLICIES if kind.tree}
     if word in trees:
         return parse_policy(text.replace(word, trees[word], 1))
-    if word == "chain" and not given:
-        return 0
-    if word == "siblings" and given.keys() <= {"nodes"}:
-        nodes = replace(_SIBLINGS, syntax="nodes=N", name="nodes")
-        return int(read_options(word, given, [nodes]).get("nodes", 8))
     raise UsageError(
         f"There is no tree {text!r}.",
-        f"Choose chain, siblings:nodes=N, {', '.join(trees)}; docs/trees.md has their options.",
+        f"Choose {', '.join(trees)}; docs/trees.md has their options.",
     )
 
 

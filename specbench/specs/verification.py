@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from specbench.base.errors import UsageError
 
 VerificationName = Literal[
-    "rejection", "block", "traversal", "naive", "residual", "greedy-draft", "recursive", "specinfer"
+    "rejection", "block", "traversal", "naive", "greedy-draft", "recursive", "specinfer"
 ]
 
 VERIFICATIONS: Mapping[VerificationName, str] = {
@@ -17,7 +17,6 @@ VERIFICATIONS: Mapping[VerificationName, str] = {
     "block": "the whole chain together, never worse than rejection; chains",
     "traversal": "the tree from its leaves up; drafts without replacement",
     "naive": "a token of the target's is drawn and looked up among the drafts; the drafter's most probable tokens",
-    "residual": "one draft by p/q, then the corrected token is looked up among its siblings",
     "greedy-draft": "the drafter's most probable tokens and one from its tail",
     "recursive": "one draft after the other by what is left of p; drafts without replacement",
     "specinfer": "independent drafts in random order; several drafters",

@@ -230,9 +230,7 @@ def predict(
 
 def mean_rows(generations: Iterable[StepLists]) -> float:
     """Return the mean number of tokens that a step of a request adds to the target's forward."""
-    return 1.0 + mean(
-        sum(pair) for steps in generations for pair in zip(steps.nodes, steps.siblings, strict=True)
-    )
+    return 1.0 + mean(nodes for steps in generations for nodes in steps.nodes)
 
 
 def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, costs: SharedCosts) -> float:

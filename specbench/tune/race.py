@@ -388,14 +388,11 @@ def _logs(timing: Timing | None) -> tuple[float, float] | None:
     return math.log(timing.tokens / timing.seconds), math.log(timing.slowdown)
 
 
-def relative_slowdown(
-    nodes: Iterable[int], siblings: Iterable[int], verify_s: Iterable[float], costs: PassCosts
-) -> float:
+def relative_slowdown(nodes: Iterable[int], verify_s: Iterable[float], costs: PassCosts) -> float:
     """Return the time of the target's forwards in a generation over the time of equal forwards alone; 1 if unknown."""
     if not costs.target_s:
         return 1.0
-    widths = zip(nodes, siblings, strict=True)
-    alone = sum(costs.target_pass_s(1 + int(drafted) + int(more)) for drafted, more in widths)
+    alone = sum(costs.target_pass_s(1 + int(drafted)) for drafted in nodes)
     measured = sum(verify_s)
     return measured / alone if measured > 0 and alone > 0 else 1.0
 

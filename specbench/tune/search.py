@@ -370,7 +370,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         self._durations[name] = result.total_s if stored else self._clock.now() - began
         self._plain_works |= name == self._plain
         steps = result.steps
-        slowdown = relative_slowdown(steps.nodes, steps.siblings, steps.verify_s, self._single_costs)
+        slowdown = relative_slowdown(steps.nodes, steps.verify_s, self._single_costs)
         return Timing(result.new_tokens - result.first_tokens, result.decode_s, slowdown)
 
     def _cell(self, name: str, block: Block, place: int) -> Cell:

@@ -31,7 +31,7 @@ SLIDING_SLACK = 256
 def gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
     """Move entries, see ``KVCache.gather``, in layers that keep every position."""
     count = len(positions)
-    # Mostly it is one, a sibling: an index by a number takes half the time.
+    # Often it is one, and an index by a number takes half the time.
     index = None if count == 1 else torch.tensor(positions)
     for layer in layers:
         if not isinstance(layer, DummyLayer):

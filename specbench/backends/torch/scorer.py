@@ -410,9 +410,7 @@ class Scorer:
         """Roll back, see ``decoding.protocols.Scorer``; kept nodes of the last draft close up after its context."""
         root = self._context_len
         read = bisect_left(path, self.cache.length - root)
-        if read < len(
-            path
-        ):  # a drafter has not read its last draft, nor siblings that were verified with its drafts
+        if read < len(path):  # a drafter has not read its last draft
             length = min(length, root + read)
         kept = path[: max(0, length - root)]
         if kept and kept[-1] >= len(kept):

@@ -279,7 +279,7 @@ _ACCEPTANCE = [
         "Acceptance",
         "'Accepted': accepted over drafted tokens; 'of tested': over those tested, that is not after a rejection; α:"
         " mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' includes the"
-        " correction or bonus token, and tokens that siblings add.",
+        " correction or bonus token.",
     ),
     (
         "Predicted",

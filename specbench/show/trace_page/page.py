@@ -169,15 +169,12 @@ def _step(event: TraceStep, rule: VerdictRule) -> Section:
         f"Step {event.index + 1}",
         f"position {event.position}, {kept}, {milliseconds(sum(seconds))} ms",
         [
-            Token(text, "accepted" if i < end else event.closing or "bonus" if i == end else "bonus")
+            Token(text, "accepted" if i < end else event.closing or "bonus")
             for i, text in enumerate(event.texts)
         ],
         list(_nodes(event, parents)),
         bool(parents),
     )
-    if event.siblings:
-        siblings = (f"{each.place + 1}: {visible(each.text)}" for each in event.siblings)
-        section.facts.append(("siblings", " · ".join(siblings)))
     if event.closing is not None and event.texts:
         section.facts.append((event.closing, f"{visible(event.texts[end])}  {rule.origin(event)}"))
     if event.finish_reason is not None:

@@ -1,0 +1,188 @@
+"""Forward passes over trees, and greedy decoding that walks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from scripted import ScriptedCache, ScriptedScorer, random_table
+from tiny import tiny_llama
+
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Decoding, Drafter, ForwardRequest
+from specbench.decoding.records import Step
+from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.decoding.verify import GreedyVerification
+from specbench.options import CacheKind
+from specbench.policies import FixedLength
+
+VOCAB = 9
+PROMPT = (1, 4, 2)
+TARGET = random_table(0, VOCAB)
+
+
+def test_a_node_sees_its_ancestors_alone():
+    parents = (-1, 0, 0, -1)
+    assert tree_positions(5, parents, torch.device("cpu")).tolist() == [[5, 6, 7, 7, 6]]
+    mask = tree_mask(2, parents, 9, torch.device("cpu"))
+    assert mask.shape == (1, 1, 5, 9)
+    assert mask[0, 0].int().tolist() == [
+        [1, 1, 1, 0, 0, 0, 0, 0, 0],  # the context's last
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0, 0, 0],  # the second child of the first
+        [1, 1, 1, 0, 0, 0, 1, 0, 0],  # another child of the context
+    ]
+
+
+# --- Real passes ----------------------------------------------------------------------------------
+
+CONTEXT = [5, 9, 14, 3, 8, 21, 2]
+FLAT = ((11, 4, 17, 6, 12, 1, 13), (-1, 0, 1, 0, -1, 1, 0))  # a chain of three, and leaves
+DEEP = ((11, 4, 17, 6, 12, 1, 13, 9, 2, 8), (-1, 0, 1, 0, -1, 4, 4, 6, 7, 3))  # with branches of their own
+CACHES: list[CacheKind] = ["dynamic", "preallocated", "static"]
+
+
+def branch(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root to this one."""
+    return [] if node < 0 else [*branch(parents[node], parents), node]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("tree", [FLAT, DEEP], ids=["flat", "deep"])
+def test_a_pass_over_a_tree_is_the_separate_passes(cache, fold, tree):
+    from specbench.backends.torch.kernels.attention import fold_attention
+
+    model = tiny_llama()
+    if fold:
+        fold_attention(model)
+    scorer, other = Scorer(model, cache), Scorer(model, "dynamic")
+    assert scorer.takes_trees
+    tokens, parents = tree
+    paths = [branch(node, parents) for node in range(len(tokens))]
+    expected = []
+    for path in [[], *paths]:
+        other.begin()
+        expected.append(other.logits(CONTEXT, [tokens[node] for node in path], rows=1)[0])
+    for fresh in (1, 3, len(CONTEXT)):
+        scorer.begin()
+        if fresh < len(CONTEXT):
+            scorer.logits(CONTEXT[:-fresh])
+        found = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    # Whatever branch was right, or the beginning of one: the context goes on behind it.
+    for path in paths:
+        for kept in range(len(path) + 1):
+            scorer.rollback(len(CONTEXT) - 1)
+            scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents))
+            scorer.rollback(len(CONTEXT) + kept, path)
+            assert scorer.cache.length == len(CONTEXT) + kept
+            text = [*CONTEXT, *(tokens[node] for node in path[:kept]), 7]
+            other.begin()
+            torch.testing.assert_close(scorer.logits(text), other.logits(text), rtol=1e-4, atol=1e-5)
+            scorer.rollback(len(CONTEXT))
+
+
+def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
+    scorer = Scorer(tiny_llama())
+    scorer.logits(CONTEXT, [11, 4], rows=1)  # a drafter that has drafted a third token
+    scorer.rollback(len(CONTEXT) + 3, range(3))
+    assert scorer.cache.length == len(CONTEXT) + 2
+    scorer.rollback(len(CONTEXT) + 2, [0, 5])  # and verified others beside
+    assert scorer.cache.length == len(CONTEXT) + 1
+
+
+# --- Deeper trees ---------------------------------------------------------------------------------
+
+
+class Planted(Drafter):
+    """Drafts the target's own continuation, hidden in a tree of other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__("planted")
+
+    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Decoding[Draft]:
+        yield from ()
+        right = list(context)
+        for _ in range(policy.begin(room)):
+            right.append(int(TARGET(right).argmax()))
+        parents, tokens, at = [], [], -1
+        for token in right[len(context) :]:
+            for other in ((token + 1) % VOCAB, token, (token + 2) % VOCAB):
+                parents.append(at)
+                tokens.append(other)
+            at = len(tokens) - 2
+        return Draft(tokens, parents=parents)
+
+    def update(self, outcome: StepOutcome) -> None:
+        emitted = list(outcome.context[-outcome.emitted :])
+        assert [int(row.argmax()) for row in outcome.deciding()] == emitted
+
+
+def test_greedy_decoding_walks_a_deeper_tree():
+    target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    context, steps = list(PROMPT), 0
+    for record in decode_steps(
+        PROMPT, target, Planted(), policy=FixedLength(3), sampling=Greedy(), random=Randomness(0), max_new_tokens=21
+    ):  # fmt: skip
+        context += record.tokens if isinstance(record, Step) else [record.token]
+        steps += isinstance(record, Step)
+        assert [token for token, _ in target.cache.entries] == context[:-1]
+    expected = list(PROMPT)
+    for _ in range(21):
+        expected.append(int(TARGET(expected).argmax()))
+    assert context == expected
+    assert steps == 5, "each keeps three tokens of the tree, and adds one"
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_the_walk_takes_each_row_in_its_own_context(penalty):
+    sampling = Greedy(repetition_penalty=penalty)
+    tokens, parents = [3, 4, 6, 7, 5, 2], (-1, 0, 0, -1, 2, 4)
+    for seed in range(40):
+        table = random_table(seed, VOCAB)
+        paths = [branch(node, parents) for node in range(-1, len(tokens))]
+        rows = torch.stack([table([*PROMPT, *(tokens[n] for n in path)]) for path in paths])
+        context, expected, node = list(PROMPT), [], -1
+        while True:
+            token = sampling.choose(rows[node + 1 : node + 2], context)[0]
+            expected.append(token)
+            context.append(token)
+            node = next((i for i in range(6) if (parents[i], tokens[i]) == (node, token)), -2)
+            if node == -2:
+                break
+        verdict = GreedyVerification().judge(
+            Draft(tokens, parents=parents), rows, PROMPT, sampling, Randomness(0)
+        )
+        assert verdict.tokens == expected
+        before = rows[[0, *(node + 1 for node in verdict.path)]]
+        outcome = StepOutcome(expected, len(expected), rows, tokens, verdict.path)
+        assert torch.equal(outcome.deciding(), before)
+
+
+def test_caches_that_forget_take_none():
+    import transformers as hf
+
+    config = hf.MistralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=8,
+    )  # fmt: skip
+    sliding = hf.MistralForCausalLM(config).eval()
+    assert not Scorer(sliding).takes_trees
+    assert not Scorer(sliding, "preallocated").takes_trees
+    assert not Scorer(tiny_llama(), "none").takes_trees
+
+
+def test_models_that_go_by_the_order_of_tokens_are_found_out():
+    """ALiBi takes distances from the places of tokens in the pass: the trial shows that trees come out wrong."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
+    assert not Scorer(hf.BloomForCausalLM(config).eval()).takes_trees
