@@ -46,7 +46,6 @@ from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation
-from specbench.drafters.window import WindowDrafter
 from specbench.specs.drafters import Grammar, Lookup, NGram
 
 VOCAB = 3
@@ -72,11 +71,6 @@ def states_of(tokens: Sequence[int]) -> torch.Tensor:
 
 def scripted_target() -> ScriptedScorer:
     return ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache(), states=states_of)
-
-
-def windowed() -> WindowDrafter:
-    """A drafter that reads the first four tokens and the last one, so that its window moves in every output."""
-    return WindowDrafter(ScriptedScorer(DRAFT, VOCAB), "window", 1)  # type: ignore[arg-type]
 
 
 def model(table: Any = None, name: str = "model") -> ModelDrafter:
@@ -231,10 +225,9 @@ DRAFTERS: dict[str, Entry] = {
         lambda _: ModelDrafter(ScriptedScorer(DRAFT, VOCAB, context_limit=len(PROMPT) + 2), "short"),  # type: ignore[arg-type]
     ),
     "trimmed vocabulary": Entry(
-        "org/model:vocab=2",
+        "org/model",
         lambda _: ModelDrafter(TrimmedScorer(DRAFT, VOCAB), "trimmed"),  # type: ignore[arg-type]
     ),
-    "window": Entry("org/model:window=16", lambda _: windowed()),
     "translated vocabulary": Entry("org/model", lambda _: translating()),
     "lookup+model": Entry("lookup+org/model", lambda _: CascadeDrafter(LookupDrafter(), model())),
     "ngram:sample+model": Entry(

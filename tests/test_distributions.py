@@ -105,7 +105,7 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
     """The drafter knows two tokens, and the model's own settings suppress both."""
     trimmed = DRAFTERS["trimmed vocabulary"].build
     build, spec = {
-        "trimmed vocabulary": (trimmed, "org/model:vocab=2"),
+        "trimmed vocabulary": (trimmed, "org/model"),
         "lookup+trimmed": (lambda target: CascadeDrafter(LookupDrafter(), trimmed(target)), "lookup+org/model"),
         "trimmed|lookup": (lambda target: SeveralDrafters([trimmed(target), LookupDrafter()]), "org/model|lookup"),
     }[drafter]  # fmt: skip

@@ -20,7 +20,6 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
-from specbench.drafters.window import WindowDrafter
 from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram
 
@@ -41,7 +40,6 @@ DRAFTERS: dict[str, Build] = {
     "model with a short context": lambda target: ModelDrafter(
         ScriptedScorer(DRAFT, VOCAB, context_limit=len(PROMPT) + 1), "short"
     ),
-    "window": lambda target: WindowDrafter(ScriptedScorer(DRAFT, VOCAB), "window", 1),
     "lookup": lambda target: LookupDrafter(),
     "ngram": lambda target: NGramDrafter(),
     "ngram:top-k=2": lambda target: NGramDrafter(NGram(top_k=2)),

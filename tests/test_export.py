@@ -62,7 +62,6 @@ DRAFTERS = (
     "self:layers=3",
     "org/small",
     "org/small@v1",
-    "org/small:vocab=100",
     "mtp",
     "lookup+mtp",
     "lookup+org/small",
@@ -151,7 +150,7 @@ CASES = {
         "org/small@v1", temperature=0.7, target=Model("org/big", "v2"), drafter_dtype="int8"
     ),
     "model, block verification": setting("org/small", "fixed:gamma=4,verification=block", temperature=0.7),
-    "model, trimmed, int8 target": setting("org/small:vocab=9", dtype="int8"),
+    "model, int8 target": setting("org/small", dtype="int8"),
     "model, auto": setting("org/small", "auto", gamma_from="guessed"),
     "model, tree": setting("org/small", "dynamic-tree", gamma_from="guessed"),
     "model, confidence": setting("org/small", "confidence:threshold=0.6,max=9", gamma_from="guessed"),

@@ -24,7 +24,6 @@ from specbench.drafters.guesses import Guesses
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.parts import models_of
-from specbench.drafters.window import WindowDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.base import ChainPolicy
 from specbench.results.lines import DrafterTimes
@@ -55,7 +54,6 @@ def cascade(min_match: int = 2) -> CascadeDrafter:
 
 DRAFTERS: dict[str, Callable[[ScriptedCache], Drafter]] = {
     "model": lambda cache: own_model(),
-    "window": lambda cache: WindowDrafter(ScriptedScorer(DRAFT, VOCAB), "window", 6),  # type: ignore[arg-type]
     "self": lambda cache: SelfDrafter(
         Careful(DRAFT, VOCAB, cache=cache, own_entries_only=False),  # type: ignore[arg-type]
         "self",
@@ -301,18 +299,6 @@ def test_none_is_read_beyond_the_context_limit():
         drafter, context = repeating(script, context_limit=limit)
         drafted = propose(drafter, context, 9).tokens
         assert drafted == [script[i % 4] for i in range(min(9, limit - len(context) + 1))]
-
-
-def test_tokens_without_an_embedding_are_not_fed():
-    """The token stands before the window, which the model has not read."""
-    context = [1, 2, 3, 0, 8, 2, 3, 8, *[1, 2, 3, 0] * 5, 2, 3]
-    scorer = ScriptedScorer(random_table(4, 4), 4)
-    drafter = WindowDrafter(scorer, "window", 6)  # type: ignore[arg-type]
-    drafter.begin(context)
-    for end in range(24, len(context) + 1):
-        propose(drafter, context[:end], 6)
-        drafter.update(StepOutcome(context[:end], 0, torch.empty(0)))
-        assert all(token < 4 for token, _ in scorer.cache.entries)
 
 
 @pytest.mark.parametrize("missing", ["cheap rollbacks", "a pass of its own"])

@@ -1046,9 +1046,6 @@ def test_heads_on_the_command_line(cli, folder):
     shown = tiny("--drafter", eagle, "--debug", "-t", 1)
     assert shown.code == 0
     assert "eagle (int8)" in shown.err
-    tiny("--drafter", f"{eagle}:vocab=9").refused(
-        2, "The head eagle has a vocabulary of its own", "Leave vocab out"
-    )
     tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "always runs on its target's device")
 
 

@@ -21,7 +21,7 @@ from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
-SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"), 9)
+SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"))
 OTHER = SmallModel(ModelSpec("hub", "org/other", "v1"))
 RECIPES = {
     "plain": Recipe(ModelSpec("builtin", "smollm2-135m")),
@@ -56,7 +56,7 @@ def test_what_is_stored_is_read_again_without_paths(name):
 
 def test_words():
     assert RECIPES["plain"].arguments() == ["--drafter", "none", "--target", "smollm2-135m"]
-    drafter = "lookup:n=4,passes=2+/secret/place/small:vocab=9|org/other@v1|self:int8"
+    drafter = "lookup:n=4,passes=2+/secret/place/small|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",

@@ -93,7 +93,7 @@ OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decodin
     "transformers beside it": {"d@2": times(2.0), "transformers": times(0.6, 0.0)},
 }
 
-SMALL = SmallModel(ModelSpec("folder", "./a/small/"), 9)
+SMALL = SmallModel(ModelSpec("folder", "./a/small/"))
 CASCADE = Cascade(Lookup(), SmallModel(ModelSpec("folder", "/a+b/small")))
 INT8 = {"models": ModelOptions(dtype="int8", drafter_dtype="int4"), "caching": CacheOptions(bit_exact=True)}
 
@@ -155,7 +155,7 @@ class TestAnswer:
                 {"sampling": SamplingOptions(temperature=0.7)},
                 "--drafter d --gamma 3 --target y --temperature 0.7",
             ),
-            ({"drafter": SMALL}, "--drafter ./a/small/:vocab=9 --gamma 3 --target y"),
+            ({"drafter": SMALL}, "--drafter ./a/small/ --gamma 3 --target y"),
             (
                 {"drafter": CASCADE, "target": ModelSpec("folder", "/my models/big"), **INT8},
                 "--drafter lookup+/a+b/small --gamma 3 --target '/my models/big' --dtype int8 --drafter-dtype int4"

@@ -353,12 +353,6 @@ def folders(tmp_path) -> tuple[str, str]:
     return str(save_tiny(tmp_path / "target")), str(folder)
 
 
-def test_a_window_needs_the_targets_tokenizer(folders, capfd):
-    target, drafter = folders
-    assert run(["generate", "--target", target, "--drafter", f"{drafter}:window=64", "the otter"]) == 2
-    assert "has another tokenizer than the target, so its context cannot be cut" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["generate", "check", "sweep", "tune"])
 def test_commands_say_that_the_tokenizers_differ(folders, tmp_path, capfd, command):
     target, drafter = folders

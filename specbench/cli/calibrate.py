@@ -1,4 +1,4 @@
-"""`specbench calibrate`: choose a form of the target to draft with, or a draft tree, or count its tokens."""
+"""`specbench calibrate`: choose a form of the target to draft with, or a draft tree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from specbench.specs.policies import PolicySpec
 
 _PROMPTS, _TOKENS = 9, 24
-_PROMPTS_TO_COUNT, _TOKENS_TO_COUNT = 30, 64
 _PROMPTS_OF_TREES, _TOKENS_OF_TREES = 12, 64
 _WORTH = 1.05
 """The error of predictions is as large as a smaller speedup."""
@@ -44,7 +43,7 @@ class _Search:
             "--limit",
             "N",
             "Number of prompts, taken in turn from the categories; every third one only tests the choice. Default:"
-            f" {_PROMPTS}, with --vocab {_PROMPTS_TO_COUNT}, with --tree {_PROMPTS_OF_TREES}.",
+            f" {_PROMPTS}, with --tree {_PROMPTS_OF_TREES}.",
             min=2,
         ),
     ] = None
@@ -53,19 +52,8 @@ class _Search:
         _decoding(
             "--tokens",
             "N",
-            f"Tokens of each answer. Default: {_TOKENS}, with --vocab or --tree {_TOKENS_TO_COUNT}.",
+            f"Tokens of each answer. Default: {_TOKENS}, with --tree {_TOKENS_OF_TREES}.",
             min=2,
-        ),
-    ] = None
-    vocab: Annotated[
-        int | None,
-        _decoding(
-            "--vocab",
-            "N",
-            "Draft vocabulary for --drafter MODEL:vocab=N. Instead of a self-drafter, counts how often the target"
-            " writes each token, and shows how much of its output the N most frequent ones cover. One count serves"
-            " every N.",
-            min=1,
         ),
     ] = None
     tree: Annotated[
@@ -101,8 +89,7 @@ def calibrate(
 ) -> None:
     """Choose the layers and precision with which a target drafts for itself (--drafter self:calibrated).
 
-    The choice is kept for this target, dtype and device. With --vocab, count the tokens that the target writes instead;
-    with --tree, find the best draft tree for a drafter.
+    The choice is kept for this target, dtype and device. With --tree, find the best draft tree for a drafter.
     """
     from specbench.bench.prompts import load_prompts
 
@@ -116,9 +103,6 @@ def calibrate(
     if search.tree:
         limit, tokens = _PROMPTS_OF_TREES, _TOKENS_OF_TREES
         find = partial(_find_tree, spec, policy, sampling.temperature)
-    elif search.vocab is not None:
-        limit, tokens = _PROMPTS_TO_COUNT, _TOKENS_TO_COUNT
-        find = partial(_count_tokens, search.vocab)
     prompts = load_prompts(search.prompts or ["all"], limit=search.limit or limit)
     effort = _Effort(target, models, prompts, search.tokens or tokens, 60 * search.minutes, quiet)
     figures, lines = find(effort)
@@ -158,35 +142,6 @@ class _Effort:
     def progress(self) -> StageProgress:
         """Return a progress bar that draws only on updates, since forward passes are timed."""
         return StageProgress(self.quiet, animated=False)
-
-
-def _count_tokens(vocab: int, effort: _Effort) -> tuple[dict[str, Any], list[str]]:
-    """Count the tokens that a target writes, keep the counts, and tell what the most frequent ones cover."""
-    loaded, _, encoded = effort.load()
-    from specbench.models.calibrations import COUNTS
-    from specbench.tune.vocabulary import count_tokens
-
-    with effort.progress() as progress:
-        found = count_tokens(loaded, encoded, effort.tokens, progress=progress)
-    COUNTS.write(loaded.language_model.fingerprint, found)
-    coverage = found.coverage(found.most_frequent(vocab, range(loaded.vocab_size)))
-    tested, kinds = len(found.held_out), len(found.ranked)
-    figures = {
-        "target": found.target,
-        "vocab": vocab,
-        "counted": found.counted,
-        "kinds": kinds,
-        "coverage": coverage,
-        "tested": tested,
-    }
-    lines = [f"{vocab:,} tokens cover {coverage:.1%} of {tested:,} tokens of other answers."]
-    if kinds < vocab:
-        lines.append(
-            f"Only {kinds:,} different tokens were seen in {found.counted:,} tokens of prompts and answers, so the"
-            f" vocabulary is filled up with the lowest ids. More prompts (--limit) and longer answers (--tokens)"
-            f" show more."
-        )
-    return figures, [*lines, f"Kept for {found.target}: --drafter MODEL:vocab={vocab}"]
 
 
 def _find_tree(

@@ -40,7 +40,6 @@ EXCLUDE = (
     ),
     Row("generate chat sweep", ("bit_exact",), "relaxed", "outputs differ from plain decoding's with it"),
     Row("generate", ("show_accepted",), "json_output"),
-    Row("calibrate", ("tree",), "vocab"),
     Row("compare", ("markdown",), "as_json"),
     Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
     Row(

@@ -98,20 +98,17 @@ class Logits:
 
     def best(self, count: int) -> list[int]:
         """Return the most probable tokens, in that order."""
-        return [token for _, token in self.likeliest(count, -math.inf)]
+        return list(map(self.token, self._ranked(count)))
 
     def chances(self, count: int) -> list[float]:
         """Return the probabilities of the most probable tokens."""
-        return [math.exp(log_chance) for log_chance, _ in self.likeliest(count, -math.inf)]
+        return [math.exp(self._known[place] - self.log_sum) for place in self._ranked(count)]
 
     def chance(self, token: int) -> float:
         """Return the probability of a token."""
         return math.exp(self.log_chance(token))
 
-    def likeliest(self, count: int, least: float) -> list[tuple[float, int]]:
-        """Return up to ``count`` (log-probability, token) pairs of at least ``least``, the most probable first."""
-        places = np.flatnonzero(self._known >= least + self.log_sum)
-        values = self._known[places]
-        best = np.argsort(-values, kind="stable")[:count]
-        found = zip(values[best].tolist(), places[best].tolist(), strict=True)
-        return [(value - self.log_sum, self.token(place)) for value, place in found]
+    def _ranked(self, count: int) -> list[int]:
+        """Return the places of the largest values, in that order."""
+        ranked: list[int] = np.argsort(-self._known, kind="stable")[:count].tolist()
+        return ranked

@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
             self.guesses.begin()
 
     def unread(self, prompt: Sequence[int]) -> int:
-        return max(0, self._own_length(len(prompt)) - self.scorer.cached_len)
+        return max(0, len(prompt) - self.scorer.cached_len)
 
     def propose(
         self,
@@ -180,8 +180,7 @@ class ModelDrafter(Drafter):
         place = {-1: -1} | {node: i for i, node in enumerate(self._read_nodes)}
         tokens = [tree.tokens[node] for node in self._read_nodes]
         parents = [place[tree.parents[node]] for node in self._read_nodes]
-        own = self._own_context(context)
-        return (yield ForwardRequest(self.scorer, own, tokens, parents, rows=rows)).logits
+        return (yield ForwardRequest(self.scorer, context, tokens, parents, rows=rows)).logits
 
     def _distributions_after(
         self,
@@ -333,7 +332,7 @@ class ModelDrafter(Drafter):
         """Roll back what the last pass has read and the draft has not taken."""
         right = None if self.guesses is None else self.guesses.settle(draft.tokens)
         if right is not None:
-            self.scorer.rollback(self._own_length(len(context)) + right)
+            self.scorer.rollback(len(context) + right)
 
     def _next_logits(
         self, context: Sequence[int], draft: Draft, guesses: Sequence[int] = ()
@@ -358,19 +357,10 @@ class ModelDrafter(Drafter):
 
     def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
         """Return the forward request for the distribution after these tokens."""
-        return ForwardRequest(self.scorer, self._own_context(context), drafted, rows=1)
-
-    def _own_context(self, context: Sequence[int]) -> Sequence[int]:
-        """Return what the model reads of a context."""
-        return context
-
-    def _own_length(self, length: int) -> int:
-        """Return how much it has read of a context of ``length`` tokens, if it has read all that it reads of it."""
-        return length
+        return ForwardRequest(self.scorer, context, drafted, rows=1)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         """Return whether the model can draft a token after ``context + drafted``."""
-        context = self._own_context(context)
         fresh = (*context[self.scorer.cached_len :], *drafted)
         limit = self.context_limit
         # A padding id of the target's wider vocabulary has no embedding here.
@@ -395,7 +385,7 @@ class ModelDrafter(Drafter):
             place = {node: i for i, node in enumerate(self._read_nodes)}
             read = [place.get(node, len(place)) for node in path]
             path = read[: read.index(len(place)) + 1] if len(place) in read else read
-        self.scorer.rollback(self._own_length(len(outcome.context)) - 1, path)
+        self.scorer.rollback(len(outcome.context) - 1, path)
 
 
 class SelfDrafter(ModelDrafter):

@@ -211,17 +211,16 @@ class ExportEngine(ABC):
         if setting.temperature != 0 and verification not in ("rejection", *self.verifications):
             yield f"Verification method {verification}."
         model = setting.drafter.model_part
-        if isinstance(model, SmallModel):
-            if model.vocab is not None:
-                yield f"vocab={model.vocab}: the drafter computes logits for its whole vocabulary."
-            if model.window is not None:
-                yield f"window={model.window}: the drafter reads the whole context."
-            if setting.head is None and setting.drafter_dtype in ("int8", "int4", None):
-                dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
-                yield (
-                    f"Drafter dtype {dtype}: the drafter runs as its checkpoint is stored, so drafts cost more than"
-                    " measured unless you name a quantized checkpoint."
-                )
+        if (
+            isinstance(model, SmallModel)
+            and setting.head is None
+            and setting.drafter_dtype in ("int8", "int4", None)
+        ):
+            dtype = setting.drafter_dtype or "int8, specbench's default on a CPU"
+            yield (
+                f"Drafter dtype {dtype}: the drafter runs as its checkpoint is stored, so drafts cost more than"
+                " measured unless you name a quantized checkpoint."
+            )
         if setting.dtype in ("int8", "int4"):
             yield f"Target dtype {setting.dtype}, specbench's own format: the target runs as its checkpoint is stored."
 

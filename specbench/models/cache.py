@@ -31,7 +31,6 @@ _KINDS = {
     "timings": "timings of this machine that choose how forward passes are run",
     "calibrations": "forms in which targets draft for themselves",
     "trees": "the best trees of drafters",
-    "vocabularies": "how often targets write each token",
     "texts": "what targets have written to train heads on",
     "gguf-hashes": "hashes of GGUF files",
     SUITES_FOLDER: "prompts of public benchmarks",

@@ -1,9 +1,8 @@
-"""Results of `specbench calibrate`, kept in the cache folder: self-drafting forms, trees, and token counts."""
+"""Results of `specbench calibrate`, kept in the cache folder: self-drafting forms and trees."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -213,53 +212,3 @@ def calibrated_tree(
                     f" {policy} assumes typical acceptance rates; `specbench calibrate --tree` finds a better tree."
                 )
     return policy, None
-
-
-Token = Annotated[int, Meta(ge=0)]
-
-
-@dataclass(frozen=True)
-class TokenCounts:
-    """How often a target writes each token.
-
-    A drafter's head can be trimmed to the most frequent ones (FR-Spec, Zhao et al. 2025, arXiv 2502.14856;
-    VocabTrim, Goel et al. 2025, arXiv 2506.22694).
-
-    Attributes:
-        target: The target's name.
-        ranked: The tokens seen, the most frequent first.
-        counted: Number of output tokens counted.
-        held_out: Tokens of outputs that were not counted.
-    """
-
-    target: str
-    ranked: tuple[Token, ...]
-    counted: int
-    held_out: Annotated[tuple[Token, ...], Meta(min_length=1)]
-
-    def most_frequent(self, number: int, among: Collection[int]) -> list[int]:
-        """Return the ``number`` most frequent tokens among ``among``, ascending.
-
-        Tokens that were not seen rank after all others, by id: tokenizers number their merges by frequency.
-        """
-        seen = [token for token in dict.fromkeys(self.ranked) if token in among]
-        rest = set(among).difference(seen)
-        return sorted([*seen, *sorted(rest)][:number])
-
-    def coverage(self, kept: Collection[int]) -> float:
-        kept = frozenset(kept)
-        return sum(token in kept for token in self.held_out) / len(self.held_out)
-
-
-COUNTS = JsonStore(
-    "vocabularies",
-    TokenCounts,
-    "The stored counts are",
-    "Run `specbench calibrate --vocab 16000` with this target.",
-)
-"""By the target's fingerprint."""
-
-
-def not_counted(target: str) -> str:
-    """Return the error message for a target whose tokens were not counted."""
-    return f"The tokens that {target} writes were not counted yet."

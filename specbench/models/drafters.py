@@ -42,11 +42,10 @@ from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.drafters.translate import TranslatingDrafter, Translation
-from specbench.drafters.window import SINKS, WindowDrafter
+from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.assistant import layers_of_target
 from specbench.models.block_files import BLOCK_KINDS
-from specbench.models.calibrations import COUNTS, FORMS, calibrated_form, not_counted
+from specbench.models.calibrations import FORMS, calibrated_form
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
 from specbench.models.dtypes import dtype_name
@@ -68,7 +67,6 @@ from specbench.specs.drafters import (
     parse_drafter,
 )
 from specbench.specs.models import ModelSpec
-from specbench.specs.notation import add_option
 
 # -- checks before weights are loaded --------------------------------------------------------------
 
@@ -90,16 +88,7 @@ def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None)
     if form.model.kind == "mtp":
         _check_mtp(target, progress)
     elif (head := find_head(form.model, progress)) is not None:
-        if form.vocab is not None:
-            raise UsageError(f"The head {head.name} has a vocabulary of its own.", "Leave vocab out.")
-        if form.window is not None:
-            raise UsageError(
-                f"The head {head.name} reads the target's hidden states of the whole context.",
-                "Leave window out.",
-            )
         head.check(load_config(target, progress=progress), target.name)
-    if form.vocab is not None and not COUNTS.names():
-        raise UsageError(not_counted(target.name), COUNTS.hint)
 
 
 def _check_mtp(target: ModelSpec, progress: Progress | None) -> None:
@@ -164,7 +153,7 @@ def load_drafter(
 class DrafterLoader:
     """Loader of the drafters of one target.
 
-    Each model is loaded once per vocabulary, and each drafter is built once, even if several cascades or merged
+    Each model is loaded once, and each drafter is built once, even if several cascades or merged
     drafters use it.
 
     Args:
@@ -185,7 +174,6 @@ class DrafterLoader:
         self._target, self._options, self._cache = target, options or LoadOptions(), cache
         self._progress, self._allow_pickle = progress, allow_pickle
         self.loaded = {} if loaded is None else loaded
-        self._used: set[ModelSpec] = set()
         self._made: dict[DrafterSpec, Drafter | RunError] = {}
 
     def load(self, spec: DrafterSpec) -> Drafter:
@@ -215,7 +203,7 @@ class DrafterLoader:
             return self_drafter(spec, self._target, progress=self._progress)
         if not isinstance(spec, SmallModel):
             return make_free(spec) if isinstance(spec, FreeSpec) else NoDraft()
-        if spec.model not in self.loaded or spec.model in self._used:  # another drafter has trimmed its head
+        if spec.model not in self.loaded:
             check_options(self._options)
             self.loaded[spec.model] = load_drafter_model(
                 spec.model,
@@ -224,7 +212,6 @@ class DrafterLoader:
                 progress=self._progress,
                 allow_pickle=self._allow_pickle,
             )
-        self._used.add(spec.model)
         model = self.loaded[spec.model]
         if isinstance(model, TrainedHead):
             self.loaded[spec.model] = model.without_weights()
@@ -234,8 +221,6 @@ class DrafterLoader:
             self._target,
             cache=self._cache,
             int8=self._options.dtype == "auto",
-            vocab=spec.vocab,
-            window=spec.window,
             progress=self._progress,
         )
 
@@ -282,8 +267,6 @@ def wrap_drafter(
     *,
     cache: CacheKind = "dynamic",
     int8: bool = False,
-    vocab: int | None = None,
-    window: int | None = None,
     progress: Progress | None = None,
 ) -> ModelDrafter:
     """Make a drafter of a loaded model; its linear layers are quantized or packed in place.
@@ -295,30 +278,23 @@ def wrap_drafter(
         target: The target to draft for.
         cache: The kind of the drafter's own KV cache.
         int8: Whether to quantize if the model is on a CPU. (A model loaded with the dtype "int8" or "int4" always is.)
-        vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
-        window: See ``WindowDrafter``; ``None`` reads the whole context.
         progress: Receives the stages.
 
     Raises:
-        UsageError: The tokenizers share too few tokens, the head cannot be trimmed, or the target's tokens were not
-            counted.
+        UsageError: The tokenizers share too few tokens, or the head cannot be trimmed.
 
     Example:
         >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).name
         'smollm2-135m (int8)'
     """
     translation = translation_of(target.language_model, language_model)
-    if window is not None:
-        _check_window(language_model, window, translation)
     model = language_model.model
     fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     dtype = language_model.dtype
-    draftable = _draftable(language_model, target, translation, vocab)
-    if draftable is not None and translation is not None:
-        _trim_head(language_model, tuple(translation.shared[token] for token in draftable))
-    else:
-        _trim_head(language_model, draftable)
+    draftable = None if translation is None else sorted(translation.shared)
+    if translation is not None:
+        _trim_head(language_model, tuple(map(translation.shared.__getitem__, sorted(translation.shared))))
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
         quantize(language_model, rounded, row_invariant=False, progress=progress)
@@ -335,16 +311,10 @@ def wrap_drafter(
         output_device=target.scorer.device,
         places=None if draftable is None else torch.tensor(draftable),
     )
-    for option, value in (("vocab", vocab), ("window", window)):
-        name = name if value is None else add_option(name, f"{option}={value}")
     name = f"{name} ({dtype})"
-    drafter: ModelDrafter
-    if window is not None:
-        drafter = WindowDrafter(scorer, name, window)
-    elif translation is not None:
-        drafter = TranslatingDrafter(scorer, name, translation)
-    else:
-        drafter = ModelDrafter(scorer, name)
+    drafter = (
+        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
+    )
     drafter.prior = DrafterPrior(_reading_share(model, target))
     return drafter
 
@@ -355,46 +325,13 @@ def _reading_share(drafter: nn.Module, target: Target) -> float:
     return min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
 
 
-def _check_window(language_model: LanguageModel, window: int, translation: Translation | None) -> None:
-    """Refuse a window with another tokenizer, or one that the model cannot read."""
-    if translation is not None:
-        raise UsageError(
-            f"{language_model.name} has another tokenizer than the target, so its context cannot be cut.",
-            "Leave window out.",
-        )
-    limit = language_model.context_limit
-    longest = SINKS + window + window // 2
-    if limit is not None and longest > limit:
-        raise UsageError(
-            f"A window of {window:,} reads up to {longest:,} tokens, but {language_model.name} takes {limit:,}.",
-            f"Give window={(limit - SINKS) * 2 // 3} or less.",
-        )
-
-
-def _draftable(
-    language_model: LanguageModel, target: Target, translation: Translation | None, vocab: int | None
-) -> tuple[int, ...] | None:
-    """Return the target's tokens that a model drafts, ascending; ``None`` for all."""
-    known = None if translation is None else tuple(sorted(translation.shared))
-    if vocab is None:
-        return known
-    among = range(min(target.vocab_size, language_model.vocab_size)) if known is None else known
-    if vocab >= len(among):
-        raise UsageError(
-            f"{language_model.name} has only {len(among)} tokens to draft, so vocab={vocab} leaves none out.",
-            "Give a smaller number, or leave vocab out.",
-        )
-    counts = COUNTS.require(target.language_model.fingerprint, not_counted(target.name))
-    return tuple(counts.most_frequent(vocab, among))
-
-
-def _trim_head(language_model: LanguageModel, rows: tuple[int, ...] | None) -> None:
-    """Trim a model's head to these logits; ``None`` keeps all."""
+def _trim_head(language_model: LanguageModel, rows: tuple[int, ...]) -> None:
+    """Trim a model's head to these logits."""
     if language_model.head_rows == rows:
         return
     if language_model.head_rows is not None:
         raise UsageError(
-            f"The head of {language_model.name} was already trimmed to another vocabulary, for another drafter.",
+            f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
             "Load the model once for each.",
         )
     trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))

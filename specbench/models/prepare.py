@@ -85,7 +85,7 @@ def prepare(
     progress: Progress | None = None,
     before_packing: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[LoadedDrafter]]:
-    """Load a target and its drafters. Each model is loaded once per vocabulary.
+    """Load a target and its drafters. Each model is loaded once.
 
     Args:
         target, drafters: The requested target and drafters.

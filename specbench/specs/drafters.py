@@ -324,12 +324,7 @@ class SelfForm(DrafterSpec):
 
 @dataclass(frozen=True)
 class SmallModel(DrafterSpec):
-    """A model of its own.
-
-    Attributes:
-        vocab: Number of tokens that it can draft: the target's most frequent ones; ``None`` for all.
-        window: Number of the last tokens of the context that it reads at least, after the first ones; ``None`` for all.
-    """
+    """A model of its own."""
 
     word = "MODEL"
     summary = (
@@ -341,28 +336,9 @@ class SmallModel(DrafterSpec):
     trees = True
 
     model: ModelSpec
-    vocab: int | None = option(
-        None,
-        "vocab=N",
-        "draft the N tokens that the target writes most often (`specbench calibrate --vocab`)",
-        least=1,
-    )
-    window: int | None = option(
-        None,
-        "window=TOKENS",
-        "read only the first tokens of the context and the last TOKENS: cheaper in long contexts",
-        least=16,
-    )
 
     def __str__(self) -> str:
-        return self.named(self.model.name)
-
-    def named(self, name: str) -> str:
-        """Return a name of the model with the options after it."""
-        for each in SmallModel.options():
-            if (value := getattr(self, each.name)) is not None:
-                name = add_option(name, each.write(value))
-        return name
+        return self.model.name
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -377,10 +353,6 @@ class Mtp(SmallModel):
     summary = "The MTP layer of the target's checkpoint, in the layouts of DeepSeek-V3, GLM-4.5, Qwen3.5 and others."
 
     model: ModelSpec = CHECKPOINT_MTP
-
-    @classmethod
-    def options(cls) -> tuple[Option, ...]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -486,7 +458,7 @@ _WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS 
 def parse_drafter(text: str) -> DrafterSpec:
     """Parse a ``--drafter``. A spec that starts with none of the words is a model, whose name can contain a plus.
 
-    A model's options follow its last colon. An existing path is taken as a path, whatever characters it has.
+    An existing path is taken as a path, whatever characters it has.
 
     Raises:
         UsageError: There is no such drafter or option, a value is outside its range, or the text cannot be a model.
@@ -505,23 +477,11 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
     kind = _WORDS.get(text.partition(":")[0].strip())
     if kind is not None:
         return kind.read(split_spec(text)[1], text)
-    model, given = _model_options(text)
-    if (meant := _mistyped(model, offered)) is not None:
+    if (meant := _mistyped(text, offered)) is not None:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
         )
-    return SmallModel(parse_model(model), **read_options("a model", given, SmallModel.options()))
-
-
-def _model_options(text: str) -> tuple[str, dict[str, str | bool]]:
-    """Split a model from the options after its last colon, which are name=value with known names."""
-    model, colon, rest = text.rpartition(":")
-    known = [each.key for each in SmallModel.options()]
-    if colon and not Path(text).expanduser().exists():
-        items = [item.partition("=") for item in rest.split(",")]
-        if all(equals and name.strip() in known for name, equals, _ in items):
-            return model, split_spec(f"model:{rest}")[1]
-    return text, {}
+    return SmallModel(parse_model(text))
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from specbench.base.errors import UsageError
-from specbench.models.calibrations import TokenCounts
 from specbench.models.checkpoints import text_config
 from specbench.models.heads import shape_text
 from specbench.train.block_students import DFlashStudent
@@ -19,7 +19,6 @@ from specbench.train.kinds import KINDS, make_student
 from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
 from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
 from specbench.train.students import Metrics, Student
-from specbench.tune.vocabulary import ranked_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -269,7 +268,9 @@ def _draft_vocabulary(target: Target, texts: Sequence[Text], number: int) -> tor
     """Return the tokens that the target writes most often, ascending; ``None`` for all."""
     if number == target.vocab_size:
         return None
-    written = [token for text in texts for token in text.tokens[text.start :]]
-    read = (token for text in texts for token in text.tokens[: text.start])
-    counts = TokenCounts(target.name, ranked_tokens(written, target.end_ids, read), len(written), ())
-    return torch.tensor(counts.most_frequent(number, range(target.vocab_size)))
+    written = Counter(token for text in texts for token in text.tokens[text.start :])
+    read = Counter(token for text in texts for token in text.tokens[: text.start])
+    ranked = [token for counts in (written, read) for token, _ in counts.most_common()]
+    # Tokens that were not seen come last, by id: tokenizers number their merges by frequency.
+    order = dict.fromkeys([*target.end_ids, *ranked, *range(target.vocab_size)])
+    return torch.tensor(sorted([token for token in order if token < target.vocab_size][:number]))

@@ -32,10 +32,12 @@ from specbench.bench.passes import pass_costs, time_passes
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.theory import PassCosts, best_length, expected_tokens, predicted_speedup
 from specbench.drafters.layers import cheaper_form, skippable_layers
+from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import SelfDrafter
+from specbench.generate import GenerationRun
 from specbench.models.calibrations import Choice
-from specbench.specs.drafters import SelfForm
-from specbench.tune.vocabulary import greedy_answer
+from specbench.policies import FixedLength
+from specbench.specs.drafters import Lookup, SelfForm
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -49,6 +51,16 @@ _PATIENCE = 2  # removals in a row that may lower the predicted speedup
 _TRIED = 8  # removals tried in later rounds, the best of earlier ones
 _SHORTEST_ANSWER = 2
 _MASKED_ATTENTION = ("sdpa", "eager", FOLDED, RAGGED)
+
+
+def greedy_answer(target: Target, prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Decode a prompt greedily, with lookup for speed, and return the answer's token ids."""
+    run = GenerationRun(
+        prompt, target, LookupDrafter(Lookup(None)), policy=FixedLength(4), max_new_tokens=tokens
+    )
+    for _ in run:
+        pass
+    return run.result().token_ids
 
 
 @dataclass(frozen=True)
