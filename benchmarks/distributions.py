@@ -53,7 +53,6 @@ POLICIES = (
     "entropy-bound:max=2",
     "svip:max=2,threshold=0.35",
     "heuristic:gamma=1,max=2",
-    "auto-tree:nodes=3",
     "static-tree:nodes=3,depth=2,ranks=50-40",
     "dynamic-tree:top-k=2,nodes=3,depth=2",
 )

@@ -469,7 +469,6 @@ def run_distribution(number: int) -> Seen:
         "fixed": f"fixed:gamma={r.choice((1, 2, 3))}",
         "heuristic": f"heuristic:gamma={r.choice((1, 2))},max=2",
         "confidence": f"confidence:threshold={r.choice((0.2, 0.5, 0.8))},max=2" + r.choice(("", ",adapt")),
-        "auto-tree": f"auto-tree:nodes={r.choice((1, 2, 3))}",
         "static-tree": f"static-tree:nodes={r.choice((2, 3))},depth=2,ranks={r.choice(('50-40', '70-20', '40-30-20'))}",
         "dynamic-tree": f"dynamic-tree:top-k={r.choice((1, 2, 3))},nodes={r.choice((2, 3, 4))},depth=2",
     }.get(word, f"{word}:max=2")

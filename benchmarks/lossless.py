@@ -65,9 +65,7 @@ def main() -> int:
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS)
     parser.add_argument("--caches", nargs="+", default=["dynamic", "preallocated"])
     parser.add_argument("--gammas", nargs="+", type=int, default=[1, 2, 5, 8])
-    parser.add_argument(
-        "--rules", nargs="*", default=["auto-tree", "dynamic-tree"], help="in addition to every γ"
-    )
+    parser.add_argument("--rules", nargs="*", default=["dynamic-tree"], help="in addition to every γ")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")

@@ -4,7 +4,7 @@
     python benchmarks/same_interface.py ../release . --help-only
 
 Both run the same commands on one tiny model, each with its own code. Compared are the help of every command, the
-fields (not values) of the JSON of `generate`, `check`, `calibrate` and `compare` and of a sweep's files, and rows and
+fields (not values) of the JSON of `generate`, `check` and `compare` and of a sweep's files, and rows and
 report of every run in this checkout's `results/`, which must be equal. Fields that depend on the machine, such as
 warnings, are left out. Prints what differs; exit code 1 if anything does.
 """
@@ -107,20 +107,6 @@ class Look:
             "check": self.call("check", *small, *drafting, "-p", prompts, "--json", "--quiet"),
             "check, sampled": self.call(
                 "check", *small, *drafting, "-p", prompts, "--json", "--quiet", "-t", 1
-            ),
-            "calibrate": self.call(
-                "calibrate",
-                *small,
-                "-p",
-                prompts,
-                "-p",
-                "chat",
-                "--limit",
-                2,
-                "--tokens",
-                4,
-                "--json",
-                "--quiet",
             ),
             "compare": self.call("compare", run, "--a", "plain", "--b", "lookup@2", "--json"),
         }

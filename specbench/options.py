@@ -209,9 +209,7 @@ class SharedPolicyOptions:
     ] = None
     costs: Annotated[
         Path | None,
-        _policy(
-            "--costs", "FILE", "JSON file of an earlier run with forward pass times for auto and auto-tree."
-        ),
+        _policy("--costs", "FILE", "JSON file of an earlier run with forward pass times for auto."),
     ] = None
 
     @property

@@ -156,10 +156,9 @@ def test_drafts_shrink_and_stop_as_the_batch_grows():
     assert lengths[-1] < 0.3
 
 
-@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
-def test_what_does_not_pay_in_a_batch_costs_little(rule):
+def test_what_does_not_pay_in_a_batch_costs_little():
     kinds = ["bad"] * 12
-    speed, _ = House(roofline, lambda rows: 2.0).run(kinds, rule)
+    speed, _ = House(roofline, lambda rows: 2.0).run(kinds, "auto")
     plain, _ = House(roofline, lambda rows: 2.0).run(["none"] * 12, "fixed")
     assert speed > 0.9 * plain
 
@@ -244,8 +243,7 @@ def even(rows: int) -> float:
 
 
 @pytest.mark.parametrize("target", [large, even])
-@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
-def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule, target):
+def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(target):
     house, kinds = House(target, small, prompt=150), ["good"] * 8
     read: list[int] = []
     observe = house.batch_costs.observe
@@ -255,7 +253,7 @@ def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(rule, 
         observe(pass_)
 
     house.batch_costs.observe = noticed  # type: ignore[method-assign]
-    speed, _ = house.run(kinds, rule, 64)
+    speed, _ = house.run(kinds, "auto", 64)
     plain, _ = House(target, small, prompt=150).run(["none"] * 8, "fixed", 64)
     assert sum(read) <= 3
     assert speed > 0.95 * plain
@@ -582,10 +580,9 @@ def alone(prompt: Sequence[int], new: int, sampling: Sampling) -> dict[tuple[int
 
 
 @pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rule", ["auto", "auto-tree"])
-def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(rule, new):
+def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(new):
     lengths: set[tuple[int, ...]] = set()
-    found: dict[Any, float] = enumerate_outcomes(lambda replay: together(rule, new, lengths, replay))  # type: ignore[arg-type, return-value]
+    found: dict[Any, float] = enumerate_outcomes(lambda replay: together("auto", new, lengths, replay))  # type: ignore[arg-type, return-value]
     first, second = (alone(prompt, new, Multinomial()) for prompt in PROMPTS)
     for (a, p), (b, q) in itertools.product(first.items(), second.items()):
         assert found.get((a, b), 0.0) == pytest.approx(p * q, abs=1e-6)

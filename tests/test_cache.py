@@ -362,15 +362,15 @@ def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
 
 def test_what_is_there_and_what_can_go(folder):
     load_target(str(folder), INT8)
-    calibrations = cache_folder() / "calibrations"
-    calibrations.mkdir()
-    (calibrations / "a.json").write_text("{}")
+    texts = cache_folder() / "texts"
+    texts.mkdir()
+    (texts / "a.json").write_text("{}")
     found = {kind.folder: kind for kind in cached()}
     assert (len(found["layers"].entries), found["layers"].derived) == (1, True)
-    assert (len(found["calibrations"].entries), found["calibrations"].size) == (1, 2)
-    assert (found["trees"].entries, found["trees"].size) == ((), 0)
+    assert (len(found["texts"].entries), found["texts"].size) == (1, 2)
+    assert (found["suites"].entries, found["suites"].size) == ((), 0)
     assert clear_derived() == found["layers"].size > 0
-    assert [kind.folder for kind in cached() if kind.entries] == ["calibrations"]
+    assert [kind.folder for kind in cached() if kind.entries] == ["texts"]
     assert clear_derived() == 0
 
 

@@ -48,7 +48,6 @@ def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = " ".join(cli("--help").out.split())
     assert "..." not in out.partition("Commands:")[2]
-    assert "with which a target drafts for itself (--drafter self:calibrated)." in out
 
 
 def test_completion_knows_the_rules_there_are():

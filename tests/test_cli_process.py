@@ -172,7 +172,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder, tmp_path):
         ),
         ("check --draft-policy s", ["svip", "static-tree"]),
         ("sweep --prompts co", ["code", "code-editing"]),
-        ("calibrate --prompts a", ["all", "agent"]),
+        ("check --prompts a", ["all", "agent"]),
         ("compare run --a lookup", ["lookup-g2", "lookup-g4"]),
         ("compare run --b p", ["plain"]),
         ("export run --setting ngram", ["ngram-g2", "ngram-g4"]),

@@ -462,8 +462,6 @@ def test_the_time_needed_counts_the_warm_ups(tmp_path, monkeypatch):
         ("svip", 5, 5),
         ("static-tree:nodes=8,depth=3", 3, 8),
         ("dynamic-tree:nodes=2", 2, 2),
-        ("auto-tree:nodes=3", 3, 3),
-        ("auto-tree", 5, 16),
     ],
 )
 def test_the_time_of_a_tree_goes_by_its_depth_and_nodes(tmp_path, monkeypatch, policy, passes, verified):

@@ -33,7 +33,6 @@ from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
-from specbench.models.calibrations import FORMS, Choice, form_key
 from specbench.models.target import load_target
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
@@ -334,7 +333,6 @@ def test_the_time_is_kept_to(tune, monkeypatch):
         (("--category", "poetry"), ("No prompt has the category poetry",)),
         (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
         (("--drafter", "nonsense:"), ("nonsense",)),
-        (("--drafter", "self:calibrated"), ("No calibration is stored yet",)),
         (("--temperature", "inf"), ("temperature is inf",)),
         (("--max-new-tokens", "1"), ("new tokens is 1", "at least 2")),
         (("--device", "tpu"), ("Unknown device 'tpu'",)),
@@ -366,19 +364,6 @@ def test_a_drafter_without_memory_for_it_is_left_out(tune, tmp_path, monkeypatch
     assert "small is left out: 0.7 GB of memory would be needed, 0.7 GB are free." in said.err
     (folder,) = (tmp_path / "results").iterdir()
     assert not any("small" in config["drafter"] for config in run_json(folder)["configs"])
-
-
-def test_a_calibrated_form_is_tried_once(tune, tmp_path, models):
-    with_cache = load_target(str(models / "target"))
-    FORMS.write(
-        form_key(with_cache),
-        Choice("target", 2, int8=True, skip=(1,), accepted=0.5, tested=10, cost=0.5, gamma=2, speedup=1.2),
-    )
-    said = tune("--drafter", "self:calibrated", "--drafter", "self:int8")
-    assert said.code == 0, said.err
-    (folder,) = (tmp_path / "results").iterdir()
-    drafters = {config["drafter"] for config in run_json(folder)["configs"]}
-    assert drafters == {"none", "lookup", "self:int8", "self:int8,skip=1"}
 
 
 def test_an_int8_target_gets_chains(tune, tmp_path):
@@ -509,19 +494,6 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
         r"Not raced: self:int8 .*\(failed: There was not enough memory for this configuration\)\.", said.out
     )
     assert said.out.startswith("lookup with auto: 2.00")
-
-
-def test_a_calibrated_tree_is_tried(tune, tmp_path, models):
-    assert tune("--drafter", models / "small").code == 0
-    small = "small (int8)"
-    assert not any("static" in config["draft_policy"] for config in _configs(tmp_path / "results"))
-    asked = ["calibrate", "--tree", "--target", models / "target", "--drafter", models / "small"]
-    asked += ["--dtype", "float32", "--prompts", "./mine.jsonl", "--quiet"]
-    assert run([str(word) for word in asked]) == 0
-    assert tune("--drafter", models / "small", "--results", "again", "--overwrite").code in (0, 1)
-    static = [config for config in _configs(Path("again").parent) if "static" in config["draft_policy"]]
-    assert [config["drafter"] for config in static] == [small]
-    assert "ranks=" in static[0]["draft_policy"]
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:

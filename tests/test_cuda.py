@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 ASKED = prompts()[:12]
 RULES = ("fixed:gamma=3", "auto", "svip")
-TREES = ("auto-tree", "dynamic-tree:nodes=5")
+TREES = ("static-tree", "dynamic-tree:nodes=5")
 SPECS = (
     "lookup",
     "suffix",

@@ -76,7 +76,7 @@ def test_chains_have_the_masked_distribution(drafter):
 
 def test_trees_have_the_masked_distribution():
     for verification, policy in (
-        ("traversal", "auto-tree:nodes=3"),
+        ("traversal", "static-tree:nodes=3,depth=2"),
         ("naive", "dynamic-tree:top-k=2,nodes=3,depth=2"),
     ):
         assert table.measure(table.Cell(verification, policy, "model", "format")) < table.TOLERANCE

@@ -33,7 +33,6 @@ from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.auto_tree import AutoTree
 from specbench.policies.costs import parse_costs
 from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.drafters import Recycle, Suffix, parse_drafter
@@ -42,7 +41,6 @@ from specbench.specs.policies import parse_policy
 COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
-    "auto": lambda: AutoTree(4, parse_costs(COSTS)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
 }
 DRAFTERS: dict[str, Callable[[], CandidateDrafter]] = {"suffix": SuffixDrafter, "recycle": RecycleDrafter}
@@ -384,9 +382,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, shape):
 
 
 @pytest.mark.parametrize("word", ["suffix:keep", "recycle", "suffix+self:int8"])
-@pytest.mark.parametrize(
-    "rule", ["fixed:gamma=4", "auto", "auto-tree", "static-tree:nodes=8", "dynamic-tree"]
-)
+@pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto", "static-tree:nodes=8", "dynamic-tree"])
 def test_so_it_is_with_a_model(word, rule):
     if not parse_policy(rule).applies(parse_drafter(word)):
         pytest.skip("cascades draft chains")
@@ -460,12 +456,12 @@ def test_bad_options(spec, message):
 def test_trees_apply_and_entropies_do_not():
     for word in DRAFTERS:
         drafter = parse_drafter(word)
-        for rule in ("auto", "fixed", "auto-tree", "static-tree", "dynamic-tree"):
+        for rule in ("auto", "fixed", "static-tree", "dynamic-tree"):
             parse_policy(rule).check(drafter)
-        with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*auto-tree"):
+        with pytest.raises(UsageError, match=f"{word} has none. Choose auto, fixed,.*heuristic"):
             parse_policy("svip").check(drafter)
     with pytest.raises(UsageError, match="lookup drafts only chains"):
-        parse_policy("auto-tree").check(parse_drafter("lookup"))
+        parse_policy("static-tree").check(parse_drafter("lookup"))
 
 
 @pytest.mark.smoke

@@ -122,7 +122,7 @@ def test_what_names_no_model(text):
     assert ("neither a model folder nor a .gguf file" in message) == (text == __file__)
 
 
-@pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "calibrated", "nonsense"])
+@pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "nonsense"])
 @pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "recycle", "self"])
 def test_what_a_mistyped_drafter_is_taken_for_exists(tmp_path, monkeypatch, word, option):
     monkeypatch.chdir(tmp_path)

@@ -82,7 +82,7 @@ def rules(tmp_path_factory) -> pd.DataFrame:
 def branching(tmp_path_factory) -> pd.DataFrame:
     """One drafter with trees and chains."""
     path = tmp_path_factory.mktemp("results") / "trees"
-    policies = ("auto-tree", "static-tree:nodes=8,verification=recursive", "auto")
+    policies = ("dynamic-tree", "static-tree:nodes=8,verification=recursive", "auto")
     return load_results(
         write_run(
             path, drafters=DRAFTERS[:1], gammas=(2, 4), policies=policies, entropy_policy=True, tokens=48

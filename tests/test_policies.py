@@ -755,15 +755,6 @@ def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: f
     )
 
 
-def test_rows_of_a_drafters_pass_have_their_price():
-    measured = MeasuredCosts()
-    for rows, seconds in ((3, 0.3), (9, 0.6), (3, 0.3), (9, 0.6), (9, 0.6), (3, 0.3)):
-        measured.observe(timed(3, seconds, 1.0), caught_up=True, passes=3, rows=rows)
-    assert measured.draft_s == pytest.approx(0.1, rel=0.05)
-    assert measured.next_draft_s(1, rows=3) == pytest.approx(0.2, rel=0.1)
-    assert measured.next_draft_s(1, rows=2) == pytest.approx(0.15, rel=0.1)
-
-
 def test_given_costs_are_interpolated():
     given = parse_costs({"drafter_pass_s": 0.2, "target_pass_s": {"5": 1.4, "1": 1.0, "9": 2.2}})
     assert list(given.verify_s(11))[1:] == pytest.approx(
@@ -1221,7 +1212,7 @@ def test_what_is_kept_on_request_makes_a_difference(rule):
 
 def test_every_rule_has_a_word_and_says_what_it_takes():
     chains = ("auto", "fixed", "egag", "confidence", "confidence-head", "entropy-bound", "svip", "heuristic")
-    trees = ("auto-tree", "static-tree", "dynamic-tree")
+    trees = ("static-tree", "dynamic-tree")
     assert policy_words() == (*chains, *trees)
     for policy in policies.POLICIES:
         built = build_policy(policy.word)

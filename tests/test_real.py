@@ -71,7 +71,7 @@ DRAFTS = [
     (MODEL, "fixed:gamma=2"),
     ("suffix", "static-tree:nodes=8"),
     ("self:int8", "dynamic-tree:nodes=8,top-k=3"),
-    ("self:layers=10", "auto-tree"),
+    ("self:layers=10", "static-tree"),
     ("lookup|self:layers=10", "fixed:gamma=2"),
 ]
 
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_transformers(target, spec, rule, new, left_o
 @pytest.mark.parametrize("target", ["dynamic"], indirect=True)
 def test_tokens_in_a_batch_are_those_of_transformers(target, batch):
     """Three requests that step beside each other, each with a drafter and a rule of its own."""
-    settings = [("none", "fixed"), ("lookup", "auto"), ("self:layers=10", "auto-tree")]
+    settings = [("none", "fixed"), ("lookup", "auto"), ("self:layers=10", "static-tree")]
     runs = [
         GenerationRun(ids, target, load_drafter(spec, target), policy=build_policy(rule), max_new_tokens=NEW)
         for ids, (spec, rule) in zip(expected(NEW), settings, strict=True)

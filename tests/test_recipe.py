@@ -37,7 +37,7 @@ RECIPES = {
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
     ),
-    "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_policy("auto-tree:nodes=8")),
+    "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_policy("static-tree:nodes=8")),
 }
 
 

@@ -243,7 +243,6 @@ def test_every_draft_of_the_whole_target_is_accepted():
         ("self:layers=12", SelfForm(layers=12), "self:layers=12"),
         ("self:layers=12,int8", SelfForm(int8=True, layers=12), "self:int8,layers=12"),
         ("self:skip=3-7-11", SelfForm(skip=(3, 7, 11)), "self:skip=3-7-11"),
-        ("self:calibrated", SelfForm(calibrated=True), "self:calibrated"),
         ("self: skip = 11-3-3 , int8", SelfForm(int8=True, skip=(3, 11)), "self:int8,skip=3-11"),
     ],
 )
@@ -273,7 +272,6 @@ def test_the_layers_that_are_used():
             for text in ("1-x", "1--2")
         ),
         ("self:layers=3,skip=1", "'self:layers=3,skip=1' has both layers to use and layers to skip."),
-        ("self:calibrated,int8", "'self:calibrated,int8' has both the calibrated form and another one."),
         ("self:layers=9", "The drafter self:layers=9 uses 9 layers, but the target has 5."),
         ("self:int8,layers=0", "The drafter self:int8,layers=0 uses 0 layers, but the target has 5."),
         ("self:skip=2-5", "The drafter self:skip=2-5 skips layer 5, but the target has 5 layers."),

@@ -181,7 +181,11 @@ def test_widths_of_passes_that_are_timed():
     assert cost_widths([]) == [*range(1, 18)]
     assert cost_widths([4, 64]) == [*range(1, 18), 65]
     assert cost_widths([4], [12, 32]) == [*range(1, 18), 33]
-    assert [parse_policy(rule).nodes for rule in ("fixed", "auto-tree", "static-tree:nodes=6")] == [0, 16, 6]
+    assert [parse_policy(rule).nodes for rule in ("fixed", "static-tree", "static-tree:nodes=6")] == [
+        0,
+        12,
+        6,
+    ]
 
 
 # -- the plan --------------------------------------------------------------------------------------

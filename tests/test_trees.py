@@ -23,15 +23,12 @@ from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK
-from specbench.decoding.theory import PassCosts, read_by_depth
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.auto_tree import AutoTree
-from specbench.policies.costs import GivenCosts, parse_costs
 from specbench.policies.trees import DynamicTree, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
 from specbench.specs.verification import VerificationName
@@ -45,7 +42,6 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
     "two beside": lambda: StaticTree.shaped((-1, -1)),
     "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
-    "auto": lambda: AutoTree(4, parse_costs(COSTS)),
     "dynamic": lambda: DynamicTree(2, 3, 2),
 }
 SAMPLINGS: dict[str, Sampling] = {
@@ -100,33 +96,6 @@ def loop_distribution(
 def tree_policy(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> DraftPlan:
     """Two drafts in a step, or a tree."""
     return DraftPlan(tree() if tree else FixedLength(2), verification=method)
-
-
-class LongerByRows(GivenCosts):
-    """A drafter whose passes take longer by as much for every node that they read."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__(0.05, PassCosts({1: 1.0, 17: 1.01}))
-        self._share = share
-
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:
-        return self.draft_s * (1 + self._share * (rows - 1))
-
-
-@pytest.mark.parametrize(("share", "together"), [(0.0, True), (8.0, False)])
-def test_auto_reads_nodes_together_where_rows_of_the_drafter_are_cheap(share, together):
-    records = decode_steps(
-        PROMPT,
-        ScriptedScorer(random_table(3, 8), 8, cache=ScriptedCache()),
-        ModelDrafter(ScriptedScorer(random_table(3, 8), 8), "model"),
-        policy=DraftPlan(AutoTree(16, LongerByRows(share)), verification="traversal"),
-        sampling=Multinomial(),
-        random=Randomness(0),
-        max_new_tokens=60,
-        first_target=False,
-    )
-    read = [read_by_depth(step.parents) for step in records if isinstance(step, Step) and step.parents]
-    assert any(rows > 1 for depths in read for rows in depths) == together
 
 
 def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:
@@ -406,7 +375,7 @@ def test_what_cannot_be_a_tree_is_refused():
 
     for spec, message in (
         ("static-tree:nodes=65", "has 65 nodes"),
-        ("auto-tree:nodes=0", "has 0 nodes"),
+        ("static-tree:nodes=0", "has 0 nodes"),
         ("dynamic-tree:depth=0", "depth of the dynamic tree is 0"),
         ("static-tree:ranks=70-40", "no list of percentages"),
         ("static-tree:verification=rejection", "verifies chains only"),
@@ -416,12 +385,12 @@ def test_what_cannot_be_a_tree_is_refused():
         with pytest.raises(UsageError, match=message):
             start(spec)
     with pytest.raises(UsageError, match="drafts only chains"):
-        start("auto-tree", LookupDrafter())
+        start("static-tree", LookupDrafter())
     with pytest.raises(UsageError, match="no residual adjustment"):
-        start("auto-tree", residual_adjustment=False)
+        start("static-tree", residual_adjustment=False)
     target.takes_trees = False
     with pytest.raises(UsageError, match="cannot verify draft trees"):
-        start("auto-tree")
+        start("static-tree")
 
 
 @pytest.mark.parametrize("quick", [2**18, 0])
@@ -440,7 +409,6 @@ def test_prospects_of_scores_are_their_softmax():
     scores, q = Scores(row, normalized=False), Scores(row.softmax(-1), normalized=True)
     for each in (scores, q):
         assert each.best(4) == [1, 3, 0]
-        assert each.chances(2) == pytest.approx([float(row.softmax(-1)[1]), float(row.softmax(-1)[3])])
         assert each.chance(2) == 0
         torch.testing.assert_close(each.q, row.softmax(-1))
 

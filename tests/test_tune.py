@@ -49,7 +49,6 @@ from specbench.tune.answer import (
     stored_answer,
 )
 from specbench.tune.candidates import (
-    CALIBRATED_TREE,
     GAMMAS,
     Probe,
     Selection,
@@ -70,7 +69,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     """Everything there is to try with drafters that are models."""
     defaults: dict[str, Any] = {
         "gammas": GAMMAS,
-        "policies": [rule for rule in rules_to_try(greedy=True, chained=False) if rule != CALIBRATED_TREE],
+        "policies": [*rules_to_try(greedy=True, chained=False), "heuristic"],
         "repeats": 3,
         "warmup": 0,
         "turns": 1,
@@ -100,7 +99,7 @@ def test_what_is_tried():
 def test_candidates_are_configurations_of_the_grid():
     sweep = grid("lookup", "self:int8", "d")
     ids = {config.id for config in sweep.configs}
-    assert {"plain", "lookup@auto", "lookup@8", "self:int8@auto-tree", "d@dynamic-tree", "d@3"} <= ids
+    assert {"plain", "lookup@auto", "lookup@8", "d@dynamic-tree", "d@3"} <= ids
     assert "lookup@dynamic-tree" not in ids  # it drafts chains only
     assert [config.id for config in probes_of(sweep.configs)] == [
         "lookup@8", "self:int8@8", "self:int8@dynamic-tree", "d@8", "d@dynamic-tree",
@@ -184,8 +183,7 @@ def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried():
     assert max(lengths, key=lambda gamma: lengths[gamma]) == 3
     assert found["d@auto"] == lengths[3]
     assert found["d@dynamic-tree"] == pytest.approx(9 / (8 * 0.2 + 2))
-    assert found["d@auto-tree"] == max(found["d@dynamic-tree"], lengths[3])
-    assert found["e@auto-tree"] == found["e@auto"] == found["e@1"]  # its tree was not tried
+    assert found["e@auto"] == found["e@1"]
     assert "e@dynamic-tree" not in found
     assert "plain" not in found
 
@@ -207,7 +205,7 @@ FAR = "predicted below 0.75 of the best"
 THREE = {
     "d@auto": 2.0,
     "e@auto": 1.9,
-    "d@auto-tree": 1.8,
+    "d@heuristic": 1.8,
 }  # a block of plain decoding and two of these takes 2.03 s
 BEHIND = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}  # and of the first and e@2 2.12 s
 OTHERS = {"e@2", "e@8", "e@auto"}
@@ -220,14 +218,14 @@ OTHERS = {"e@2", "e@8", "e@auto"}
             {"d@2": 1.2, "d@4": 1.3, "d@auto": 1.3, "e@8": 0.98, "e@auto": 0.97, "d@dynamic-tree": 2.0 / 3},
             {},
             ("d@4", "d@auto", "e@8"),  # 0.975 and up; another length of a drafter is no candidate of its own
-            {"e@auto": FAR, "d@dynamic-tree": FAR, "d@auto-tree": "no time to try it", "d@2": None},
+            {"e@auto": FAR, "d@dynamic-tree": FAR, "d@heuristic": "no time to try it", "d@2": None},
         ),
         ({"d@4": 0.7, "e@auto": 0.5}, {}, (), {}),
         (
             THREE,
             {"seconds": 8 * 2.1},
             ("d@auto", "e@auto"),
-            {"d@auto-tree": "no time for 8 blocks with it; more --minutes allow it"},
+            {"d@heuristic": "no time for 8 blocks with it; more --minutes allow it"},
         ),
         (THREE, {"seconds": 0.0}, ("d@auto",), {}),
         (THREE, {"seconds": 8 * 2.1, "first_s": 5.0}, ("d@auto",), {}),
@@ -305,7 +303,7 @@ def search(
         return made.run()
 
 
-FAST = {"d@auto": 2.0, "d@8": 1.5, "d@dynamic-tree": 1.2, "d@auto-tree": 1.1}
+FAST = {"d@auto": 2.0, "d@8": 1.5, "d@dynamic-tree": 1.2, "d@heuristic": 1.1}
 
 
 def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
@@ -404,7 +402,7 @@ def test_nothing_is_measured_again(tmp_path):
 
 def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path):
     clock = FakeClock()
-    speeds = {"d@auto": 1.5, "d@8": 1.49, "d@auto-tree": 1.3, "d@dynamic-tree": 1.2}
+    speeds = {"d@auto": 1.5, "d@8": 1.49, "d@heuristic": 1.3, "d@dynamic-tree": 1.2}
     engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=200, repeats=9)
     found = search(tmp_path, engine, sweep, clock, seconds=60.0)
     assert clock.seconds <= 60.0
@@ -483,7 +481,7 @@ def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes():
 
 
 def test_where_it_stops_paying_is_told(tmp_path):
-    speeds = {"d@8": 2.0, "d@auto": 0.5, "d@auto-tree": 0.5, "d@dynamic-tree": 0.5}
+    speeds = {"d@8": 2.0, "d@auto": 0.5, "d@heuristic": 0.5, "d@dynamic-tree": 0.5}
     answer, found = answered(tmp_path, speeds)
     *pays, stops = found.batches
     assert found.race.leader == "d@8"
@@ -516,7 +514,7 @@ def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[An
 
 
 def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
-    slow = dict.fromkeys(("d@auto", "d@8", "d@auto-tree", "d@dynamic-tree"), 0.8)
+    slow = dict.fromkeys(("d@auto", "d@8", "d@heuristic", "d@dynamic-tree"), 0.8)
     answer, found = answered(tmp_path, slow)
     assert found.race.verdict == "plain"
     assert answer.headline.startswith("Speculation does not pay here: the best drafter is d with ")
@@ -526,7 +524,7 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
 
 
 def test_where_it_makes_no_difference_too(tmp_path):
-    same = dict.fromkeys(("d@8", "d@auto-tree", "d@dynamic-tree"), 0.7) | {"d@auto": 1.01}
+    same = dict.fromkeys(("d@8", "d@heuristic", "d@dynamic-tree"), 0.7) | {"d@auto": 1.01}
     answer, found = answered(tmp_path, same)
     assert found.race.verdict in ("equal", "faster")
     if found.race.verdict == "equal":
@@ -540,7 +538,7 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
     noisy = {
         "d@auto": (2.0, 0.6),
         "d@8": (0.6, 0.18),
-        "d@auto-tree": (1.5, 0.9),
+        "d@heuristic": (1.5, 0.9),
         "d@dynamic-tree": (0.5, 0.6),
     }
 
@@ -560,7 +558,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     answer = find_answer(found, sweep.configs, load_results(tmp_path))
     assert (answer.winner.id, answer.provisional) == (found.race.leader, True)
     assert re.match(
-        r"d with auto-tree, [\d.]+ × \[.*\] over plain decoding: the best so far", answer.headline
+        r"d with heuristic, [\d.]+ × \[.*\] over plain decoding: the best so far", answer.headline
     )
     assert any("--resume --overwrite" in each for each in answer.details)
     config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
@@ -589,7 +587,7 @@ def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
     assert len(bounds) == len(race.rivals) > 0
     assert "γ = 8" not in maybe  # never more than 0.4 of the leader's speed
     rows = {each.label: each.outcome for each in answer.tried if each.blocks is not None}
-    assert rows["d auto-tree"] == "leads"
+    assert rows["d heuristic"] == "leads"
     assert "may be faster" not in rows["d γ=8"]
     assert all(
         ("may be faster" in rows[label]) == (name in race.rivals)
@@ -796,7 +794,7 @@ def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
         ("auto", {"draft_policy": "auto"}),
         ("fixed:gamma=4", {"draft_policy": "fixed:gamma=4"}),
         ("dynamic-tree", {"tree": "dynamic"}),
-        ("auto-tree:nodes=8", {"tree": "auto:nodes=8"}),
+        ("static-tree:nodes=8", {"tree": "static:nodes=8"}),
     ],
 )
 def test_a_configuration_says_how_to_decode(rule, says):

@@ -336,12 +336,10 @@ def _drafter_bytes(spec: DrafterSpec, base: Recipe, target: _Size, progress: Pro
     from specbench.models.devices import resolve_device
 
     own, options = spec.model_part, base.models.drafter
-    if isinstance(
-        own, SelfForm
-    ):  # unquantized layers share the target's weights; a calibrated form may be int8
+    if isinstance(own, SelfForm):  # unquantized layers share the target's weights
         if own.int4:
             return int(target.parameters * bytes_per_weight("int4", 2))
-        return target.parameters if own.int8 or own.calibrated else 0
+        return target.parameters if own.int8 else 0
     if own.model_spec is None:
         return 0
     on_cpu = resolve_device(options.device).type == "cpu"

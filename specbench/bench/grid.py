@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -212,7 +212,6 @@ def build_configs(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str] | None = None,
-    fitted: Callable[[PolicySpec, str, float], PolicySpec] = lambda policy, *_: policy,
     *,
     base: Recipe | None = None,
     dtypes: Mapping[str, str] | None = None,
@@ -226,7 +225,6 @@ def build_configs(
         options: Options of the sweep.
         drafters: Drafters by name; plain ones are skipped.
         fingerprints, dtypes: Fingerprints and dtypes of drafter models, by drafter.
-        fitted: Returns a policy with its calibration for a drafter (by name) at a temperature.
         base: A recipe with everything that all configurations share; ``None`` for configurations without recipes.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
@@ -236,7 +234,7 @@ def build_configs(
         for workload in (options.workloads or (None,))
         for context in (options.contexts or (None,))
         for config in _configs_at(
-            temperature, workload, context, options, drafting, fingerprints or {}, fitted, dtypes or {}
+            temperature, workload, context, options, drafting, fingerprints or {}, dtypes or {}
         )
     ]
     if base is None:
@@ -270,7 +268,6 @@ def _configs_at(
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
     fingerprints: Mapping[str, str],
-    fitted: Callable[[PolicySpec, str, float], PolicySpec],
     dtypes: Mapping[str, str],
 ) -> Iterator[SweepConfig]:
     """Yield the configurations of one temperature, workload and context, plain decoding first."""
@@ -308,8 +305,7 @@ def _configs_at(
 
     yield config("plain", "plain", "plain")
     for name, spec in drafters.items():
-        for each in options.policy_specs:
-            policy = fitted(each, name, temperature)
+        for policy in options.policy_specs:
             written, lossless = str(policy), policy.lossless
             if policy.word == "fixed":
                 rest = ""

@@ -182,7 +182,7 @@ def changes(old: Run, new: Run) -> list[str]:
     ]
     pairs.append(("device", old.target.device, new.target.device))
     pairs += _options(old.options, new.options)
-    if not option_changes(old.options, new.options):  # calibrations are no options
+    if not option_changes(old.options, new.options):
         ids = [config.id for config in new.configs]
         pairs.append(("configurations", ids if known.keys() >= set(ids) else list(known), ids))
     prompts = [[prompt.id for prompt in run.prompts] for run in (old, new)]

@@ -109,7 +109,7 @@ def sweep(
     RunStore.check_writable(folder)
     engine = load_engine(base, specs, options)
 
-    configs, _ = engine.configs(options, base)
+    configs = engine.configs(options, base)
     grid = Sweep(options, chosen, tuple(configs))
     named = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
     sources = {**describe_models(base, specs), **named}

@@ -23,7 +23,6 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.cache import cache
-from specbench.cli.calibrate import calibrate
 from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
@@ -79,7 +78,7 @@ CONFIGURED = (generate, chat, serve, sweep, check)
 """Commands that read a `specbench.toml`."""
 
 for _command in (
-    *(generate, chat, serve, drafters, calibrate, train, tune, sweep),
+    *(generate, chat, serve, drafters, train, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
     _more = (ConfigOptions, TracebackOptions) if _command in CONFIGURED else (TracebackOptions,)

@@ -78,7 +78,6 @@ def chat(
                 *setting.target.language_model.notes,
                 *facts(setting.target, setting.drafter, decoding, setting.policy),
             ]
-            notes += [setting.note] if setting.note else []
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
             from specbench.cli.summary import show_notes
 

@@ -194,9 +194,7 @@ class DecodingJob:
         plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
         chosen = [(each, policy) for each in loaded_drafters for policy in self._policies_for(each.spec)]
         for loaded_drafter, policy in chosen:
-            plan, calibrated = policy.build(target, loaded_drafter, request.sampling)
-            if calibrated:
-                request.note(calibrated)
+            plan = policy.build(loaded_drafter)
             setup = DecodingSetup(
                 target=target.scorer,
                 drafter=loaded_drafter.drafter,

@@ -68,7 +68,6 @@ EXCLUDE = (
 NEED = (
     Row("generate", ("repeats",), "compare"),
     Row("generate", ("batch", "kv_memory", "kv_pool", "disable_by_batch_size"), "prompts"),
-    Row("calibrate", ("drafter", "temperature", "verification", "drafter_dtype", "drafter_device"), "tree"),
     Row("sweep", ("minutes",), "until"),
     Row("sweep", ("context_file",), "context"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),

@@ -91,7 +91,6 @@ def generate(
                 notes.append(
                     f"{counted(longer, 'prompt')} of several turns: only the first turn is answered."
                 )
-            notes += [loaded.note] if loaded.note else []
             show_notes(notes, spaced=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)

@@ -253,7 +253,7 @@ output = panel(OUTPUT)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _TREES = (
-    "Draft tree, in place of --draft-policy: auto, static or dynamic; options follow a colon:"
+    "Draft tree, in place of --draft-policy: static or dynamic; options follow a colon:"
     " dynamic:top-k=4,nodes=12."
 )
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from specbench.cli.options import DraftingOptions
     from specbench.decoding.request import DraftPlan
-    from specbench.decoding.sampling import Sampling
     from specbench.models.prepare import LoadedDrafter
-    from specbench.models.target import Target
     from specbench.options import (
         CacheOptions,
         DecodingOptions,
@@ -80,21 +78,14 @@ class RequestedPolicy:
             self._costs = load_costs(costs)
             check_costs(self._costs)
 
-    def build(
-        self, target: Target, loaded: LoadedDrafter, sampling: Sampling
-    ) -> tuple[DraftPlan, str | None]:
-        """Return the policy for a drafter, with what was calibrated for it, and a note on that if there is one.
-
-        Costs may be those of several drafters.
-        """
-        from specbench.models.calibrations import calibrated_tree
+    def build(self, loaded: LoadedDrafter) -> DraftPlan:
+        """Return the policy for a drafter; costs may be those of several drafters."""
         from specbench.policies import FixedLength, build_policy, parse_costs
 
         costs = None if self._costs is None else parse_costs(self._costs, loaded.name)
         if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect
-            return DraftPlan(FixedLength()), None
-        spec, note = calibrated_tree(self.spec, target, loaded.drafter, loaded.weights, sampling)
-        return build_policy(spec, costs=costs), note
+            return DraftPlan(FixedLength())
+        return build_policy(self.spec, costs=costs)
 
 
 def requested_policy(

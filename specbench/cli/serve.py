@@ -118,7 +118,6 @@ def serve(
             notes = [
                 *setting.target.language_model.notes,
                 *facts(setting.target, setting.drafter, decoding, setting.policy),
-                *([setting.note] if setting.note else []),
             ]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")

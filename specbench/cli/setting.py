@@ -40,7 +40,6 @@ class LoadedRecipe:
         target, drafter: The loaded models.
         policy: How much is drafted.
         sampling: The transforms, with the model's own settings.
-        note: A note on what was calibrated; ``None`` for nothing.
     """
 
     recipe: Recipe
@@ -48,7 +47,6 @@ class LoadedRecipe:
     drafter: Drafter
     policy: DraftPlan
     sampling: Sampling
-    note: str | None
 
 
 def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
@@ -72,10 +70,8 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         progress=progress,
     )
     transforms = target.language_model.transforms(transforms, recipe.decoding)
-    plan, note = policy.build(target, loaded_drafter, transforms)
-    return LoadedRecipe(
-        replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms, note
-    )
+    plan = policy.build(loaded_drafter)
+    return LoadedRecipe(replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms)
 
 
 def facts(target: Target, drafter: Drafter, decoding: DecodingOptions, plan: DraftPlan) -> list[str]:

@@ -130,8 +130,7 @@ def sweep(
         prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
         notes += left_out_prompts
 
-        configs, calibrations = engine.configs(options, base)
-        notes += calibrations
+        configs = engine.configs(options, base)
         if options.costs is not None:
             from specbench.policies import parse_costs
 

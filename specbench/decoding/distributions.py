@@ -32,10 +32,6 @@ class TokenDistribution(Protocol):
         """Return the most probable tokens, without impossible ones."""
         ...
 
-    def chances(self, count: int) -> Sequence[float]:
-        """Return the probabilities of the most probable tokens."""
-        ...
-
     def chance(self, token: int) -> float:
         """Return the probability of a token."""
         ...
@@ -70,9 +66,6 @@ class Scores:
 
     def best(self, count: int) -> Sequence[int]:
         return self._rows.best(count)[self._place][:count]
-
-    def chances(self, count: int) -> Sequence[float]:
-        return [self.chance(token) for token in self.best(count)]
 
     def chance(self, token: int) -> float:
         return self._rows.chance(self._place, token)
@@ -133,9 +126,6 @@ class FixedCandidates:
 
     def best(self, count: int) -> Sequence[int]:
         return [*self._chances][:count]
-
-    def chances(self, count: int) -> Sequence[float]:
-        return [*self._chances.values()][:count]
 
     def chance(self, token: int) -> float:
         return self._chances[token]

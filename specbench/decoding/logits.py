@@ -98,17 +98,9 @@ class Logits:
 
     def best(self, count: int) -> list[int]:
         """Return the most probable tokens, in that order."""
-        return list(map(self.token, self._ranked(count)))
-
-    def chances(self, count: int) -> list[float]:
-        """Return the probabilities of the most probable tokens."""
-        return [math.exp(self._known[place] - self.log_sum) for place in self._ranked(count)]
+        ranked: list[int] = np.argsort(-self._known, kind="stable")[:count].tolist()
+        return list(map(self.token, ranked))
 
     def chance(self, token: int) -> float:
         """Return the probability of a token."""
         return math.exp(self.log_chance(token))
-
-    def _ranked(self, count: int) -> list[int]:
-        """Return the places of the largest values, in that order."""
-        ranked: list[int] = np.argsort(-self._known, kind="stable")[:count].tolist()
-        return ranked

@@ -29,8 +29,6 @@ _KINDS = {
     LAYERS_FOLDER: "packed and quantized layers of models, so that these start sooner",
     "dtypes": "which dtype models decode fastest in",
     "timings": "timings of this machine that choose how forward passes are run",
-    "calibrations": "forms in which targets draft for themselves",
-    "trees": "the best trees of drafters",
     "texts": "what targets have written to train heads on",
     "gguf-hashes": "hashes of GGUF files",
     SUITES_FOLDER: "prompts of public benchmarks",

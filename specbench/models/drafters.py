@@ -45,7 +45,6 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.assistant import layers_of_target
 from specbench.models.block_files import BLOCK_KINDS
-from specbench.models.calibrations import FORMS, calibrated_form
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
 from specbench.models.dtypes import dtype_name
@@ -77,11 +76,8 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
         form = part.model_part
         if isinstance(form, SmallModel):
             _check_model(form, target, progress)
-        elif isinstance(form, SelfForm):
-            if form.calibrated and not FORMS.names():
-                raise UsageError("No calibration is stored yet.", FORMS.hint)
-            if form.layers is not None or form.skip:
-                check_form(form, load_config(target, progress=progress))
+        elif isinstance(form, SelfForm) and (form.layers is not None or form.skip):
+            check_form(form, load_config(target, progress=progress))
 
 
 def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None) -> None:
@@ -342,10 +338,8 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     """Build a drafter that is a cheaper form of the target and uses the target's KV cache.
 
     Raises:
-        UsageError: The target cannot take this form, or none was calibrated for it.
+        UsageError: The target cannot take this form.
     """
-    if form.calibrated:
-        form = calibrated_form(target)
     check_form(form, target.language_model.model.config)
     if (form.int8 or form.int4) and target.quantization is not None:
         raise UsageError(

@@ -151,7 +151,6 @@ class AutoLength(ChainPolicy):
         self._probing = False
         self._paused = False
         self._exactly: int | None = None
-        self._rows_read = 0  # in all passes of the drafter over a tree
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -315,15 +314,12 @@ class AutoLength(ChainPolicy):
         """Return the curve for token ``i``: match confidences and probabilities have different scales."""
         return self._matched if self._copies or is_free(draft, i) else self._drafted
 
-    def min_accept_prob(self, rows: int) -> float:
-        return self._rate * (self._verify_s[rows + 1] - self._verify_s[rows])
-
     # -- learning ----------------------------------------------------------------------------------
 
     def observe(self, step: Step) -> None:
         self._step += 1
         passes = step.gamma if step.passes is None else step.passes
-        self._costs.observe(step, self._asked, passes, self._rows_read or passes)
+        self._costs.observe(step, self._asked, passes)
         self._learn(step)
         if step.tested:
             self._usual += _NEW * (self._last - self._usual)
@@ -337,7 +333,7 @@ class AutoLength(ChainPolicy):
         elif self._probing and passes > 0:
             self._credit += min(step.accepted, passes) / self._rate - look_s
         self._asked = True
-        self._learn_passes(step, passes)
+        self._learn_passes(passes)
         self._start_step()
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
         for counts, made in ((self._passes, passes), (self._widths, step.verified)):
@@ -346,10 +342,10 @@ class AutoLength(ChainPolicy):
             counts[made] += 1.0
         self._weigh()
 
-    def _learn_passes(self, step: Step, passes: int) -> None:
+    def _learn_passes(self, passes: int) -> None:
         """Learn how many tokens a pass of the drafter's model gives in a chain."""
         draft = self._draft
-        if passes == 0 or draft is None or step.parents is not None:
+        if passes == 0 or draft is None:
             return
         drawn = sum(not is_free(draft, i) for i in range(len(draft.tokens)))
         self._drawn = _MEMORY * self._drawn + drawn

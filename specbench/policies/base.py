@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
 
-_ROW_PRICE = 0.02
-"""The default where costs are unknown: on a CPU one more row takes a few percent of a forward pass."""
-
 
 class ChainPolicy(DraftPolicy):
     """Drafts chains of ``gamma_max`` tokens; subclasses override ``should_continue`` or ``num_children``.
@@ -63,10 +60,6 @@ class ChainPolicy(DraftPolicy):
         distributions: Sequence[TokenDistribution],  # noqa: ARG002
     ) -> Sequence[int]:
         return (1,)
-
-    def min_accept_prob(self, rows: int) -> float:  # noqa: ARG002
-        """Return the smallest acceptance probability at which verifying one more row, on top of ``rows``, pays."""
-        return _ROW_PRICE
 
 
 class TreePolicy(DraftPolicy):

@@ -291,7 +291,7 @@ class RequestCosts(CostSource):
     def draft_s(self) -> float:
         return self.next_draft_s(0)
 
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
+    def next_draft_s(self, passes: int) -> float:
         if not self._models:
             return 0.0
         latest = self._passes
@@ -358,7 +358,6 @@ class RequestCosts(CostSource):
         step: Step,
         caught_up: bool,  # noqa: ARG002
         passes: int | None = None,
-        rows: int | None = None,  # noqa: ARG002
     ) -> None:
         self._steps = _MEMORY * self._steps + 1.0
         self._tokens = _MEMORY * self._tokens + len(step.tokens)

@@ -95,8 +95,8 @@ class CostSource:
         """
         return 0.0
 
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:
-        """Return the time of a drafter's pass over ``rows`` tree nodes, after ``passes`` others in this step."""
+    def next_draft_s(self, passes: int) -> float:
+        """Return the time of a drafter's pass after ``passes`` others in this step."""
         raise NotImplementedError
 
     def drafts_s(self, most: int) -> Sequence[float]:
@@ -116,9 +116,7 @@ class CostSource:
         """Return whether a step may test if drafting pays again; ``due``: this request has saved enough time."""
         return due
 
-    def observe(
-        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
-    ) -> None:
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         """Measure a finished step.
 
         Args:
@@ -126,7 +124,6 @@ class CostSource:
             caught_up: Whether the drafter had read all context before the last step's tokens. Otherwise its first pass
                 read more than usual, and the draft's time is only an upper bound.
             passes: Forward passes of its draft; ``None``: one per token.
-            rows: Tokens or nodes that these passes continued; ``None``: one each.
         """
 
     def to_dict(self) -> Json:
@@ -175,14 +172,13 @@ class GivenCosts(CostSource):
         step: Step,
         caught_up: bool,  # noqa: ARG002
         passes: int | None = None,  # noqa: ARG002
-        rows: int | None = None,  # noqa: ARG002
     ) -> None:
         self.start(step.position + len(step.tokens))
 
     def reading_s(self, tokens: int, share: float, expected_s: float) -> float:  # noqa: ARG002
         return reading_seconds(self._reading_s, tokens)
 
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:  # noqa: ARG002
+    def next_draft_s(self, passes: int) -> float:
         return self._moved(self._later_s) if passes else self.draft_s
 
     def samples(self, n: int) -> float:  # noqa: ARG002
@@ -211,9 +207,9 @@ class MeasuredCosts(CostSource):
     """Costs from the times of recorded steps, see ``WidthTimes``.
 
     Drafts are timed by number of passes, since a draft's first pass often takes longer than the next ones; without
-    evidence all take equally long. A sample is converted to one row, and scaled by how much faster or slower than usual
-    the rest of its step was: a slow machine slows both models, and while nothing is drafted only the target's passes
-    show that it has recovered. First steps of later prompts are left out: they may read the prompt.
+    evidence all take equally long. A sample is scaled by how much faster or slower than usual the rest of its step
+    was: a slow machine slows both models, and while nothing is drafted only the target's passes show that it has
+    recovered. First steps of later prompts are left out: they may read the prompt.
 
     Until anything was timed, the target is assumed to read a token in no more than a pass over one.
 
@@ -231,10 +227,9 @@ class MeasuredCosts(CostSource):
 
     def reset(self) -> None:
         self._samples: list[tuple[float | None, float | None]] = []
-        # By passes, of each step: seconds per pass, rows, seconds of the rest, verified tokens.
-        self._drafts: dict[int, deque[tuple[float, int, float, int]]] = {}
+        # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
+        self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
         self._first_s = self._later_s = 0.0
-        self._draft_rows = WidthTimes()
         self._steps = WidthTimes()
         self._one = 0.0  # experts that one token reads
         self._reading_s = 0.0
@@ -249,9 +244,8 @@ class MeasuredCosts(CostSource):
             return passes * ASSUMED_C * self._steps.first_s
         return self._first_s + (passes - 1) * self._later_s if passes else 0.0
 
-    def next_draft_s(self, passes: int, rows: int = 1) -> float:
-        slower = self._draft_rows(rows) / self._draft_rows(1) if rows > 1 else 1.0
-        return (self._passes_s(passes + 1) - self._passes_s(passes)) * slower
+    def next_draft_s(self, passes: int) -> float:
+        return self._passes_s(passes + 1) - self._passes_s(passes)
 
     def reading_s(self, tokens: int, share: float, expected_s: float) -> float:
         if not self._steps.seen:
@@ -273,9 +267,7 @@ class MeasuredCosts(CostSource):
     def verify_s(self, widest: int) -> Sequence[float]:
         return [self._steps(n) for n in range(widest + 1)]
 
-    def observe(
-        self, step: Step, caught_up: bool, passes: int | None = None, rows: int | None = None
-    ) -> None:
+    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
         passes = step.gamma if passes is None else passes
         draft_s, verify_s = self._sample(step, caught_up, passes)
         self._samples.append((draft_s, verify_s))
@@ -285,18 +277,12 @@ class MeasuredCosts(CostSource):
         self._steps.add(step.verified, verify_s, experts=None if read is None else read.ratio)
         self._one = 0.0 if read is None else read.one
         if draft_s is not None:
-            width = 1 if rows is None else max(1, round(rows / passes))
-            self._draft_rows.add(width, draft_s)
             made = self._drafts.setdefault(passes, deque(maxlen=LATEST_STEPS))
-            made.append((draft_s, width, max(verify_s, INSTANT), step.verified))
+            made.append((draft_s, max(verify_s, INSTANT), step.verified))
         if self._drafts:
-            one = self._draft_rows(1)
             self._first_s, self._later_s = fit_drafts(
                 {
-                    k: [
-                        k * seconds * one / self._draft_rows(width) * self._steps(n) / rest
-                        for seconds, width, rest, n in made
-                    ]
+                    k: [k * seconds * self._steps(n) / rest for seconds, rest, n in made]
                     for k, made in self._drafts.items()
                 }
             )

@@ -275,7 +275,6 @@ class SelfForm(DrafterSpec):
         int8, int4: Quantize the linear layers.
         layers: Use the first N decoder layers; ``None`` for all.
         skip: Layers to leave out, counted from 0, ascending.
-        calibrated: The form chosen by ``specbench calibrate``; excludes the others.
     """
 
     word = "self"
@@ -293,9 +292,6 @@ class SelfForm(DrafterSpec):
         parse=lambda text: Dashed(sorted(set(dashed(text)))),
         expected="list of whole numbers with dashes between them",
     )
-    calibrated: bool = option(
-        False, "calibrated", "what `specbench calibrate` chose for this target, dtype and device"
-    )
 
     @classmethod
     def read(cls, given: Mapping[str, str | bool], text: str) -> Self:
@@ -303,14 +299,10 @@ class SelfForm(DrafterSpec):
         if form == cls():
             raise UsageError(
                 f"{text!r} does not say how the target drafts for itself.",
-                "Write self:int8, self:int4, self:layers=N, self:skip=3-7-11, or self:calibrated.",
+                "Write self:int8, self:int4, self:layers=N or self:skip=3-7-11.",
             )
         if form.int8 and form.int4:
             raise UsageError(f"{text!r} has both int8 and int4.", "Write one of them.")
-        if form.calibrated and form != cls(calibrated=True):
-            raise UsageError(
-                f"{text!r} has both the calibrated form and another one.", "Write self:calibrated alone."
-            )
         if form.layers is not None and form.skip:
             raise UsageError(
                 f"{text!r} has both layers to use and layers to skip.",

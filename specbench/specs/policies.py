@@ -165,17 +165,8 @@ POLICIES: tuple[PolicyKind, ...] = (
         ),
     ),
     PolicyKind(
-        "auto-tree",
-        "A tree that grows while one more node, or one more level, is expected to save more time than it costs.",
-        "auto_tree:AutoTree",
-        (_nodes(16),),
-        needs_logits=True,
-        tree=True,
-        timed=True,
-    ),
-    PolicyKind(
         "static-tree",
-        "The same tree in every step: the best one for this drafter's acceptance as measured by calibration (Sequoia).",
+        "The same tree in every step: the best one for the acceptance of candidates by their rank (Sequoia).",
         "trees:StaticTree",
         (
             _nodes(12),

@@ -43,8 +43,8 @@ GAMMAS = (1, 2, 3, 4, 6, 8)
 PROBED = GAMMAS[-1]
 """γ of the short generations: the longest tells what shorter ones would have accepted."""
 
-PROBED_TREE, CALIBRATED_TREE = "dynamic-tree", "static-tree"
-"""The tree of the short generations, and the one that is raced where `specbench calibrate --tree` has found it."""
+PROBED_TREE = "dynamic-tree"
+"""The tree of the short generations, which is raced too."""
 
 MIN_SHARE = 0.75
 """Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
@@ -104,16 +104,13 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
         return ("auto", "fixed", *block)
-    return ("auto", *block, "fixed", PROBED_TREE, "auto-tree", CALIBRATED_TREE)
+    return ("auto", *block, "fixed", PROBED_TREE)
 
 
 def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
-    """Return whether one of these policies is tried with a drafter.
-
-    A static tree needs a calibration. Block verification gains nothing for drafters without probabilities.
+    """Return whether one of these policies is tried: block verification gains nothing for drafters without
+    probabilities.
     """
-    if policy.word == CALIBRATED_TREE:
-        return "ranks" in policy.options
     return drafter.has_logits or policy != parse_policy(_BLOCK_CHAIN)
 
 
@@ -194,7 +191,7 @@ def predict(
 ) -> dict[str, float]:
     """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
 
-    ``auto`` gets the prediction of the best draft length, ``auto-tree`` the better one of that and the probed tree.
+    ``auto`` gets the prediction of the best draft length.
     """
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}
@@ -213,16 +210,12 @@ def predict(
     for config in configs:
         if config.kind != "speculative":
             continue
-        best = max(chains.get(config.drafter, {}).values(), default=None)
-        tree = trees.get(config.drafter)
         if config.gamma is not None:
             expected = chains.get(config.drafter, {}).get(config.gamma)
         elif config.policy_spec.word == PROBED_TREE:
-            expected = tree
-        elif config.policy_spec.kind.tree:
-            expected = max((each for each in (best, tree) if each is not None), default=None)
+            expected = trees.get(config.drafter)
         else:
-            expected = best
+            expected = max(chains.get(config.drafter, {}).values(), default=None)
         if expected is not None and not math.isnan(expected):
             found[config.id] = expected
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -20,7 +19,6 @@ from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
 from specbench.generate import encode_prompt
-from specbench.models.calibrations import calibrated_form
 from specbench.models.devices import resolve_device
 from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
@@ -29,7 +27,7 @@ from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results import stats
-from specbench.specs.drafters import Cascade, DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
+from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
 
@@ -83,10 +81,8 @@ def load_candidates(
         prompt = [] if tokenizer is None else encode_prompt(tokenizer, sweep.prompts[0].turns[0])
         loaded, kind, note = fastest_cache(loaded, kind, prompt)
         notes += [note] if note else []
-    named = [_calibrated(spec, loaded) for spec in fitting if spec in given]
+    named = [spec for spec in fitting if spec in given]
     forms = [form for form in own if form in fitting]
-    with suppress(UsageError):  # nothing is calibrated for this target
-        forms.append(calibrated_form(loaded))
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
     candidates = partial(drafters_to_try, named, formatted=sweep.options.decoding.format is not None)
     try:
@@ -142,7 +138,7 @@ def _small_models(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
 
 
 def _own_forms(models: ModelOptions) -> list[SelfForm]:
-    """Return the target's forms that need no calibration; int4 only where it is fast."""
+    """Return the target's forms; int4 only where it is fast."""
     if resolve_device(models.device).type != "cpu" or quantized(models.dtype) is not None:
         return []
     return [_INT8, _INT4] if is_available() else [_INT8]
@@ -168,24 +164,14 @@ def _fitting(
     return kept, notes
 
 
-def _calibrated(spec: DrafterSpec, target: Target) -> DrafterSpec:
-    """Return a drafter with the calibrated form filled in, so that none is tried twice."""
-    if isinstance(spec, Cascade) and isinstance(spec.back, SelfForm) and spec.back.calibrated:
-        return replace(spec, back=calibrated_form(target))
-    if isinstance(spec, SelfForm) and spec.calibrated:
-        return calibrated_form(target)
-    return spec
-
-
 # -- configurations --------------------------------------------------------------------------------
 
 
 def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
-    """Return the grid of all loaded drafters; static trees only for drafters with a calibrated tree."""
-    grid, _ = engine.configs(options, base)
+    """Return the grid of all loaded drafters."""
     return [
         each
-        for each in grid
+        for each in engine.configs(options, base)
         if each.kind == "plain" or is_tried(each.policy_spec, engine.specs[each.drafter])
     ]
 

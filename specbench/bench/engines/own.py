@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
-    from specbench.specs.policies import PolicySpec
 
 _COST_ROUNDS = 2  # forward passes of each kind, every time they are timed
 
@@ -115,31 +114,9 @@ class ModelEngine:
             model_defaults=model.defaults.applied if decoding.model_defaults else {},
         )
 
-    def calibrated(
-        self, policy: PolicySpec, drafter: str, temperature: float
-    ) -> tuple[PolicySpec, str | None]:
-        """Return a draft policy with its calibration for a drafter, and a note about that."""
-        from specbench.models.calibrations import calibrated_tree
-
-        loaded = self.drafters[drafter]
-        if isinstance(loaded, SpecbenchError) or not policy.applies(self.specs[drafter]):
-            return policy, None
-        weights = self.fingerprints.get(drafter, "")
-        return calibrated_tree(policy, self.target, loaded, weights, Sampling(temperature=temperature))
-
-    def configs(self, options: SweepOptions, base: Recipe) -> tuple[list[SweepConfig], list[str]]:
-        """Return the grid of the loaded drafters with calibrated policies, and notes about calibrations."""
-        notes: list[str] = []
-
-        def fitted(policy: PolicySpec, drafter: str, temperature: float) -> PolicySpec:
-            found, note = self.calibrated(policy, drafter, temperature)
-            notes.extend([note] if note else [])
-            return found
-
-        grid = build_configs(
-            options, self.specs, self.fingerprints, fitted, base=base, dtypes=self.drafter_dtypes
-        )
-        return grid, notes
+    def configs(self, options: SweepOptions, base: Recipe) -> list[SweepConfig]:
+        """Return the grid of the loaded drafters."""
+        return build_configs(options, self.specs, self.fingerprints, base=base, dtypes=self.drafter_dtypes)
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
