@@ -324,8 +324,7 @@ class GenerationRun:
             drafter=self.drafter.name,
             dtype=self.target.dtype,
             seed=self.seed,
-            lossless=self.decoding.residual_adjustment
-            and (isinstance(self.drafter, NoDraft) or DraftPlan.of(self.policy).lossless),
+            lossless=self.decoding.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
             costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
             pieces=pieces,

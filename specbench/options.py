@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack, get_t
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.specs.verification import VERIFICATIONS, Relaxed, VerificationName
+from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
@@ -198,15 +198,6 @@ class SharedPolicyOptions:
             f" draft tokens.",
         ),
     ] = None
-    relaxed: Annotated[
-        str | None,
-        _policy(
-            "--relaxed",
-            "RULE",
-            "Accept draft tokens that are likely by the target's distribution: top-k:K, margin:P, typical:P, or several"
-            " joined by +. NOT LOSSLESS.",
-        ),
-    ] = None
     costs: Annotated[
         Path | None,
         _policy("--costs", "FILE", "JSON file of an earlier run with forward pass times for auto."),
@@ -215,9 +206,7 @@ class SharedPolicyOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The options that the user gave, by name; without the costs, whose file has not been read yet."""
-        values = {name: value for name, value in vars(self).items() if name != "costs"}
-        values["relaxed"] = None if self.relaxed is None else Relaxed.parse(self.relaxed)
-        return {name: value for name, value in values.items() if value is not None and value is not False}
+        return {} if self.verification is None else {"verification": self.verification}
 
 
 @dataclass(frozen=True)

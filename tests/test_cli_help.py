@@ -58,8 +58,8 @@ VALUES = {
     "api": "chat", "arrivals": "closed:2", "assisted": "transformers", "baseline": "transformers", "batch": "2",
     "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
     "engine": "vllm", "grammar": 'start: "a"', "json_schema": "{}", "kv_pool": "paged", "prompt_cache": "keep",
-    "prompts": "all", "relaxed": "top-k:2",
-    "server": "a=http://127.0.0.1:9/v1", "tree": "auto", "verification": "rejection",
+    "prompts": "all",
+    "server": "a=http://127.0.0.1:9/v1", "tree": "static", "verification": "rejection",
 }  # fmt: skip
 
 

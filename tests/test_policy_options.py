@@ -70,7 +70,7 @@ def test_options_stand_behind_a_colon(spec, options):
     assert build_policy(spec).name == build_policy(found.word, **options).name
 
 
-_VALUES = {"verification": "=naive", "relaxed": "=top-k:2+margin:0.5", "ranks": "=60-20-8", "adapt": ""}
+_VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
 """Of options that are neither numbers nor flags."""
 
 
@@ -104,12 +104,11 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
     [
         (
             "egag:gamma=3",
-            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H,"
-            " verification=NAME, relaxed=RULE.",
+            "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H, verification=NAME.",
         ),
         (
             "auto:costs=x",
-            "auto has no option 'costs'. Options of auto: max=N, verification=NAME, relaxed=RULE.",
+            "auto has no option 'costs'. Options of auto: max=N, verification=NAME.",
         ),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
@@ -179,7 +178,7 @@ def test_the_documentation_lists_every_option_with_its_default():
         assert f"\n| `{policy.word}` |" in text
         (row,) = re.findall(rf"^- `{policy.word}`: ([^\n]*(?:\n  [^\n]*)*)", text, re.MULTILINE)
         listed = " ".join(row.split()).split("; ")
-        own = [o for o in policy.options if o.name not in ("verification", "relaxed")]  # every rule has those
+        own = [o for o in policy.options if o.name != "verification"]  # every rule has those
         assert len(listed) == len(own) + policy.timed  # and --costs
         for option in own:
             (found,) = [each for each in listed if re.match(rf"`{option.key}[` ]", each)]
@@ -571,7 +570,7 @@ def test_the_documentation_lists_every_option_of_trees():
         if policy.tree:
             (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:
-                if option.key not in ("verification", "relaxed"):
+                if option.key != "verification":
                     default = re.search(r"\(([\d-]+)\)", option.help)
                     assert default is not None
                     assert f"`{option.key}` ({default[1]})" in row

@@ -21,7 +21,6 @@ from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import run_to_end
 from specbench.decoding.records import Generation
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -340,7 +339,7 @@ def test_the_note_gives_the_share_of_the_targets_tokens():
     for drafting in (drafter, cascade, several):
         (note,) = tokenizer_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
         assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
-        assert facts(target, drafting, DecodingOptions(), DraftPlan(FixedLength(1))) == [note]
+        assert facts(target, drafting, DecodingOptions()) == [note]
     assert tokenizer_notes([LookupDrafter(Lookup(None, 2))]) == []
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
-from specbench.results.run import LOSSY, RunConfig, StoredRecipe, StoredSuite
+from specbench.results.run import RunConfig, StoredRecipe, StoredSuite
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
@@ -282,11 +282,10 @@ def _configs_at(
         gamma: int | None = None,
         draft_policy: str = "none",
         beams: int | None = None,
-        lossless: bool = True,
     ) -> SweepConfig:
         return SweepConfig(
             id=name + end,
-            label=label + label_end + ("" if lossless else LOSSY),
+            label=label + label_end,
             kind=kind,
             drafter=drafter,
             gamma=gamma,
@@ -300,29 +299,21 @@ def _configs_at(
             batch=batch,
             arrivals=arrivals,
             context=context,
-            lossless=lossless,
         )
 
     yield config("plain", "plain", "plain")
     for name, spec in drafters.items():
         for policy in options.policy_specs:
-            written, lossless = str(policy), policy.lossless
+            written = str(policy)
             if policy.word == "fixed":
-                rest = ""
-                if "verification" in policy.options:
-                    rest += f",verification={policy.options['verification']}"
-                if "relaxed" in policy.options:
-                    rest += f",relaxed={policy.options['relaxed']}"
+                verification = policy.options.get("verification")
+                rest = "" if verification is None else f",verification={verification}"
                 for g in options.gammas:
                     label = f"{name} γ={g}{rest}"
-                    yield config(
-                        "speculative", f"{name}@{g}{rest}", label, name, g, written, lossless=lossless
-                    )
+                    yield config("speculative", f"{name}@{g}{rest}", label, name, g, written)
             elif policy.applies(spec):
                 label = f"{name} {written}"
-                yield config(
-                    "speculative", f"{name}@{written}", label, name, None, written, lossless=lossless
-                )
+                yield config("speculative", f"{name}@{written}", label, name, None, written)
     own = "transformers"
     if options.transformers:
         yield config("transformers", own, f"{own} generate")

@@ -453,9 +453,9 @@ def find_differences(
 ) -> list[Mismatch]:
     """Find greedy outputs that differ from plain decoding, with the gap between the target's logits of the two tokens.
 
-    Beam search is left out, since it searches for other answers, and so are relaxed rules, and servers whose prompts
-    differ. Of a conversation and its repeats, only the first difference is returned. Computing a gap takes a forward
-    pass over the prompt; if ``in_time`` says that there is no time for it, only the position is returned.
+    Beam search is left out, since it searches for other answers, and so are servers whose prompts differ. Of a
+    conversation and its repeats, only the first difference is returned. Computing a gap takes a forward pass over
+    the prompt; if ``in_time`` says that there is no time for it, only the position is returned.
     """
     if sweep.options.salt == "each":
         return []
@@ -469,12 +469,7 @@ def find_differences(
     prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
     found: dict[tuple[str, str], Mismatch] = {}
     for config in sweep.configs:
-        if (
-            config.temperature
-            or config.id == config.baseline
-            or config.kind in OTHER_ANSWERS
-            or not config.lossless
-        ):
+        if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
             continue
         for which, name, turn, repeat in keys:
             if which != config.id or name not in prompts.prompts or (config.id, name) in found:

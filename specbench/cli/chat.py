@@ -76,7 +76,7 @@ def chat(
             notes = [
                 model,
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decoding, setting.policy),
+                *facts(setting.target, setting.drafter, decoding),
             ]
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
             from specbench.cli.summary import show_notes

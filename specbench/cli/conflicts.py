@@ -38,7 +38,6 @@ EXCLUDE = (
         "prompts",
         "it is for one prompt",
     ),
-    Row("generate chat sweep", ("bit_exact",), "relaxed", "outputs differ from plain decoding's with it"),
     Row("generate", ("show_accepted",), "json_output"),
     Row("compare", ("markdown",), "as_json"),
     Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),

@@ -85,7 +85,7 @@ class PromptJob(LoadedRecipe):
             prompt_tokens=len(self.prompt),
             prompt_tail=self.prompt_text[-PROMPT_TAIL:],
             greedy=self.sampling.greedy,
-            lossless=self.recipe.decoding.residual_adjustment and self.policy.lossless,
+            lossless=self.recipe.decoding.residual_adjustment,
         )
 
     def options(self) -> dict[str, Any]:
@@ -95,8 +95,7 @@ class PromptJob(LoadedRecipe):
         named = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
             "draft_policy": self.policy.name,
-            "verification": self.policy.method(self.drafter) if named and self.policy.lossless else None,
-            "relaxed": None if self.policy.relaxed is None else str(self.policy.relaxed),
+            "verification": self.policy.method(self.drafter) if named else None,
             "gamma": policy.gamma if isinstance(policy, FixedLength) else None,
             "costs": "given" if self.recipe.costs else None,
             **opt.deciding(self.recipe, self.sampling, self.target.language_model),
@@ -137,7 +136,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
     for applies, why, names in ignored:
         if applies and (listed := given(ctx, *names)):
             lines.append(f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect {why}.")
-    lines += facts(job.target, job.drafter, job.recipe.decoding, job.policy)
+    lines += facts(job.target, job.drafter, job.recipe.decoding)
     if not job.has_template and chat is not False:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     return lines

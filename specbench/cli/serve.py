@@ -92,8 +92,6 @@ def serve(
     _require_extra()
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     refuse_for_many(recipe)
-    if recipe.policy is not None:
-        recipe.policy.require_lossless("a server answers as its target does")
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
         with starting(quiet) as progress:
@@ -117,7 +115,7 @@ def serve(
             where = f"[{address}]" if ":" in address else address
             notes = [
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decoding, setting.policy),
+                *facts(setting.target, setting.drafter, decoding),
             ]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")

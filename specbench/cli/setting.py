@@ -74,7 +74,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     return LoadedRecipe(replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms)
 
 
-def facts(target: Target, drafter: Drafter, decoding: DecodingOptions, plan: DraftPlan) -> list[str]:
+def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:
     """Return what the user should know of the models before reading an output."""
     lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
     lines += tokenizer_notes([drafter])
@@ -82,8 +82,6 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions, plan: Dra
         lines.append("The drafter grammar has no effect without --json-schema, --regex or --grammar.")
     if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
-    if not plan.lossless:
-        lines.append(f"NOT LOSSLESS: draft tokens are accepted by the relaxed rule {plan.relaxed}.")
     if (parting := widths_differ(target)) is not None:
         lines.append(parting)
     if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":

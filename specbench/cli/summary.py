@@ -105,13 +105,7 @@ def show_summary(
     _line(console, "", headline, "bold" if not problem else "bold yellow", indent=0)
     lines: list[tuple[str, str]] = []
     if not figures["lossless"]:
-        rule = figures["options"].get("relaxed")
-        why = (
-            f"draft tokens were accepted by the relaxed rule {rule}"
-            if rule
-            else "the residual adjustment was off"
-        )
-        lines.append(("note", f"NOT LOSSLESS: {why}"))
+        lines.append(("note", "NOT LOSSLESS: the residual adjustment was off"))
     if advice.blank and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
         lines.append(("note", f"the reply ended before any text; {advice.blank}"))
     lines += [("note", f"{each['message']} {each['advice']}") for each in figures.get("warnings", ())]
@@ -261,15 +255,14 @@ def _tokens(figures: Mapping[str, Any]) -> tuple[str, str]:
     if figures["identical"] is None:
         text = "sampled, so they differ from plain decoding's by design"
         return "tokens", f"{text}; their distribution is the same" if figures["lossless"] else text
-    text = _difference(figures["difference"], lossless=figures["lossless"])
+    text = _difference(figures["difference"])
     differing, pairs = figures["differing_repeats"], len(figures["repeats"])
     return "tokens", text if differing == pairs else f"{text}; in {differing} of {pairs} repeats"
 
 
-def _difference(difference: Mapping[str, Any], *, lossless: bool) -> str:
+def _difference(difference: Mapping[str, Any]) -> str:
     ours, plain = ("(end)" if text is None else f"'{visible(text)}'" for text in difference["texts"])
     verdict = "a numerical tie" if difference["numerical_tie"] else "NO numerical tie: please report it"
-    verdict = verdict if lossless else "not lossless"
     units = f"{difference['gap_units']:.1f} rounding units of {difference['rounding']}"
     return (
         f"differ from plain decoding's at {difference['position']}, {ours} against {plain}, with logits"

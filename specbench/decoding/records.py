@@ -298,7 +298,7 @@ class Generation:
         target, drafter: Their names.
         dtype: The target's dtype.
         seed: The seed of all random draws.
-        lossless: Whether the target's distribution is kept (False with a relaxed rule, or without residual adjustment).
+        lossless: Whether the target's distribution is kept (False without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
         costs: The costs that the policy used, if any, as ``--costs`` takes them.
         pieces: The text by token with its source; characters of several tokens belong to the last. ``None`` without a

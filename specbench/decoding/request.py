@@ -16,7 +16,7 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.verdicts import METHODS
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.notation import add_option
-from specbench.specs.verification import Relaxed, VerificationName
+from specbench.specs.verification import VerificationName
 
 
 def _always() -> bool:
@@ -31,23 +31,13 @@ class DraftPlan:
         policy: Decides how many tokens are drafted, and in which shape.
         keeps_state: Whether the policy keeps what it has learned for the next prompt.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
-        relaxed: Accepts draft tokens by this rule instead, at any temperature: NOT LOSSLESS. ``None`` for no such rule.
         allowed: Returns whether a step can have a draft.
     """
 
     policy: DraftPolicy
     keeps_state: bool = False
     verification: VerificationName | None = None
-    relaxed: Relaxed | None = None
     allowed: Callable[[], bool] = _always
-
-    def __post_init__(self) -> None:
-        if self.relaxed is not None and self.verification is not None:
-            raise UsageError(
-                f"The relaxed rule {self.relaxed} decides in place of a verification method, and {self.verification}"
-                " is given too.",
-                "Leave one of them out.",
-            )
 
     @classmethod
     def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
@@ -59,26 +49,17 @@ class DraftPlan:
         name = self.policy.name
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
-        if self.relaxed is not None:
-            name = add_option(name, f"relaxed={self.relaxed}")
         return f"{name}, kept" if self.keeps_state else name
 
     def method(self, drafter: Drafter) -> VerificationName:
         """Return the method that verifies the drafts of a drafter."""
         if self.verification is not None:
             return self.verification
-        if self.relaxed is not None:
-            return "naive"  # decides where the rule takes no draft token
         if drafter.several_drafters:
             return "specinfer"
         if not self.policy.branches:
             return "rejection"
         return "naive" if self.policy.certain_only or drafter.certain else "traversal"
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the target's distribution is kept."""
-        return self.relaxed is None
 
     def costs(self) -> dict[str, Any] | None:
         """See ``DraftPolicy.costs``."""
@@ -144,11 +125,6 @@ class Request:
 
     def _check_tree(self) -> None:
         policy, method, several = self.plan.policy, self.method, self.drafter.several_drafters
-        if not self.residual_adjustment and self.plan.relaxed is not None:
-            raise UsageError(
-                "A relaxed rule has no residual adjustment to leave out.",
-                "Leave --relaxed or --no-residual-adjustment out.",
-            )
         if not self.residual_adjustment and (policy.branches or method != "rejection"):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -192,12 +168,7 @@ class Request:
 
     def verification(self, sampling: Sampling) -> Verification:
         """Return what judges the drafts, with the transforms of this output."""
-        return verification_of(
-            sampling,
-            self.method,
-            residual_adjustment=self.residual_adjustment,
-            relaxed=self.plan.relaxed,
-        )
+        return verification_of(sampling, self.method, residual_adjustment=self.residual_adjustment)
 
     @property
     def requested_length(self) -> int:

@@ -13,9 +13,8 @@ Greedy decoding needs none of this: there every method keeps the child that is t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +23,6 @@ from specbench.decoding.distributions import TokenDistribution
 from specbench.decoding.drafts import Draft, Draws
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness
-from specbench.specs.verification import Relaxed
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -121,42 +119,6 @@ def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
     token = random.draw(p)
     certain = any(token in tokens for tokens, q in candidates if q is None)
     return _Ruling(token, None if certain else p)
-
-
-def relaxed(rule: Relaxed) -> _Rule:
-    """Return the rule that accepts the most probable candidate that a relaxed rule takes; without one, ``naive``.
-
-    It is not lossless: of a drawn candidate, an output token has the distribution q·1[taken] + (1 - q(taken))·p.
-    """
-
-    def decide(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
-        best = best_taken(rule, p, (token for tokens, _ in candidates for token in tokens))
-        return naive(p, candidates, random) if best is None else _Ruling(best)
-
-    return decide
-
-
-def best_taken(rule: Relaxed, p: torch.Tensor, tokens: Iterable[int]) -> int | None:
-    """Return the most probable token that a rule takes, the first of equals; ``None`` if it takes none.
-
-    Ties with the k-th token are among the k most probable, and an impossible token is never taken.
-
-    Args:
-        p: The target's distribution, float32 [vocab].
-        tokens: The candidates.
-    """
-    best = max(tokens, key=lambda token: float(p[token]), default=None)
-    if best is None or not float(p[best]) > 0.0:
-        return None
-    least = 0.0
-    if rule.top_k is not None:
-        least = float(p.topk(min(rule.top_k, len(p))).values[-1])
-    if rule.margin is not None:
-        least = max(least, float(p.max()) - rule.margin)
-    if rule.typical is not None:
-        entropy = -float(torch.xlogy(p, p).sum())
-        least = max(least, min(rule.typical, math.sqrt(rule.typical) * math.exp(-entropy)))
-    return best if float(p[best]) >= least else None
 
 
 def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
@@ -327,8 +289,3 @@ METHODS: Mapping[str, Method] = {
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }
 """Verification methods, by their names in ``specbench.specs.verification``."""
-
-
-def relaxed_method(rule: Relaxed) -> Method:
-    """Return the method that accepts what a rule takes: ``naive`` otherwise, so it takes the same drafts."""
-    return replace(METHODS["naive"], walk=_walked(relaxed(rule)))

@@ -16,8 +16,8 @@ import torch
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness, Sampling
-from specbench.decoding.verdicts import METHODS, Method, best_taken, relaxed_method, top
-from specbench.specs.verification import Relaxed, VerificationName
+from specbench.decoding.verdicts import METHODS, Method, top
+from specbench.specs.verification import VerificationName
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -89,7 +89,6 @@ def verification_of(
     name: VerificationName = "rejection",
     *,
     residual_adjustment: bool = True,
-    relaxed: Relaxed | None = None,
 ) -> Verification:
     """Return the verification for these transforms.
 
@@ -97,11 +96,7 @@ def verification_of(
         sampling: The transforms.
         name: See ``specbench.specs.verification``; in greedy decoding all are the same.
         residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
-        relaxed: Accepts draft tokens by this rule, in place of the method: not lossless.
     """
-    if relaxed is not None:
-        greedy = RelaxedGreedyVerification(relaxed, sampling)
-        return greedy if sampling.greedy else TreeVerification(relaxed_method(relaxed))
     if sampling.greedy:
         return GreedyVerification()
     if name == "rejection":
@@ -137,46 +132,6 @@ class GreedyVerification:
                 tokens += sampling.choose(logits[node + 1 : node + 2], [*context, *tokens])
             node = draft.child(node, tokens[-1])
         return Verdict(path, tokens)
-
-
-class RelaxedGreedyVerification:
-    """Follows the target's choices, and where one was not drafted the likeliest draft token that a rule takes.
-
-    Not lossless. Probabilities are at temperature 1, after the transforms that depend on the context.
-    """
-
-    takes_trees = True
-    drawing = staticmethod(top)
-
-    def __init__(self, rule: Relaxed, sampling: Sampling) -> None:
-        self._rule, self._untempered = rule, sampling.untempered()
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,  # noqa: ARG002
-    ) -> Verdict:
-        path: list[int] = []
-        tokens: list[int] = []
-        node = -1
-        while True:
-            row, after = logits[node + 1 : node + 2], [*context, *tokens]
-            token = sampling.choose(row, after)[0]
-            child = draft.child(node, token)
-            drafted = [each for draws in draft.draws(node) for each in draws.tokens] if child is None else []
-            if drafted:
-                p = self._untempered.probabilities(row, after)[0]
-                taken = best_taken(self._rule, p, drafted)
-                if taken is not None:
-                    token, child = taken, draft.child(node, taken)
-            tokens.append(token)
-            if child is None:
-                return Verdict(path, tokens)
-            node = child
-            path.append(node)
 
 
 class RejectionVerification:

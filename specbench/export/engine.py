@@ -122,7 +122,6 @@ class ExportEngine(ABC):
         Raises:
             UsageError: The engine does not support its drafter or the trained head in it.
         """
-        setting.policy.require_lossless("it is not exported")
         head = self._head(setting)
         if not self.supports(setting.drafter):
             raise self.unsupported(setting)

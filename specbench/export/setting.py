@@ -332,7 +332,6 @@ class RunSettings:
                 "Name another setting, or measure it again.",
             )
         policy = parse_policy(config.draft_policy)
-        policy.require_lossless(f"{one_line(config.label)} is not exported")
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
         target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe))

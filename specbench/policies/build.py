@@ -25,5 +25,5 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     taken = dict(spec.options)
     module, _, name = spec.kind.policy.partition(":")
     made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
-    verifying = {name: taken.pop(name, None) for name in ("verification", "relaxed")}
-    return DraftPlan(made(**taken), keeps_state=keep, **verifying)
+    verification = taken.pop("verification", None)
+    return DraftPlan(made(**taken), keeps_state=keep, verification=verification)

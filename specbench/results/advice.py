@@ -161,20 +161,6 @@ def baseline_too_slow(speedup: Estimate) -> RunWarning | None:
     )
 
 
-def not_lossless(labels: Sequence[str]) -> RunWarning | None:
-    """Return a warning if configurations, by their labels, do not keep the target's distribution."""
-    if not labels:
-        return None
-    which = labels[0] if len(labels) == 1 else f"{len(labels)} configurations"
-    return RunWarning(
-        "not-lossless",
-        "warning",
-        f"{which} accepted draft tokens by a relaxed rule: their outputs are not the target's.",
-        "Compare them with lossless ones only together with how far their outputs diverge from the target's.",
-        {"configs": list(labels)},
-    )
-
-
 def tokens_differ(
     differences: Mapping[str, Sequence[Mismatch]],
     prompts: int,
@@ -338,7 +324,6 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
         own = {row.config.label: row.speedup for row in sure if row.config.kind not in others}
         found.append(wide_intervals(own))
     found += [baseline_too_slow(row.speedup) for row in sure if row.config.kind == "transformers"]
-    found.append(not_lossless([config.label for config in run.configs if not config.lossless]))
     labels = {config.id: config.label for config in run.configs}
     differences: dict[str, list[Mismatch]] = {}
     for entry in run.differences or ():

@@ -23,7 +23,6 @@ OTHER_ANSWERS = ("beam",)
 FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
 """Kinds of configurations that another library decodes."""
 
-LOSSY = " (NOT lossless)"
 """What the labels of configurations end with that do not keep the target's distribution."""
 
 PLAIN = "plain decoding"
@@ -154,9 +153,6 @@ class RunConfig(Record):
         StoredRecipe | None,
         doc("the whole of it, for specbench's own loop; `null` where something else decodes"),
     ] = None
-    lossless: Annotated[
-        bool, doc("whether the target's distribution is kept; `false` with a relaxed rule (`--relaxed`)")
-    ] = True
 
 
 class PromptInfo(Record):

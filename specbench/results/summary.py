@@ -91,8 +91,7 @@ class SummaryRow:
         joules_per_token: Energy of its generations over their tokens, if a counter could be read.
         log_probability: Log-probability per token of an answer, mean over prompts; NaN if it was not requested.
         identical_share: Share of greedy outputs that equal the baseline's.
-        difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``, ``relaxed``); ``None``
-            if all are equal.
+        difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` for none.
         cached_share: Share of the prompts' tokens that a server took from its cache, if it reports that.
         provisional: Whether a wider interval was used for the verdict, because other programs used the machine most of
             the time.
@@ -139,11 +138,6 @@ class SummaryRow:
         return self.config.id == self.config.baseline
 
     @property
-    def worth(self) -> tuple[bool, float]:
-        """What the best of several rows has the most of: lossless ones come before others."""
-        return self.config.lossless, self.speedup.value
-
-    @property
     def measured(self) -> bool:
         """Whether a speedup over another configuration was measured."""
         return not self.is_baseline and not math.isnan(self.speedup.value)
@@ -182,8 +176,7 @@ class Summary:
     def winners(self) -> set[str]:
         """Ids of the configurations with the highest speedup over each baseline, if their verdict is "faster".
 
-        One that is not lossless wins only over others that are not. For a run of `specbench tune`, it is the
-        configuration that it found fastest.
+        For a run of `specbench tune`, it is the configuration that it found fastest.
         """
         if self.fastest is not None:
             return set(self.fastest)
@@ -191,7 +184,7 @@ class Summary:
         for row in self.rows:
             if row.config.kind in RIVALS and row.verdict == "faster":
                 known = best.setdefault(row.config.baseline, row)
-                if row.worth > known.worth:
+                if row.speedup.value > known.speedup.value:
                     best[row.config.baseline] = row
         return {row.config.id for row in best.values()}
 
@@ -470,8 +463,6 @@ def _speedups_of(pairs: pd.DataFrame, confidence: float) -> tuple[Estimate, Esti
 
 def _cause(differences: Iterable[Mismatch], config: RunConfig) -> str:
     """Return why outputs differ, from the check of their first differing tokens at the end of the sweep."""
-    if not config.lossless:
-        return "relaxed"
     ties = {each.numerical_tie for each in differences if each.config == config.id}
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 

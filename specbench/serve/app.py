@@ -251,7 +251,6 @@ class _Api:
             return None
         default = default_policy(greedy=sampling.greedy, gamma=asked.gamma)
         spec = default if asked.policy is None else parse_policy(asked.policy)
-        spec.require_lossless("a server answers as its target does")
         if self._defaults.drafter is not None:
             spec.check(self._defaults.drafter)
         return build_policy(spec, gamma=asked.gamma)

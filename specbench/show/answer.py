@@ -25,7 +25,7 @@ from specbench.results.requests import (
     request_rows,
 )
 from specbench.results.results import Results
-from specbench.results.run import FOREIGN, LOSSY, PLAIN, RunConfig, stored_recipes
+from specbench.results.run import FOREIGN, PLAIN, RunConfig, stored_recipes
 from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
@@ -139,7 +139,7 @@ class _Answers:
                 f"plain decoding runs at {_speed(plain[0])}" if plain else "no plain generation has finished"
             )
             return Answer(f"No speculative generation has finished; {speed}.", None, details=details)
-        top = max(measured, key=lambda row: row.worth)
+        top = max(measured, key=lambda row: row.speedup.value)
         best = next((row for row in measured if row.config.id in self.summary.winners), top)
         if best.config.id in self.summary.winners:
             headline = self._speedups(best, by_category=True)
@@ -459,8 +459,8 @@ def _described(row: SummaryRow | RequestRow) -> str:
     with suppress(UsageError):  # a stored run may be of another version
         word = parse_policy(config.draft_policy).word
     fixed = word == "fixed" and config.gamma is not None
-    policy = f"γ = {config.gamma}" if fixed and config.lossless else one_line(config.draft_policy)
-    return f"{one_line(config.drafter)} with {policy}{'' if config.lossless else LOSSY}"
+    policy = f"γ = {config.gamma}" if fixed else one_line(config.draft_policy)
+    return f"{one_line(config.drafter)} with {policy}"
 
 
 def _speed(row: SummaryRow) -> str:

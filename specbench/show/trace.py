@@ -43,21 +43,15 @@ class VerdictRule:
     greedy: bool = False
     lossless: bool = True
     verification: str | None = None
-    relaxed: str | None = None
 
     @classmethod
     def of(cls, header: TraceHeader) -> VerdictRule:
         name = header.options.get("verification")
         own = isinstance(name, str) and name != "rejection"
-        rule = header.options.get("relaxed")
-        relaxed = rule if isinstance(rule, str) else None
-        return cls(header.greedy, header.lossless, name if own else None, relaxed)
+        return cls(header.greedy, header.lossless, name if own else None)
 
     def sentence(self) -> str:
         """Return when a draft token is accepted."""
-        if self.relaxed is not None:
-            drawn = "the argmax of p" if self.greedy else "a token drawn from p"
-            return f"a draft is accepted by {self.relaxed}, or if it is {drawn}"
         if self.greedy:
             return "a draft is accepted if it is the argmax of p"
         if self.verification is not None:
@@ -66,11 +60,9 @@ class VerdictRule:
 
     def notes(self) -> list[Span]:
         """Return what else a reader must know."""
-        why = "the residual adjustment is off" if self.relaxed is None else "the rule is relaxed"
-        notes = [(f"not lossless: {why}", "bold red")][self.lossless :]
+        notes = [("not lossless: the residual adjustment is off", "bold red")][self.lossless :]
         if self.greedy:
-            decide = "decide nothing" if self.relaxed is None else "q decides nothing"
-            notes.append((f"greedy: p and q are of the softmax without temperature and {decide}", ""))
+            notes.append(("greedy: p and q are of the softmax without temperature and decide nothing", ""))
         return notes
 
     def origin(self, step: TraceStep) -> str:
@@ -78,7 +70,7 @@ class VerdictRule:
         index = "".join(_DIGITS[int(digit)] for digit in str(step.accepted + 1))
         p, q = f"p{index}", f"q{index}"
         source = p
-        if step.closing == "corrected" and not self.greedy and self.relaxed is None:
+        if step.closing == "corrected" and not self.greedy:
             if step.parents or self.verification is not None:
                 source = p if self.verification == "naive" else f"the residual of {p}"
             else:

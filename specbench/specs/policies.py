@@ -13,7 +13,7 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Dashed, Option, dashed, join_spec, read_options, split_spec
-from specbench.specs.verification import Relaxed, verification_name
+from specbench.specs.verification import verification_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PolicyKind:
     @property
     def options(self) -> tuple[Option, ...]:
         """All its options."""
-        return (*self.own, _VERIFICATION, _RELAXED)
+        return (*self.own, _VERIFICATION)
 
     def takes(self, name: str) -> bool:
         """Return whether it has an option of this name, or takes ``costs``, which are not part of a spec."""
@@ -54,13 +54,6 @@ _VERIFICATION = Option(
     parse=verification_name,
     expected="verification method",
     name="verification",
-)
-_RELAXED = Option(
-    "relaxed=RULE",
-    "accept draft tokens that are likely by the target's distribution, as --relaxed does: NOT LOSSLESS (off)",
-    parse=Relaxed.parse,
-    expected="relaxed rule",
-    name="relaxed",
 )
 
 
@@ -218,18 +211,6 @@ class PolicySpec:
     @property
     def word(self) -> str:
         return self.kind.word
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the target's distribution is kept."""
-        return "relaxed" not in self.options
-
-    def require_lossless(self, why: str) -> None:
-        """Raise ``UsageError``, with the reason, if the target's distribution is not kept."""
-        if not self.lossless:
-            raise UsageError(
-                f"The relaxed rule {self.options['relaxed']} is NOT LOSSLESS: {why}.", "Leave the rule out."
-            )
 
     @property
     def nodes(self) -> int:

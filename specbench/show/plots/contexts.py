@@ -47,11 +47,7 @@ def _series(run: PlotData, curve: ContextCurve, number: int) -> Series:
     config = curve.rows[0].config
     several = len({row.config.temperature for row in run.rows}) > 1
     server = config.kind == "server"
-    policy = (
-        short(config.draft_policy, 20)
-        if config.gamma is None or not config.lossless
-        else f"γ = {config.gamma}"
-    )
+    policy = short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
     parts = (
         short(config.drafter, canvas.NAME) if server or len(run.drafters) > 1 else "",
         "" if server else policy,

@@ -150,11 +150,7 @@ def _mean_throughput(rows: Sequence[RequestRow]) -> float:
 
 
 def _policy(config: RunConfig) -> str:
-    return (
-        short(config.draft_policy, 20)
-        if config.gamma is None or not config.lossless
-        else f"γ = {config.gamma}"
-    )
+    return short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
 
 
 class _Key(NamedTuple):
