@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random as standard_random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
 from typing import Any
@@ -336,24 +335,6 @@ def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 2
     """Let it see passes of that batch with 0, 1, 2 and 3 drafts each."""
     for _, drafts in itertools.product(range(rounds), range(4)):
         batch_costs.observe(made(seconds(batch * (1 + drafts)), [drafts] * batch))
-
-
-def test_rows_cost_what_the_experts_take_that_a_shared_pass_reads():
-    """A pass over n rows reads 16·(1 - 0.75^n) experts, and takes 1 and 0.5 for each of them."""
-
-    def seconds(rows: int) -> float:
-        return 1.0 + 0.5 * 16 * (1 - 0.75**rows)
-
-    with_counts, without = BatchCosts(), BatchCosts()
-    for drafts in (0, 1, 2) * 12:
-        one = made(seconds(2 * (1 + drafts)), [drafts] * 2)
-        without.observe(one)
-        with_counts.observe(replace(one, experts=4 * (1 - 0.75 ** (2 * (1 + drafts)))))
-    for rows in (2, 4, 6, 12):
-        assert with_counts.target_s(rows) == pytest.approx(seconds(rows), rel=0.03)
-    assert without.target_s(12) > 1.1 * seconds(12), "a line over rows"
-    with_counts.observe(made(seconds(4), [1, 1]))  # not counted
-    assert with_counts.target_s(12) == pytest.approx(seconds(12), rel=0.03)
 
 
 def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():

@@ -22,7 +22,7 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, run_to_end
 from specbench.decoding.reach import ContextReach
-from specbench.decoding.records import ExpertsRead, Prefill, Step, StepTimes
+from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -47,7 +47,6 @@ from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import confidence, entropy, is_free, normalized_entropy
 from specbench.policies.costs import GivenCosts, MeasuredCosts
 from specbench.policies.outcomes import best_threshold
-from specbench.policies.width_times import ExpertRows
 from specbench.specs import policies
 from specbench.specs.drafters import Lookup, NGram, parse_drafter
 from specbench.specs.policies import parse_policy, policy_words
@@ -950,7 +949,6 @@ def simulate(
     informative: bool = False,
     reach: ContextReach | None = None,
     context: int = 0,
-    experts: bool = False,
 ) -> list[int]:
     """Draft lengths of a run of ``len(alphas)`` steps in which every draft of step s passes with ``alphas[s]``.
 
@@ -977,8 +975,7 @@ def simulate(
         accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
         step = replace(a_step(gamma, accepted, index=index), position=context + index)
         times = StepTimes(draft_s=noisy(c * gamma), verify_s=noisy(v[gamma + 1]))
-        read = read_by(gamma + 1) if experts else None
-        policy.observe(replace(step, times=times, experts=read))
+        policy.observe(replace(step, times=times))
         gammas.append(gamma)
     return gammas
 
@@ -1479,97 +1476,3 @@ def test_a_probe_that_took_no_pass_is_not_paid_for():
     policy.observe(step)
     policy.begin(20)
     assert policy.notes()["probe"] == 1, "it still has to find out"
-
-
-# -- experts -----------------------------------------------------------------------------------------
-
-
-def read_by(
-    n: int, experts: int = 128, chosen: int = 8, generator: random.Random | None = None
-) -> ExpertsRead:
-    """What ``n`` tokens read whose choices are independent; without a generator their expected number."""
-    if generator is None:
-        return ExpertsRead((round(1000 * experts * (1 - (1 - chosen / experts) ** n)),), 1000.0 * chosen)
-    rows = [generator.sample(range(experts), chosen) for _ in range(n)]
-    return ExpertsRead((len({each for row in rows for each in row}),), float(chosen))
-
-
-def with_experts(gamma: int, seconds: float, experts: ExpertsRead) -> Step:
-    return replace(timed(gamma, 0.05 * gamma, seconds), experts=experts)
-
-
-def test_experts_of_unseen_numbers_of_tokens_follow_those_seen():
-    rows = ExpertRows()
-    assert rows(1) == 1.0
-    assert rows(3) > rows(2) > 1.5, "before anything is seen"
-    generator = random.Random(0)
-    for _ in range(20):
-        for n in (2, 4):
-            rows.add(n, read_by(n, generator=generator).ratio)
-    for n in (1, 2, 4, 3, 9, 16):
-        assert rows(n) == pytest.approx(read_by(n).ratio, rel=0.05 if n > 9 else 0.03)
-    alike = ExpertRows()
-    for _ in range(3):
-        alike.add(5, 1.0)
-    assert alike(9) == pytest.approx(1.0, abs=0.01)
-    apart = ExpertRows()
-    apart.add(3, 3.0)
-    assert apart(6) == pytest.approx(6.0, rel=1e-3)
-    jump = ExpertRows()
-    for n, ratio in ((2, 1.9), (3, 1.2)):
-        jump.add(n, ratio)
-    assert jump(3) >= jump(2), "more tokens never read less"
-
-
-def test_the_time_of_a_pass_follows_the_experts_that_it_reads():
-    """Passes take 0.2 and 0.1 for each expert of one token's eight, whatever their number of tokens."""
-    measured, generator = MeasuredCosts(), random.Random(1)
-    for index in range(60):
-        gamma = (1, 3)[index % 2]
-        experts = read_by(gamma + 1, generator=generator)
-        measured.observe(with_experts(gamma, 0.2 + 0.1 * experts.total, experts), caught_up=True)
-    v = measured.verify_s(9)
-    for n in (1, 2, 4, 6, 9):
-        assert v[n] == pytest.approx(0.2 + 0.1 * read_by(n).ratio * 8, rel=0.06)
-    fitted = measured.to_dict()["experts"]
-    assert fitted["base_s"] == pytest.approx(0.2, abs=0.15)
-    assert fitted["expert_s"] == pytest.approx(0.1, rel=0.1)
-    assert fitted["error"] < 0.02
-    assert fitted["read"]["4"] == pytest.approx(8 * read_by(4).ratio, rel=0.03)
-    blind = MeasuredCosts()
-    for gamma in (1, 3) * 30:
-        blind.observe(timed(gamma, 0.05 * gamma, 0.2 + 0.1 * read_by(gamma + 1).ratio * 8), caught_up=True)
-    assert blind.verify_s(9)[1] > 1.2 * v[1], "a line over tokens overestimates a plain step"
-    assert "experts" not in blind.to_dict()
-
-
-def test_a_disturbed_pass_says_nothing_of_experts():
-    measured = MeasuredCosts()
-    for index in range(60):
-        gamma = (0, 2, 4)[index % 3]
-        experts = read_by(gamma + 1)
-        slow = 5.0 if index % 10 == 4 else 1.0
-        measured.observe(with_experts(gamma, slow * (0.1 + experts.ratio), experts), caught_up=True)
-    v = measured.verify_s(5)
-    assert [v[n] for n in (1, 3, 5)] == pytest.approx([0.1 + read_by(n).ratio for n in (1, 3, 5)], rel=0.02)
-    assert measured.to_dict()["experts"]["error"] < 0.02
-    measured.reset()
-    measured.observe(timed(2, 0.0, 1.0), caught_up=True)
-    assert "experts" not in measured.to_dict()
-
-
-@pytest.mark.parametrize("alpha", [0.5, 0.75, 0.9])
-def test_auto_finds_the_best_length_with_experts(alpha):
-    v = [0.0, *(0.2 + read_by(n).ratio for n in range(1, 41))]
-    reached = []
-    for seed in range(3):
-        gammas = simulate(AutoLength(), [alpha] * 200, 0.05, v, seed=seed, experts=True)[60:]
-        reached.append(rate(gammas, alpha, 0.05, v))
-    assert sum(reached) / 3 >= 0.97 * best_fixed(alpha, 0.05, v)
-
-
-def test_a_sampled_run_with_experts_can_be_repeated_with_its_costs():
-    first, v = AutoLength(), [0.0, *(0.2 + read_by(n).ratio for n in range(1, 41))]
-    gammas = simulate(first, [0.7] * 60, 0.05, v, experts=True)
-    again = AutoLength(costs=parse_costs(json.loads(json.dumps(first.costs()))))
-    assert simulate(again, [0.7] * 60, 7.0, V_FLAT, experts=True) == gammas

@@ -116,7 +116,6 @@ class ExpertsRead:
     Attributes:
         by_layer: How many different ones each layer with experts read.
         one: How many a pass over one of its tokens alone would read in all layers, on average over the tokens.
-        shared: How many the pass read with the tokens of other requests; ``None`` if there were none.
 
     Example:
         >>> ExpertsRead((12, 14), 16.0).ratio
@@ -125,7 +124,6 @@ class ExpertsRead:
 
     by_layer: tuple[int, ...]
     one: float
-    shared: int | None = None
 
     @property
     def total(self) -> int:
@@ -272,7 +270,6 @@ class SharedPass:
         began_s: Its start by the scheduler's clock.
         seconds: Its duration.
         active, waiting: Numbers of active and queued requests.
-        experts: How many times the experts of one token it read; ``None`` without experts.
     """
 
     model: object
@@ -284,7 +281,6 @@ class SharedPass:
     seconds: float
     active: int
     waiting: int
-    experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -226,7 +226,7 @@ class Scheduler:
             for each in parts:  # one by one, so that only those that cause it fail
                 self._make([each], events)
             return
-        self._report(parts, fed, began, outputs)
+        self._report(parts, fed, began)
         for (job, part), rows in zip(parts, outputs, strict=True):
             job.passed_over = False
             try:
@@ -249,7 +249,6 @@ class Scheduler:
         parts: Sequence[tuple[_Job, ForwardRequest]],
         fed: tuple[int, ...],
         began: float,
-        outputs: Sequence[ForwardOutput],
     ) -> None:
         if self._watch is None:
             return
@@ -266,7 +265,6 @@ class Scheduler:
                 seconds=self._clock.now() - began,
                 active=len(self._active),
                 waiting=sum(job.arrived <= began for job in self._waiting),
-                experts=_experts_of(outputs),
             )
         )
 
@@ -402,16 +400,6 @@ class Scheduler:
 
 def _number(job: _Job) -> int:
     return job.number
-
-
-def _experts_of(outputs: Sequence[ForwardOutput]) -> float | None:
-    """Return what passes read over what one token reads; ``None`` unless all count experts."""
-    read = [output.experts for output in outputs if output.experts is not None]
-    if not read or len(read) < len(outputs):
-        return None
-    total = sum(each.total for each in read) if read[0].shared is None else read[0].shared
-    one = sum(each.one for each in read) / len(read)
-    return total / one if one else None
 
 
 def _runner_of(scorer: Scorer) -> object:

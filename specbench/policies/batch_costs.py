@@ -116,7 +116,7 @@ class BatchCosts:
             self.rows, self.requests = requests + sum(made.drafted) if reading else sum(made.fed), requests
             self.drafters = sum(each > 0 for each in made.drafted)
             if not reading:
-                self._timed(made.seconds, made.experts)
+                self._timed(made.seconds)
             self._forget()
             if self._timed_any:
                 self._rounds = _MEMORY * self._rounds + 1.0
@@ -149,13 +149,13 @@ class BatchCosts:
         since = self.rounds - self._asked_at
         return not self._forgot or reading_s <= _RELEARNING * since * self.target_s(self.requests)
 
-    def _timed(self, seconds: float, experts: float | None) -> None:
+    def _timed(self, seconds: float) -> None:
         """Record the time of the target's last pass, in which no prompt was read."""
         if self.rows == self.requests:
-            self.plain_s.add(self.requests, seconds, experts=experts)
+            self.plain_s.add(self.requests, seconds)
             return
         # A number of rows hardly ever repeats: those within half a row per request count as one.
-        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds, experts)
+        self.drafted_s.add(self.rows, seconds, max(1, self.requests // 2), self.rounds)
 
     def target_s(self, rows: int) -> float:
         """Return the seconds of a pass of the last one's requests over that many rows; 1 row takes 1 before any."""

@@ -231,7 +231,6 @@ class MeasuredCosts(CostSource):
         self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
         self._first_s = self._later_s = 0.0
         self._steps = WidthTimes()
-        self._one = 0.0  # experts that one token reads
         self._reading_s = 0.0
 
     @property
@@ -273,9 +272,7 @@ class MeasuredCosts(CostSource):
         self._samples.append((draft_s, verify_s))
         if verify_s is None:
             return
-        read = step.experts
-        self._steps.add(step.verified, verify_s, experts=None if read is None else read.ratio)
-        self._one = 0.0 if read is None else read.one
+        self._steps.add(step.verified, verify_s)
         if draft_s is not None:
             made = self._drafts.setdefault(passes, deque(maxlen=LATEST_STEPS))
             made.append((draft_s, max(verify_s, INSTANT), step.verified))
@@ -305,18 +302,9 @@ class MeasuredCosts(CostSource):
 
     def to_dict(self) -> Json:
         draft_s, steps = self.draft_s if self._drafts else None, self._steps
-        fitted = {}
-        if steps.experts is not None and self._one:
-            fitted["experts"] = {
-                "base_s": steps.first_s - steps.slope_s,
-                "expert_s": steps.slope_s / self._one,
-                "error": steps.error,
-                "read": {str(n): steps.experts(n) * self._one for n in steps.seen},
-            }
         return {
             **costs_to_dict(draft_s, {n: steps(n) for n in steps.seen}),
             **({"drafter_reading_s": self._reading_s} if self._reading_s else {}),
-            **fitted,
             "steps": [list(sample) for sample in self._samples],
         }
 

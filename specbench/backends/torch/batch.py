@@ -120,15 +120,14 @@ class BatchedModel:
             counts = any(each.counts_experts for each in requests)
             with self.loaded.watch_experts(counts) as choices:
                 made = self._forward(ids, cache, wanted_rows, layers)
-            whole = None if choices is None else choices.read()
             found = []
             for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True)):
                 hidden = None
                 if each.layers and made.hidden is not None:
                     hidden = made.hidden[fed[i]][:, [layers.index(layer) for layer in each.layers]]
                 experts = None
-                if choices is not None and whole is not None and each.counts_experts:
-                    experts = choices.read(fed[i], whole.total)
+                if choices is not None and each.counts_experts:
+                    experts = choices.read(fed[i])
                 found.append(ForwardOutput(scorer.fit(made.logits[given[i]]), hidden, experts))
         except BaseException:
             for feed, length in zip(feeds, lengths, strict=True):

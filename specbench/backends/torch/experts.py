@@ -53,12 +53,11 @@ class ExpertChoices:
         """Whether something was noted."""
         return bool(self._chosen)
 
-    def read(self, rows: slice = slice(None), shared: int | None = None) -> ExpertsRead | None:
+    def read(self, rows: slice = slice(None)) -> ExpertsRead | None:
         """Return the numbers of experts that these rows of each pass read; ``None`` if nothing was noted.
 
         Args:
             rows: Those of a request; by default all.
-            shared: See ``ExpertsRead``.
         """
         passes, left = divmod(len(self._chosen), self._layers)
         if not passes or left:
@@ -69,7 +68,7 @@ class ExpertChoices:
             *counts, own = self._count(chosen)
             read = [total + count for total, count in zip(read, counts, strict=True)]
             alone, fed = alone + own, fed + len(chosen[0])
-        return ExpertsRead(tuple(read), alone / max(1, fed), shared)
+        return ExpertsRead(tuple(read), alone / max(1, fed))
 
     def _count(self, chosen: Sequence[Tensor]) -> list[int]:
         """Return how many different experts a pass read in each layer, and then how many its tokens read alone."""
