@@ -83,8 +83,6 @@ FREE = (
     "ngram:window=9",
     "suffix",
     "suffix:n=3,keep",
-    "recycle",
-    "recycle:top-k=2",
 )
 STEERED = ("", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "mlp.down_proj",
            "self_attn.o_proj", "mlp.up_proj")  # fmt: skip
@@ -184,7 +182,7 @@ def draw(number: int, recurrent: bool = False) -> Case:
     elif roll < 0.7:
         case.drafter = "model"
     elif roll < 0.85:
-        front = r.choice(("lookup", "ngram", "suffix", "recycle", "lookup:passes=2"))
+        front = r.choice(("lookup", "ngram", "suffix", "lookup:passes=2"))
         case.drafter = f"{front}+{r.choice(('model', own))}"
     else:
         case.drafter = "guesses"

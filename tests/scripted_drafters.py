@@ -42,7 +42,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.drafters.translate import TranslatingDrafter, Translation
@@ -211,7 +210,6 @@ DRAFTERS: dict[str, Entry] = {
     "ngram:top-k=2": Entry("ngram:top-k=2", lambda _: NGramDrafter(NGram(top_k=2))),
     "ngram:sample": Entry("ngram:sample", lambda _: NGramDrafter(NGram(sample=True))),
     "suffix": Entry("suffix", lambda _: SuffixDrafter()),
-    "recycle": Entry("recycle", lambda _: RecycleDrafter()),
     "self": Entry(
         "self:int8",
         lambda target: SelfDrafter(

@@ -21,8 +21,8 @@ from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, TopK
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
+from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength
 from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.verification import VerificationName
@@ -91,7 +91,7 @@ def test_several_drafters_pass():
 
 
 def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
-    class Listening(RecycleDrafter):
+    class Listening(SuffixDrafter):
         heard: ClassVar[list[Sequence[int]]] = []
 
         def update(self, outcome: StepOutcome) -> None:

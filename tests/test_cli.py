@@ -423,7 +423,7 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
         ("lookup+self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
         ("self:layers=1", ["--gamma", 3, "--verification", "rejection"], "a draft is accepted if r < p/q"),
         ("self:layers=1", ["--gamma", 3, "--verification", "block"], "by block,"),
-        ("lookup|recycle", ["--gamma", 3], "by specinfer,"),
+        ("lookup|suffix", ["--gamma", 3], "by specinfer,"),
         ("lookup|self:layers=1", ["--gamma", 3, "--verification", "naive"], "by naive,"),
         ("self:layers=1", ["--tree", "static:nodes=6"], "by traversal,"),
         (
@@ -431,7 +431,7 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
             ["--tree", "static:nodes=6", "--verification", "greedy-draft"],
             "by greedy-draft,",
         ),
-        ("recycle", ["--tree", "static:nodes=6"], "by naive,"),
+        ("suffix", ["--tree", "static:nodes=6"], "by naive,"),
         ("self:layers=1", ["--tree", "dynamic:nodes=6"], "by naive,"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_note_does_not_share_a_line_with_the_bar(folder, tmp_path):
         ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
         (
             "generate --drafter ",
-            ["none", "lookup", "ngram", "suffix", "recycle", "grammar", "self", "mtp", "lookup+self:int8"],
+            ["none", "lookup", "ngram", "suffix", "grammar", "self", "mtp", "lookup+self:int8"],
         ),
         ("check --draft-policy s", ["svip", "static-tree"]),
         ("sweep --prompts co", ["code", "code-editing"]),

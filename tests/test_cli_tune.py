@@ -110,7 +110,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert stored["finished"]
     tried = {config["drafter"] for config in stored["configs"]} - {"none"}
     assert tried == {
-        "lookup", "suffix", "recycle", "self:int8", "small (int8)", "lookup+self:int8", "suffix+self:int8",
+        "lookup", "suffix", "self:int8", "small (int8)", "lookup+self:int8", "suffix+self:int8",
         "lookup+small (int8)", "suffix+small (int8)",
     }  # fmt: skip
     df = load_results(folder)

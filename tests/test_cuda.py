@@ -35,7 +35,6 @@ TREES = ("static-tree", "dynamic-tree:nodes=5")
 SPECS = (
     "lookup",
     "suffix",
-    "recycle",
     "ngram:top-k=2",
     "self:layers=1",
     "lookup+self:layers=1",

@@ -18,7 +18,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength
 from specbench.specs.drafters import NGram
@@ -45,7 +44,6 @@ DRAFTERS: dict[str, Build] = {
     "ngram:top-k=2": lambda target: NGramDrafter(NGram(top_k=2)),
     "ngram:sample": lambda target: NGramDrafter(NGram(sample=True)),
     "suffix": lambda target: SuffixDrafter(),
-    "recycle": lambda target: RecycleDrafter(),
 }
 SAMPLINGS: dict[str, Sampling] = {
     "multinomial": Multinomial(),

@@ -205,7 +205,7 @@ def test_settings_on_every_engine(name, snapshot):
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_cannot_be_expressed_is_refused(name):
     engine = ENGINES[name]
-    refused = ["ngram", "recycle", "self:int8", "ngram+org/small", "lookup+self:int8"]
+    refused = ["ngram", "self:int8", "ngram+org/small", "lookup+self:int8"]
     refused += ["self:layers=2,int8", "lookup|org/small", *(["self:layers=2"] * (name != "transformers"))]
     for drafter in refused:
         message = refusal(engine.export, setting(drafter), kind=UsageError)

@@ -1,10 +1,9 @@
-"""Drafters without a model that draft trees too: `suffix` and `recycle`."""
+"""`suffix`, a drafter without a model that drafts trees too."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -27,7 +26,6 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
 from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
@@ -35,7 +33,7 @@ from specbench.models.target import wrap_target
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.costs import parse_costs
 from specbench.policies.trees import DynamicTree, StaticTree
-from specbench.specs.drafters import Recycle, Suffix, parse_drafter
+from specbench.specs.drafters import Suffix, parse_drafter
 from specbench.specs.policies import parse_policy
 
 COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
@@ -43,7 +41,7 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
 }
-DRAFTERS: dict[str, Callable[[], CandidateDrafter]] = {"suffix": SuffixDrafter, "recycle": RecycleDrafter}
+DRAFTERS: dict[str, Callable[[], CandidateDrafter]] = {"suffix": SuffixDrafter}
 
 
 def drafted(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
@@ -172,11 +170,11 @@ def test_a_shorter_match_than_asked_for_does_not_count():
 
 
 def test_a_new_prompt_leaves_nothing_of_the_last():
-    for drafter in (SuffixDrafter(), RecycleDrafter()):
-        drafter.begin([1, 2, 1, 2])
-        chain(drafter, [1, 2, 1, 2])
-        drafter.update(StepOutcome([1, 2, 1, 2, 3], 1, rows([3, 1])))
-        assert drafted(drafter, [5, 3, 6, 2]).tokens == []
+    drafter = SuffixDrafter()
+    drafter.begin([1, 2, 1, 2])
+    chain(drafter, [1, 2, 1, 2])
+    drafter.update(StepOutcome([1, 2, 1, 2, 3], 1, rows([3, 1])))
+    assert drafted(drafter, [5, 3, 6, 2]).tokens == []
 
 
 def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts():
@@ -194,67 +192,14 @@ def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts():
 
 
 def test_the_reading_of_the_prompt_is_timed_once():
-    for make in (SuffixDrafter, RecycleDrafter):
-        drafter = make(clock=Ticking())
-        assert drafted(drafter, [1, 2]).prefill_s == 1.0
-        assert chain(drafter, [1, 2]).prefill_s == 0.0
-
-
-# recycle.
-
-
-class Table:
-    """Each token's successors, as written down for every token of the context."""
-
-    def __init__(self, top_k: int) -> None:
-        self.top_k = top_k
-        self.known: dict[int, list[int]] = {}
-
-    def prompt(self, prompt: Sequence[int]) -> None:
-        for token in set(prompt):
-            after = [b for a, b in pairwise(prompt) if a == token][::-1]
-            if after:
-                self.known[token] = sorted(set(after), key=after.index)[: self.top_k]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 6), st.booleans())
-def test_the_table_agrees_with_a_plain_one(seed, top_k, propose_first):
-    random = Random(seed)
-    drafter, reference = RecycleDrafter(Recycle(top_k)), Table(top_k)
-    context = random.choices(range(5), k=random.randint(1, 12))
-    drafter.begin(context)
-    reference.prompt(context)
-    for number in range(4):
-        if number or propose_first:
-            tokens: list[int] = []
-            last = context[-1]
-            while len(tokens) < 4 and last in reference.known:
-                last = reference.known[last][0]
-                tokens.append(last)
-            assert chain(drafter, context, 4).tokens == tokens
-            assert [*drafter.candidates(context, ())] == reference.known.get(context[-1], [])
-        new = random.choices(range(5), k=random.randint(1, 3))
-        ranked = [random.sample(range(5), 5) for _ in range(len(new) + random.randint(0, 2))]
-        for before, row in zip([context[-1], *new[:-1]], ranked, strict=False):
-            reference.known[before] = row[:top_k]
-        context += new
-        path = range(len(new) - 1)
-        drafter.update(StepOutcome(context, len(new), rows(*ranked, vocab=5), new[:-1], path))
-
-
-def test_rejected_drafts_teach_and_the_emitted_ones_come_last():
-    drafter = RecycleDrafter(Recycle(2))
-    drafter.begin([1])
-    given = rows([3, 2], [5, 6], [4, 9], [6, 5], [6, 4])
-    drafter.update(StepOutcome([1, 3, 6], 2, given, [2, 3, 2, 3], (3,)))
-    known = {token: [*drafter.candidates([token], ())] for token in (1, 2, 3)}
-    assert known == {1: [3, 2], 2: [6, 5], 3: [6, 4]}
+    drafter = SuffixDrafter(clock=Ticking())
+    assert drafted(drafter, [1, 2]).prefill_s == 1.0
+    assert chain(drafter, [1, 2]).prefill_s == 0.0
 
 
 def test_the_loop_tells_of_rejected_drafts():
     target = ScriptedScorer(TARGET, VOCAB)
-    drafter = RecycleDrafter()
+    drafter = SuffixDrafter()
     heard: list[tuple[list[int], int]] = []
     drafter.update = lambda outcome: heard.append((list(outcome.tokens), len(outcome.logits)))  # type: ignore[method-assign]
     records = [*decode_steps(
@@ -266,20 +211,7 @@ def test_the_loop_tells_of_rejected_drafts():
     assert any(step.accepted < step.gamma for step in steps)
 
 
-def test_a_tree_by_rank():
-    drafter = RecycleDrafter()
-    drafter.begin([1])
-    drafter.update(StepOutcome([1, 2], 1, rows([2, 3, 4])))
-    drafter.update(StepOutcome([1, 2, 1], 1, rows([1, 5])))
-    found = tree(drafter, [1, 2, 1], StaticTree.shaped((-1, -1, 0, 0, 1)))
-    # Behind 3, of which nothing is known, stands nothing.
-    assert found.tokens == [2, 3, 1, 5]
-    assert found.parents == [-1, -1, 0, 0]
-    assert found.candidates is not None
-    assert all(each.q is None for draws in found.candidates.values() for each in draws)
-
-
-# Both, as trees.
+# As trees.
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -291,7 +223,7 @@ def test_a_tree_is_no_deeper_than_the_room(name, shape):
     for room in (0, 1, 2):
         found = tree(drafter, context, TREES[shape](), room)
         depths = [len(found.branch(node)) for node in range(len(found.tokens))]
-        assert max(depths, default=0) == room or (shape == "auto" and max(depths, default=0) <= room)
+        assert max(depths, default=0) == room
 
 
 def test_the_likeliest_nodes_are_kept():
@@ -381,7 +313,7 @@ def test_greedy_output_is_that_of_plain_decoding(name, shape):
     assert found == tuple(tokens[len(PROMPT) :])
 
 
-@pytest.mark.parametrize("word", ["suffix:keep", "recycle", "suffix+self:int8"])
+@pytest.mark.parametrize("word", ["suffix:keep", "suffix", "suffix+self:int8"])
 @pytest.mark.parametrize("rule", ["fixed:gamma=4", "auto", "static-tree:nodes=8", "dynamic-tree"])
 def test_so_it_is_with_a_model(word, rule):
     if not parse_policy(rule).applies(parse_drafter(word)):
@@ -429,7 +361,6 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
 def test_the_names_are_those_of_the_command_line():
     assert SuffixDrafter().name == "suffix"
     assert SuffixDrafter(Suffix(n=8, min=2, keep=True)).name == "suffix:n=8,min=2,keep"
-    assert RecycleDrafter(Recycle(4)).name == "recycle:top-k=4"
     assert str(parse_drafter("suffix:min=2,n=16+self:int8")) == "suffix+self:int8"
     assert str(parse_drafter("suffix:min=1+self:int8")) == "suffix:min=1+self:int8"
     assert parse_drafter("suffix:keep+self:int8").keeps_state
@@ -444,8 +375,6 @@ def test_the_names_are_those_of_the_command_line():
         ("suffix:n=4,min=5", r"'min' of suffix is 5\. Give 1 to 4:"),
         ("suffix:min=0", "is 0"),
         ("suffix:order=3", "suffix has no option 'order'"),
-        ("recycle:top-k=0", r"'top-k' of recycle is 0\. Give 1 to 64:"),
-        ("recycle:top-k=65", "is 65"),
     ],
 )
 def test_bad_options(spec, message):

@@ -34,7 +34,7 @@ from specbench.policies import build_policy
 from specbench.policies.batch_costs import BatchCosts
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
-KINDS = ("none", "lookup", "ngram", "suffix", "recycle", "model", "self:int8", "self:layers=1", "lookup+model",
+KINDS = ("none", "lookup", "ngram", "suffix", "model", "self:int8", "self:layers=1", "lookup+model",
          "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
 NEW = 12
 

@@ -26,7 +26,7 @@ from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 DRAFTERS = (
-    "none", "lookup", "recycle", "model", "self:int8", "self:layers=1", "lookup+model", "lookup|self:layers=1",
+    "none", "lookup", "suffix", "model", "self:int8", "self:layers=1", "lookup+model", "lookup|self:layers=1",
 )  # fmt: skip
 HEADS = ("eagle", "eagle-1", "peagle", "dflash", "dspark", "medusa", "mtp", "mtp-3", "pass")
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")

@@ -123,7 +123,7 @@ def test_what_names_no_model(text):
 
 
 @pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "nonsense"])
-@pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "recycle", "self"])
+@pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "self"])
 def test_what_a_mistyped_drafter_is_taken_for_exists(tmp_path, monkeypatch, word, option):
     monkeypatch.chdir(tmp_path)
     for before in ("", "an/organization|", "lookup+"):

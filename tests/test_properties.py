@@ -38,7 +38,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.generate import encode_prompt
 from specbench.policies import FixedLength, build_policy
@@ -379,7 +378,6 @@ def drafter_of(kind: str, made: dict[str, Any], target: ScriptedScorer) -> Any:
         "lookup": LookupDrafter,
         "ngram": NGramDrafter,
         "suffix": SuffixDrafter,
-        "recycle": RecycleDrafter,
     }
     return {**free, "none": NoDraft}[kind]()
 
@@ -415,7 +413,7 @@ def room_of(made: dict[str, Any]) -> int:
     return made["new"] if made["limit"] is None else min(made["new"], made["limit"] - len(made["prompt"]))
 
 
-KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix", "recycle")
+KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix")
 
 
 @pytest.mark.smoke

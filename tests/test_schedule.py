@@ -27,7 +27,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.plain import NoDraft
-from specbench.drafters.recycle import RecycleDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import build_policy
@@ -139,7 +138,6 @@ class House:
             "ngram": NGramDrafter,
             "drawn": lambda: NGramDrafter(NGram(sample=True)),
             "suffix": SuffixDrafter,
-            "recycle": RecycleDrafter,
             "model": lambda: ModelDrafter(model(), "model"),
             "self": lambda: SelfDrafter(form(), "self"),
             "lookup+model": lambda: CascadeDrafter(LookupDrafter(), ModelDrafter(model(), "model")),
@@ -188,7 +186,6 @@ ANY = (
     "ngram",
     "drawn",
     "suffix",
-    "recycle",
     "model",
     "self",
     "lookup+model",

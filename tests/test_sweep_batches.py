@@ -484,7 +484,7 @@ def test_the_prediction_counts_prompts_that_are_read_meanwhile(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "recycle"])
+@pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "suffix"])
 def test_shared_passes_are_timed_on_models(target, kind, requests):
     times = time_shared_passes(
         target, {kind: load_drafter(kind, target)}, [1, 2, 3], requests, [1, 4], Ticking(0.5), 2, Random(0)

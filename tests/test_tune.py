@@ -86,14 +86,14 @@ def test_what_is_tried():
     given = [parse_drafter("Org/small"), parse_drafter("ngram:order=3"), parse_drafter("none")]
     tried = [str(spec) for spec in drafters_to_try(given, [SelfForm(int8=True)])]
     assert tried == [
-        "lookup", "suffix", "recycle", "self:int8", "Org/small", "ngram:order=3", "lookup+self:int8",
+        "lookup", "suffix", "self:int8", "Org/small", "ngram:order=3", "lookup+self:int8",
         "suffix+self:int8", "lookup+Org/small", "suffix+Org/small",
     ]  # fmt: skip
-    assert [str(spec) for spec in drafters_to_try([], [])] == ["lookup", "suffix", "recycle"]
+    assert [str(spec) for spec in drafters_to_try([], [])] == ["lookup", "suffix"]
     named_twice = drafters_to_try(
         [parse_drafter("lookup"), parse_drafter("lookup+self:int8")], [SelfForm(int8=True)]
     )
-    assert len(named_twice) == len(set(named_twice)) == 6
+    assert len(named_twice) == len(set(named_twice)) == 5
 
 
 def test_candidates_are_configurations_of_the_grid():
@@ -163,7 +163,7 @@ def test_forced_tokens_do_not_count_towards_the_length_of_a_predicted_chain():
 def test_with_a_format_everything_is_tried_behind_forced_tokens():
     forms = [parse_drafter("self:int8")]
     tried = [str(each) for each in drafters_to_try([parse_drafter("MODEL")], forms, formatted=True)]
-    assert tried[:4] == ["grammar", "grammar+lookup", "grammar+suffix", "grammar+recycle"]
+    assert tried[:3] == ["grammar", "grammar+lookup", "grammar+suffix"]
     assert {"grammar+self:int8", "grammar+MODEL", "grammar+lookup+self:int8", "grammar+lookup+MODEL"} <= {
         *tried
     }

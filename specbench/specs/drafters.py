@@ -229,20 +229,6 @@ class Suffix(FreeSpec):
 
 
 @dataclass(frozen=True)
-class Recycle(FreeSpec):
-    """A table of each token's most probable successors under the target."""
-
-    word = "recycle"
-    summary = (
-        "Token Recycling: the successors that the target last preferred after each token; best as a tree."
-    )
-    drafter = "recycle:RecycleDrafter"
-    trees = True
-
-    top_k: int = option(8, "top-k=K", "successors of each token (8)", least=1, most=64)
-
-
-@dataclass(frozen=True)
 class Grammar(FreeSpec):
     """The tokens that the format of the output forces.
 
@@ -360,8 +346,8 @@ class Cascade(DrafterSpec):
     word = "A+B"
     summary = (
         "A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or"
-        " suffix, with a match of at least two tokens (min=N), recycle, if it knows the last token, or grammar, also"
-        " before one of these. B is self or a MODEL."
+        " suffix, with a match of at least two tokens (min=N), or grammar, also before one of these. B is self or a"
+        " MODEL."
     )
     probabilities = "A's and B's, token by token"
 
@@ -434,7 +420,6 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
     Lookup,
     NGram,
     Suffix,
-    Recycle,
     Grammar,
     SelfForm,
     Mtp,

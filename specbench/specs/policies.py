@@ -271,7 +271,7 @@ class PolicySpec:
         if self.kind.tree and not drafter.trees:
             raise UsageError(
                 f"The drafter {drafter} drafts only chains, but {self.word} needs trees.",
-                "Choose suffix, recycle, self:... or a model, or another draft policy.",
+                "Choose suffix, self:... or a model, or another draft policy.",
             )
         if not self.applies(drafter):
             others = ", ".join(policy.word for policy in POLICIES if PolicySpec(policy).applies(drafter))

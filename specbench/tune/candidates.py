@@ -29,7 +29,6 @@ from specbench.specs.drafters import (
     DrafterSpec,
     Grammar,
     Lookup,
-    Recycle,
     SelfForm,
     SmallModel,
     Suffix,
@@ -76,7 +75,7 @@ def drafters_to_try(
     given = [spec for spec in given if not spec.is_plain]
     backs = [spec for spec in (*forms, *given) if isinstance(spec, SelfForm | SmallModel)]
     cascades = [_cascade(front, back) for back in backs for front in _FRONTS]
-    tried = dict.fromkeys([Lookup(), Suffix(), Recycle(), *forms, *given, *cascades])
+    tried = dict.fromkeys([Lookup(), Suffix(), *forms, *given, *cascades])
     return list(dict.fromkeys([Grammar(), *map(_after_forced, tried)]) if formatted else tried)
 
 
