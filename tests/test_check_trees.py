@@ -103,8 +103,6 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
     assert [(), *(step.drafted for step in steps)] == Listening.heard
 
 
-
-
 # --- Planted biases: what decides -----------------------------------------------------------------
 
 

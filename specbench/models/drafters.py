@@ -47,11 +47,10 @@ from specbench.models.assistant import layers_of_target
 from specbench.models.block_files import BLOCK_KINDS
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
-from specbench.models.dtypes import dtype_name
 from specbench.models.head_files import HeadFiles, find_head
 from specbench.models.heads import TrainedHead
 from specbench.models.kept_layers import kept_layers
-from specbench.models.load import LanguageModel, load_config, load_model, resolve_dtype
+from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
 from specbench.models.mtp import checkpoint_files, load_any_head
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, pack_kept, quantize

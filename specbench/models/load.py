@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.base.progress import Progress, announce, quiet_transformers
+from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
@@ -41,15 +40,6 @@ from specbench.models.checkpoints import (
     weight_memory,
 )
 from specbench.models.devices import available_memory, check_options, read_device_map, resolve_device
-from specbench.models.dtypes import (
-    DtypeChoice,
-    dtype_key,
-    dtype_name,
-    exact_dtypes,
-    measure_dtypes,
-    read_dtype,
-    write_dtype,
-)
 from specbench.models.hub import HubModel
 from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
@@ -88,7 +78,6 @@ class LanguageModel:
         head_rows: Token ids of the logits that the trimmed head computes, in this order; ``None`` for all.
         defaults: Generation settings from the model's own file.
         identity: A fingerprint of the weights that does not depend on the dtype they are loaded in.
-        dtype_choice: The measurement that chose the dtype; ``None`` if there was none.
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         tokenizer_files: Digest of the tokenizer's files; ``None`` if they are not known.
@@ -108,7 +97,6 @@ class LanguageModel:
     head_rows: tuple[int, ...] | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     identity: str = ""
-    dtype_choice: DtypeChoice | None = None
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
     tokenizer_files: str | None = None
@@ -145,7 +133,6 @@ def load_model(
     progress: Progress | None = None,
     allow_pickle: bool = False,
     tokenizer: bool = True,
-    measure: bool = False,
     share_tokenizer_with: LanguageModel | None = None,
 ) -> LanguageModel:
     """Load a model and its tokenizer, after all checks that are possible without weights.
@@ -156,7 +143,6 @@ def load_model(
         progress: Receives the progress of fetching, converting and loading.
         allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
         tokenizer: Whether to load the tokenizer.
-        measure: Whether to measure the fastest dtype, for "auto" on a CPU, if that was not done before.
         share_tokenizer_with: A model whose tokenizer is used if its files are equal, since making a tokenizer takes a
             second.
 
@@ -174,7 +160,6 @@ def load_model(
         progress=progress,
         allow_pickle=allow_pickle,
         with_tokenizer=tokenizer,
-        measure=measure,
         share_with=share_tokenizer_with,
     )
     if spec.kind == "hub":
@@ -276,7 +261,6 @@ def _load_folder(
     progress: Progress | None,
     allow_pickle: bool,
     with_tokenizer: bool,
-    measure: bool,
     share_with: LanguageModel | None,
 ) -> LanguageModel:
     """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
@@ -286,59 +270,26 @@ def _load_folder(
     counts = Counter[torch.dtype]()
     for file in files if not pickled else []:
         counts.update(safetensors_elements(file))
-    usual = resolve_dtype(options, config, counts)
+    dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     stored = kinds[0] if len(kinds) == 1 else None
-
-    def place(dtype: torch.dtype) -> Any:
-        needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
-        if pickled:
-            needed = sum(file.stat().st_size for file in files)
-        return _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
-
-    measurable = (
-        options.dtype == "auto"
-        and options.device_map is None
-        and resolve_device(options.device).type == "cpu"
-    )
-    others = [dtype for dtype in exact_dtypes(counts) if dtype != usual] if measurable else []
-    key = dtype_key(headers_digest(folder, files)) if others else ""
-    choice = read_dtype(key) if others else None
-    dtype = usual if choice is None else getattr(torch, choice.dtype)
-    read = partial(_read_weights, folder, name, config, safetensors=not pickled, progress=progress)
-    placement = place(dtype)  # before the tokenizer: it can refuse
+    needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
+    if pickled:
+        needed = sum(file.stat().st_size for file in files)
+    # Before the tokenizer is loaded: it can refuse.
+    placement = _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
     tokenizer, tokenizer_files = (
         _load_tokenizer(folder, hub, name, share_with) if with_tokenizer else (None, None)
     )
-    model = read(dtype, placement)
-    notes = []
-    if others and choice is None and measure and _fits(place, others[0]):
-        both = f"{dtype_name(usual)} and {dtype_name(others[0])}"
-        announce(progress, f"timing {name} in {both} (the result is kept)")
-        choice = measure_dtypes(model, name, usual, others[0])
-        if choice is not None:
-            write_dtype(key, choice)
-            notes.append(choice.sentence)
-            if choice.dtype != dtype_name(usual):
-                del model
-                model = read(others[0], place(others[0]))
+    model = _read_weights(folder, name, config, dtype, placement, safetensors=not pickled, progress=progress)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
-    loaded.dtype_choice, loaded.notes, loaded.tokenizer_files = choice, notes, tokenizer_files
-    loaded.folder = folder
+    loaded.tokenizer_files, loaded.folder = tokenizer_files, folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
         loaded.files = WeightFiles(where, digest, sum(counts.values()))
     return loaded
-
-
-def _fits(place: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
-    try:
-        place(dtype)
-    except RunError:
-        return False
-    return True
 
 
 def _read_weights(
@@ -383,10 +334,15 @@ def _read_weights(
     return cast("PreTrainedModel", model)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def resolve_dtype(
     options: LoadOptions, config: PreTrainedConfig, counts: Counter[torch.dtype]
 ) -> torch.dtype:
-    """Return the dtype to load weights in if none was measured.
+    """Return the dtype to load weights in (docs/models.md).
 
     If the configuration has no dtype, it is the most frequent one in the files (``counts``).
     """

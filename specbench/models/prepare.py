@@ -103,9 +103,7 @@ def prepare(
     """
     check_models(target, drafters, options, progress=progress)
 
-    language_model = load_model(
-        target, options.target, progress=progress, allow_pickle=options.allow_pickle, measure=True
-    )
+    language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
     config = language_model.model.config
     kind = cache or default_cache(config, quantized=language_model.quantize is not None)
     loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}

@@ -109,7 +109,7 @@ def load_target(
         >>> target.name, target.vocab_size
         ('smollm2-135m', 49152)
     """
-    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle, measure=True)
+    language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
     kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
     with kept_timings():
         return prepare_target(language_model, kind, progress=progress)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
+import msgspec
 import torch
 
 from specbench._version import __version__
@@ -19,21 +20,19 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import cpu_signature
 from specbench.backends.torch.kernels.timings import measured
 from specbench.base.errors import SpecbenchError
-from specbench.base.record import Seconds
-from specbench.models.json_store import JsonStore
+from specbench.base.files import write_text
+from specbench.base.record import Record, Seconds, to_json
+from specbench.models.cache import cache_folder
 
 _MOST = 500
 """Timings that are kept; the oldest go."""
 
 
-@dataclass(frozen=True)
-class _Timings:
+class _Timings(Record):
     """Measurements by name (``measured_once``)."""
 
+    format: Literal[1] = 1
     measured: dict[str, Seconds]
-
-
-_STORE = JsonStore("timings", _Timings, "The stored timings are", "They are measured again.")
 
 
 def machine_key() -> str:
@@ -46,13 +45,15 @@ def machine_key() -> str:
 @contextmanager
 def kept_timings() -> Iterator[None]:
     """Know what earlier starts have measured, and keep what is measured meanwhile, if the cache folder allows it."""
-    key = machine_key()
-    with suppress(SpecbenchError):
-        stored = _STORE.read(key)
-        for name, value in ({} if stored is None else stored.measured).items():
+    path = cache_folder() / "timings" / f"{machine_key()}.json"
+    with suppress(OSError, ValueError, RecursionError):
+        stored = msgspec.json.decode(path.read_bytes(), type=_Timings)
+        for name, value in stored.measured.items():
             measured.setdefault(name, value)
     before = len(measured)
     yield
     if len(measured) > before:
-        with suppress(SpecbenchError):
-            _STORE.write(key, _Timings(dict([*measured.items()][-_MOST:])))
+        kept = _Timings(measured=dict([*measured.items()][-_MOST:]))
+        with suppress(OSError, SpecbenchError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, to_json(kept).decode() + "\n")

@@ -55,17 +55,6 @@ class Environment(Record):
     git_commit: Annotated[str | None, doc('of the checkout; "+" after it if files were changed since')] = None
 
 
-class DtypeMeasured(Record):
-    """A dtype that ``--dtype auto`` chose by measuring."""
-
-    target: Annotated[str, doc("name of the model")] = ""
-    dtype: Annotated[str, doc("chosen")]
-    other: Annotated[str, doc("what it was compared with")]
-    speedup: Annotated[Size, doc("over the other")]
-    low: Annotated[Size, doc("end of its interval")]
-    high: Annotated[Size, doc("end of its interval")]
-
-
 class TargetModel(Record):
     """The target."""
 
@@ -77,7 +66,6 @@ class TargetModel(Record):
     packed: Annotated[bool | None, doc("whether native passes read its weights where oneDNN packed them")] = (
         None
     )
-    dtype_choice: Annotated[DtypeMeasured | None, doc("if `--dtype auto` was decided by measuring")] = None
     model_defaults: Annotated[Json | None, doc("what was applied of the model's own generation settings")] = (
         None
     )

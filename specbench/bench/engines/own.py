@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from specbench.policies import build_policy, parse_costs
 from specbench.policies.batch_costs import BatchCosts
 from specbench.policies.costs import COST_NOTES
 from specbench.results.lines import CostLine, Pool
-from specbench.results.run import DtypeMeasured, TargetModel
+from specbench.results.run import TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ class ModelEngine:
 
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         model = self.target.language_model
-        choice = model.dtype_choice
         return TargetModel(
             name=model.name,
             fingerprint=model.fingerprint,
@@ -110,7 +109,6 @@ class ModelEngine:
             device=self._device,
             vocab_size=model.vocab_size,
             packed=self.target.packed,
-            dtype_choice=None if choice is None else DtypeMeasured(**asdict(choice)),
             model_defaults=model.defaults.applied if decoding.model_defaults else {},
         )
 
