@@ -21,7 +21,7 @@ from specbench.options import CacheName, DtypeName
 from specbench.recipe import Recipe, drafter_argument, model_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import PolicySpec, parse_policy, parse_tree
+from specbench.specs.policies import PolicySpec, parse_policy
 
 FILE_NAME = "specbench.toml"
 VERSION = 1
@@ -54,7 +54,6 @@ class Config:
     target: str | None = None
     drafter: str | None = None
     draft_policy: str | None = None
-    tree: str | None = None
     cache: str | None = None
     dtype: str | None = None
     drafter_dtype: str | None = None
@@ -63,11 +62,6 @@ class Config:
     def __post_init__(self) -> None:
         for key, value in self.given.items():
             _CHECKS[key](value)
-        if self.draft_policy is not None and self.tree is not None:
-            raise UsageError(
-                f"The tree {self.tree} decides how much is drafted, and so does {self.draft_policy}.",
-                "Leave one of them out.",
-            )
 
     @property
     def given(self) -> dict[str, str]:
@@ -75,9 +69,7 @@ class Config:
 
     @property
     def policy(self) -> PolicySpec | None:
-        """The draft policy that ``draft_policy`` or ``tree`` describes."""
-        if self.tree is not None:
-            return parse_tree(self.tree)
+        """The draft policy."""
         return None if self.draft_policy is None else parse_policy(self.draft_policy)
 
     def without(self, *names: str) -> Config:
@@ -96,12 +88,10 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
     and a note if the target is left out; raise ``UsageError`` for bad values.
     """
     policy, models = recipe.policy, recipe.models
-    tree = policy is not None and policy.kind.tree
     target = model_argument(recipe.target)
     config = Config(
         drafter=drafter_argument(recipe.drafter),
-        draft_policy=None if policy is None or tree else str(policy),
-        tree=str(policy).replace("-tree", "", 1) if tree else None,
+        draft_policy=None if policy is None else str(policy),
         cache=recipe.caching.cache,
         dtype=None if models.dtype == "auto" else models.dtype,
         drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
@@ -194,7 +184,6 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     "target": _check_model,
     "drafter": _check_drafter,
     "draft_policy": parse_policy,
-    "tree": parse_tree,
     "cache": _one_of("cache", get_args(CacheName)),
     "dtype": _one_of("dtype", get_args(DtypeName)),
     "drafter_dtype": _one_of("dtype", get_args(DtypeName)),

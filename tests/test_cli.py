@@ -90,7 +90,16 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny):
 
 
 def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny):
-    tree = ("the thing", "-n", 12, "--drafter", "self:layers=1", "--tree", "static:nodes=8,depth=3", "--json")
+    tree = (
+        "the thing",
+        "-n",
+        12,
+        "--drafter",
+        "self:layers=1",
+        "--draft-policy",
+        "static-tree:nodes=8,depth=3",
+        "--json",
+    )
     figures = tiny(*tree, "-t", 1).json()
     assert figures["options"]["verification"] == "traversal"
     assert figures["nodes"] > figures["drafted"] == sum(figures["gammas"])
@@ -425,14 +434,14 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
         ("self:layers=1", ["--gamma", 3, "--verification", "block"], "by block,"),
         ("lookup|suffix", ["--gamma", 3], "by specinfer,"),
         ("lookup|self:layers=1", ["--gamma", 3, "--verification", "naive"], "by naive,"),
-        ("self:layers=1", ["--tree", "static:nodes=6"], "by traversal,"),
+        ("self:layers=1", ["--draft-policy", "static-tree:nodes=6"], "by traversal,"),
         (
             "self:layers=1",
-            ["--tree", "static:nodes=6", "--verification", "greedy-draft"],
+            ["--draft-policy", "static-tree:nodes=6", "--verification", "greedy-draft"],
             "by greedy-draft,",
         ),
-        ("suffix", ["--tree", "static:nodes=6"], "by naive,"),
-        ("self:layers=1", ["--tree", "dynamic:nodes=6"], "by naive,"),
+        ("suffix", ["--draft-policy", "static-tree:nodes=6"], "by naive,"),
+        ("self:layers=1", ["--draft-policy", "dynamic-tree:nodes=6"], "by naive,"),
     ],
 )
 def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, options, verdict):
@@ -1018,7 +1027,7 @@ def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, 
     assert done.code == 0, done.err
     if note not in done.err:  # a processor that cannot says so
         assert json.loads(done.out)["identical"] is True
-    tiny("--tree", "dynamic").refused(2, f"--dtype {dtype} does not go with trees")
+    tiny("--draft-policy", "dynamic-tree").refused(2, f"--dtype {dtype} does not go with trees")
 
     rounds = dtype == "int8" or native.is_available()  # without, an int4 target's activations are not rounded
     assert tiny("--cache", "dynamic").err.count(note) == rounds

@@ -328,7 +328,9 @@ def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     )
     assert not grown.json()["bitwise"]["required"]
     assert grown.err.count(f"outputs of this {dtype} target may differ") == 1
-    check("--dtype", dtype, "--tree", "dynamic").refused(2, f"--dtype {dtype} does not go with trees")
+    check("--dtype", dtype, "--draft-policy", "dynamic-tree").refused(
+        2, f"--dtype {dtype} does not go with trees"
+    )
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check):
@@ -338,7 +340,7 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check):
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
     assert figures["draft_policy"] == "auto"
-    check("--bit-exact", "--tree", "dynamic").refused(2, "--bit-exact does not go with trees")
+    check("--bit-exact", "--draft-policy", "dynamic-tree").refused(2, "--bit-exact does not go with trees")
     assert figures["bitwise"] == {"required": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
     check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")

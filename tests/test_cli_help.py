@@ -59,7 +59,7 @@ VALUES = {
     "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
     "engine": "vllm", "grammar": 'start: "a"', "json_schema": "{}", "kv_pool": "paged", "prompt_cache": "keep",
     "prompts": "all",
-    "server": "a=http://127.0.0.1:9/v1", "tree": "static", "verification": "rejection",
+    "server": "a=http://127.0.0.1:9/v1", "verification": "rejection",
 }  # fmt: skip
 
 

@@ -37,7 +37,9 @@ FULL = Config(
 )
 
 
-@pytest.mark.parametrize("config", [Config(), FULL, Config(drafter="self:int8", tree="dynamic:nodes=8")])
+@pytest.mark.parametrize(
+    "config", [Config(), FULL, Config(drafter="self:int8", draft_policy="dynamic-tree:nodes=8")]
+)
 def test_what_is_written_is_read_again(here, config):
     write_config(here / FILE_NAME, config)
     assert read_config(here / FILE_NAME) == config
@@ -52,7 +54,7 @@ def test_the_documented_one_is_read(here):
 
 def test_its_rule_has_all_that_is_said():
     assert str(FULL.policy) == "auto:max=12"
-    assert str(Config(tree="dynamic:nodes=8").policy) == "dynamic-tree:nodes=8"
+    assert str(Config(draft_policy="dynamic-tree:nodes=8").policy) == "dynamic-tree:nodes=8"
     assert Config(drafter="lookup").policy is None
 
 
@@ -159,7 +161,7 @@ def test_the_command_line_wins(tiny, cli):
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
     assert said(cli(*GENERATE, "--draft-policy", "egag")) == ("self:layers=1", "egag")
-    assert said(cli(*GENERATE, "--tree", "dynamic")) == ("self:layers=1", "dynamic-tree")
+    assert said(cli(*GENERATE, "--draft-policy", "dynamic-tree")) == ("self:layers=1", "dynamic-tree")
     assert said(cli(*GENERATE, "--drafter", "lookup"))[0] == "lookup"
     assert said(cli(*GENERATE, "--drafter", "lookup"))[1].startswith("auto")
     save_tiny(tiny / "other", seed=1)

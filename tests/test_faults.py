@@ -158,7 +158,7 @@ def models(tmp_path_factory) -> Path:
 def sweep_words(models: Path, out: Path) -> list[object]:
     return [
         "sweep", "--target", models / "tiny", "--dtype", "float32", "--device", "cpu",
-        "--draft-policy", "fixed", "--gamma", 1, "--tree", "static:nodes=4",
+        "--draft-policy", "fixed", "--gamma", 1, "--draft-policy", "static-tree:nodes=4",
         "--drafter", "suffix", "--prompts", models / "prompts.jsonl", "-n", 24, "--repeats", 2, "--ignore-eos",
         "--quiet", "--out", out,
     ]  # fmt: skip

@@ -1041,8 +1041,8 @@ def test_heads_on_the_command_line(cli, folder):
         assert figures["text"] == plain
         assert figures["drafted"] > 0
     assert tiny("--drafter", f"{eagle}|{medusa}", "--gamma", 2, "--json").json()["text"] == plain
-    for tree in ("static:nodes=6,depth=3", "dynamic"):
-        assert tiny("--drafter", eagle, "--tree", tree, "--json").json()["text"] == plain
+    for tree in ("static-tree:nodes=6,depth=3", "dynamic-tree"):
+        assert tiny("--drafter", eagle, "--draft-policy", tree, "--json").json()["text"] == plain
     shown = tiny("--drafter", eagle, "--debug", "-t", 1)
     assert shown.code == 0
     assert "eagle (int8)" in shown.err

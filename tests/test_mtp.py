@@ -176,7 +176,7 @@ def test_a_checkpoints_own_layer_on_the_command_line(cli, folder):
         ("--drafter", "mtp"),
         ("--drafter", "mtp", "--draft-policy", "confidence"),
         ("--drafter", "mtp", "--gamma", 3),
-        ("--drafter", "mtp", "--tree", "dynamic"),
+        ("--drafter", "mtp", "--draft-policy", "dynamic-tree"),
         ("--drafter", "lookup+mtp"),
     ):
         figures = tiny(*options)

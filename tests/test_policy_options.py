@@ -568,7 +568,7 @@ def test_the_documentation_lists_every_option_of_trees():
     text = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
     for policy in POLICIES:
         if policy.tree:
-            (row,) = re.findall(rf"^\| `{policy.word.removesuffix('-tree')}` \|(.*)$", text, re.MULTILINE)
+            (row,) = re.findall(rf"^\| `{policy.word}` \|(.*)$", text, re.MULTILINE)
             for option in policy.options:
                 if option.key != "verification":
                     default = re.search(r"\(([\d-]+)\)", option.help)

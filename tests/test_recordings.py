@@ -8,7 +8,7 @@ import shlex
 import pytest
 import recordings
 from conftest import SNAPSHOTS
-from test_trace import ACCEPTED_ALL, REJECTION, SIBLING_RIGHT, event, header, prefill
+from test_trace import ACCEPTED_ALL, REJECTION, event, header, prefill
 from test_trace import shown as trace_shown
 
 from specbench.backends.torch.kernels import huge_pages
@@ -64,11 +64,9 @@ def test_every_option_shown_exists(command, tmp_path, monkeypatch):
 
 
 def test_the_recorded_trace_has_the_labels_of_today():
-    today = labels(
-        trace_shown(header(), prefill(), *map(event, (ACCEPTED_ALL, REJECTION, SIBLING_RIGHT))).splitlines()
-    )
+    today = labels(trace_shown(header(), prefill(), *map(event, (ACCEPTED_ALL, REJECTION))).splitlines())
     assert {"target", "corrected", "bonus", "time", "token", "p/q", "verdict"} <= labels(SHOWN["debug"])
-    assert labels(SHOWN["debug"]) <= today | {"gained", "stop"}
+    assert labels(SHOWN["debug"]) <= today | {"stop"}
 
 
 def test_the_recorded_answer_of_tune_has_the_lines_of_today():

@@ -793,8 +793,8 @@ def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
     [
         ("auto", {"draft_policy": "auto"}),
         ("fixed:gamma=4", {"draft_policy": "fixed:gamma=4"}),
-        ("dynamic-tree", {"tree": "dynamic"}),
-        ("static-tree:nodes=8", {"tree": "static:nodes=8"}),
+        ("dynamic-tree", {"draft_policy": "dynamic-tree"}),
+        ("static-tree:nodes=8", {"draft_policy": "static-tree:nodes=8"}),
     ],
 )
 def test_a_configuration_says_how_to_decode(rule, says):

@@ -22,7 +22,6 @@ from specbench.options import (
 )
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import parse_tree
 
 _DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
@@ -121,7 +120,7 @@ def check(
                 load_prompts(checked.prompts or ["all"], checked.category, checked.limit or _DEFAULT_LIMIT),
                 tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
                 requested_policies(
-                    [*drafting.draft_policy, *(str(parse_tree(tree)) for tree in drafting.tree)],
+                    drafting.draft_policy,
                     length.costs,
                     parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
                     length.given,

@@ -13,8 +13,7 @@ from specbench.options import SharedPolicyOptions
 if TYPE_CHECKING:
     from specbench.config import Config
 
-_RULE = ("draft_policy", "tree")
-_LENGTH = {*_RULE, "gamma", *(field.name for field in fields(SharedPolicyOptions))}
+_LENGTH = {"draft_policy", "gamma", *(field.name for field in fields(SharedPolicyOptions))}
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
@@ -51,25 +50,20 @@ def _left(config: Config, given: Collection[str]) -> Config:
     """Return the part of a configuration that applies; without its drafter, its draft policy does not apply either."""
     taken = {name for name in config.given if name in given}
     if "drafter" in given:
-        taken |= {*_RULE, "drafter_dtype"}
+        taken |= {"draft_policy", "drafter_dtype"}
     if not _LENGTH.isdisjoint(given):
-        taken |= {*_RULE}
+        taken |= {"draft_policy"}
     return config.without(*taken)
 
 
 def _options(config: Config) -> dict[str, str]:
     """Return the options of a configuration by name; the γ of a fixed policy becomes the option for γ."""
     policy = config.policy
-    if (
-        config.draft_policy is None
-        or policy is None
-        or policy.word != "fixed"
-        or "gamma" not in policy.options
-    ):
+    if policy is None or policy.word != "fixed" or "gamma" not in policy.options:
         return config.given
     rest = {name: value for name, value in policy.options.items() if name != "gamma"}
     return {
-        **config.without(*_RULE).given,
+        **config.given,
         "draft_policy": str(replace(policy, options=rest)),
         "gamma": str(policy.options["gamma"]),
     }

@@ -125,7 +125,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
         (
             drafter.is_plain,
             "with the drafter none",
-            ("draft_policy", "tree", "gamma", SharedPolicyOptions, "first_target"),
+            ("draft_policy", "gamma", SharedPolicyOptions, "first_target"),
         ),
         (
             drafter.model_spec is None,

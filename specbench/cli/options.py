@@ -252,10 +252,6 @@ prompt_option, model_option, policy_option = panel(PROMPT), panel(MODELS), panel
 output = panel(OUTPUT)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
-_TREES = (
-    "Draft tree, in place of --draft-policy: static or dynamic; options follow a colon:"
-    " dynamic:top-k=4,nodes=12."
-)
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 
 
@@ -315,7 +311,6 @@ class PoliciesOptions:
             autocompletion=complete_policies,
         ),
     ] = ()
-    tree: Annotated[tuple[str, ...], policy_option("--tree", "TREE", f"{_TREES} Repeatable.")] = ()
 
 
 @dataclass(frozen=True)
@@ -329,13 +324,12 @@ class DraftingOptions:
         policy_option(
             "--draft-policy",
             "RULE",
-            "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip or heuristic; options"
-            " follow a colon: entropy-bound:lambda=0.6. Default: auto at temperature 0; fixed above it (a seed then"
-            " repeats a run) and with --gamma.",
+            "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip, heuristic, or for draft"
+            " trees static-tree or dynamic-tree; options follow a colon: dynamic-tree:nodes=12. Default: auto at"
+            " temperature 0; fixed above it (a seed then repeats a run) and with --gamma.",
             autocompletion=complete_policies,
         ),
     ] = None
-    tree: Annotated[str | None, policy_option("--tree", "TREE", _TREES)] = None
     gamma: Annotated[
         int | None,
         policy_option(

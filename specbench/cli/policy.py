@@ -8,10 +8,10 @@ from specbench.base.errors import UsageError
 from specbench.cli.options import cache_for
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import default_policy, parse_policy, parse_tree, share_options
+from specbench.specs.policies import default_policy, parse_policy, share_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import typer
@@ -50,9 +50,9 @@ def parse_recipe(
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
-    policy = requested_policy(
-        drafting.draft_policy, drafting.tree, {**length.given, "gamma": drafting.gamma}, greedy=greedy
-    )
+    spec = drafting.draft_policy
+    policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
+    policy = policy.with_options({**length.given, "gamma": drafting.gamma})
     return Recipe(target, drafter, policy, length.costs, models, caching.with_kind(kind), decoding, sampling)
 
 
@@ -86,27 +86,6 @@ class RequestedPolicy:
         if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect
             return DraftPlan(FixedLength())
         return build_policy(self.spec, costs=costs)
-
-
-def requested_policy(
-    draft_policy: str | None, tree: str | None, options: Mapping[str, Any], *, greedy: bool
-) -> PolicySpec:
-    """Return the requested policy, or the default one.
-
-    Raises:
-        UsageError: There is no such policy, or an option that it lacks.
-    """
-    if draft_policy and tree:
-        raise UsageError(
-            f"--tree {tree} decides how much is drafted, and so does {draft_policy}.", "Give one of them."
-        )
-    if tree:
-        spec = parse_tree(tree)
-    elif draft_policy:
-        spec = parse_policy(draft_policy)
-    else:
-        spec = default_policy(greedy=greedy, gamma=options.get("gamma"))
-    return spec.with_options(options)
 
 
 def requested_policies(

@@ -102,7 +102,7 @@ def serve(
             stack.enter_context(quiet_transformers())
             setting = load_recipe(recipe, progress)
             engine = _engine(setting, server)
-        policy_given = any((drafting.draft_policy, drafting.tree, drafting.gamma, length.costs, length.given))
+        policy_given = any((drafting.draft_policy, drafting.gamma, length.costs, length.given))
         defaults = RequestDefaults(
             policy=setting.policy if policy_given else None,
             sampling=sampling.transforms,

@@ -27,7 +27,6 @@ from specbench.cli.sweep_options import (
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import parse_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,9 +162,8 @@ def _compared_models(
 
     chained = opt.chained(base.models, base.caching)
     temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
-    requested = [*drafting.draft_policy, *(str(parse_tree(tree)) for tree in drafting.tree)]
     usual = ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]  # `generate` takes auto at temperature 0
-    policies = parse_policies(requested or usual, **length.given)
+    policies = parse_policies(drafting.draft_policy or usual, **length.given)
     if chained:
         refuse_trees(policies, chained)
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -60,25 +59,6 @@ class ChainPolicy(DraftPolicy):
         distributions: Sequence[TokenDistribution],  # noqa: ARG002
     ) -> Sequence[int]:
         return (1,)
-
-
-class TreePolicy(DraftPolicy):
-    """Drafts trees; subclasses override ``next_frontier``, which chooses among the latest nodes."""
-
-    branches = True
-    _grown = 0  # nodes of the draft seen so far
-
-    def expand(self, draft: Draft) -> Sequence[int]:
-        if not draft.tokens:
-            self._grown = 0
-            return (-1,)
-        assert isinstance(draft, GrowingTree)
-        fresh, self._grown = range(self._grown, len(draft.tokens)), len(draft.tokens)
-        return self.next_frontier(draft, fresh)
-
-    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
-        """Return which of the new nodes, ascending, the drafter reads in its next forward pass; none to stop."""
-        raise NotImplementedError
 
 
 class FixedLength(ChainPolicy):

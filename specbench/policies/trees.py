@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import GrowingTree
-from specbench.policies.base import TreePolicy, policy_name
+from specbench.decoding.protocols import DraftPolicy
+from specbench.policies.base import policy_name
 from specbench.specs.notation import Dashed
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ MOST_NODES = 64
 """The most nodes of a tree. Each node keeps a distribution over the vocabulary: 39 MB with 152,000 tokens."""
 
 
-class Tree(TreePolicy):
-    """The base of policies with a limited number of nodes.
+class Tree(DraftPolicy):
+    """Drafts trees; subclasses override ``num_children`` and ``next_frontier``.
 
     Args:
         word: Its word in ``specbench.specs.policies``.
@@ -32,6 +33,9 @@ class Tree(TreePolicy):
     Raises:
         UsageError: ``nodes`` is out of range.
     """
+
+    branches = True
+    _grown = 0  # nodes of the draft seen so far
 
     def __init__(self, word: str, nodes: int, **arguments: object) -> None:
         if not 1 <= nodes <= MOST_NODES:
@@ -43,6 +47,18 @@ class Tree(TreePolicy):
     def begin(self, budget: int) -> int:
         self._room = budget
         return budget
+
+    def expand(self, draft: Draft) -> Sequence[int]:
+        if not draft.tokens:
+            self._grown = 0
+            return (-1,)
+        assert isinstance(draft, GrowingTree)
+        fresh, self._grown = range(self._grown, len(draft.tokens)), len(draft.tokens)
+        return self.next_frontier(draft, fresh)
+
+    def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
+        """Return which of the new nodes, ascending, the drafter reads in its next forward pass; none to stop."""
+        raise NotImplementedError
 
 
 class StaticTree(Tree):

@@ -307,22 +307,6 @@ def parse_policy(text: str) -> PolicySpec:
     return PolicySpec(kind, read_options(word, split_spec(text)[1], kind.options))
 
 
-def parse_tree(text: str) -> PolicySpec:
-    """Parse ``--tree``: return a policy that drafts trees.
-
-    Raises:
-        UsageError: There is no such tree, or no such option of it.
-    """
-    word = split_spec(text)[0]
-    trees = {kind.word.removesuffix("-tree"): kind.word for kind in POLICIES if kind.tree}
-    if word in trees:
-        return parse_policy(text.replace(word, trees[word], 1))
-    raise UsageError(
-        f"There is no tree {text!r}.",
-        f"Choose {', '.join(trees)}; docs/trees.md has their options.",
-    )
-
-
 def share_options(policies: Sequence[PolicySpec], options: Mapping[str, Any]) -> list[PolicySpec]:
     """Return policies with shared options, each given to those that take it; ``None`` and False are ignored.
 
