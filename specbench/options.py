@@ -159,9 +159,6 @@ class ModelOptions:
         DtypeName, _model("--drafter-dtype", "DTYPE", "Drafter dtype; auto is int8 on a CPU.")
     ] = "auto"
     drafter_device: Annotated[str, _model("--drafter-device", "DEVICE", "Drafter device.")] = "auto"
-    drafter_device_map: Annotated[
-        str | None, _model("--drafter-device-map", "MAP", "Drafter device map.")
-    ] = None
     allow_pickle: Annotated[
         bool, _model("--allow-pickle", None, "Load pickled weights where there are no safetensors.")
     ] = False
@@ -180,9 +177,7 @@ class ModelOptions:
 
     @property
     def drafter(self) -> LoadOptions:
-        return LoadOptions(
-            self.drafter_dtype, self.drafter_device, self.drafter_device_map, any_target=self.any_target
-        )
+        return LoadOptions(self.drafter_dtype, self.drafter_device, any_target=self.any_target)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def chat(
     drafting: opt.DraftingOptions,
     models: ModelOptions,
     length: SharedPolicyOptions,
-    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no statistics.")] = False,

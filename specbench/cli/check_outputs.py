@@ -36,7 +36,7 @@ class OutputsJob:
         self.request = request
         request.note_unused(
             "on outputs that were made elsewhere",
-            "drafter", "drafter_dtype", "drafter_device", "drafter_device_map", "draft_policy", "gamma",
+            "drafter", "drafter_dtype", "drafter_device", "draft_policy", "gamma",
             SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip

@@ -130,7 +130,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
         (
             drafter.model_spec is None,
             f"with the drafter {drafter.model_part.word}, which is no model of its own",
-            ("drafter_dtype", "drafter_device", "drafter_device_map"),
+            ("drafter_dtype", "drafter_device"),
         ),
     ]
     for applies, why, names in ignored:

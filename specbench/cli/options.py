@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from specbench.options import CacheKind
     from specbench.recipe import Recipe
 
-NOT_SWEPT = ("stop", "first_target", "residual_adjustment")
+DEMONSTRATED = ("first_target", "residual_adjustment")
+"""Fields of ``DecodingOptions`` that show how decoding works, and are only for `generate` and `check`."""
+
+NOT_SWEPT = ("stop", *DEMONSTRATED)
 """Fields of ``DecodingOptions`` that hold for all that a sweep or a race compares."""
 
 DEFAULT_TARGET = "smollm2-135m"

@@ -80,7 +80,6 @@ def _recipe(config: RunConfig, run: Run, drafter_dtype: str | None) -> Recipe:
             device_map=target.device_map,
             drafter_dtype="int4" if drafter_dtype == "int4" else drafter.dtype,
             drafter_device=drafter.device,
-            drafter_device_map=drafter.device_map,
             allow_pickle="--allow-pickle" in said,
             any_target=drafter.any_target,
         ),
