@@ -310,10 +310,16 @@ def write_config(folder: Path, config: PreTrainedConfig, *architectures: str) ->
 
 def test_a_folder_without_a_config(tmp_path):
     assert "it has no config.json" in refusal(load_model, str(tmp_path), kind=UsageError)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "adapter" in refusal(load_model, str(tmp_path), kind=UsageError)
     (tmp_path / "model.gguf").touch()
     assert "name the file itself" in refusal(load_model, str(tmp_path), kind=UsageError)
+
+
+@pytest.mark.parametrize("beside", ["a model", "nothing"])
+def test_an_adapter_in_a_folder(tmp_path, beside):
+    if beside == "a model":
+        save_tiny(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "adapter" in refusal(load_model, str(tmp_path), CPU, kind=UsageError)
 
 
 @pytest.mark.parametrize("kind", [None, "", 3, "no-such-type"])
@@ -677,6 +683,14 @@ def test_a_hub_model_that_is_cached(hub_cache):
     assert "not in the hub's cache" in refusal(load_model, "org/name", CPU, kind=RunError)
     message = refusal(load_model, "org/other", CPU, kind=RunError)
     assert message.startswith("The model org/other is not in the hub's cache, and the hub cannot be reached.")
+
+
+def test_a_hub_model_with_an_adapter(hub_cache):
+    snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
+    save_tiny(snapshot)
+    (snapshot / "model.safetensors").unlink()  # refused before weights are fetched
+    (snapshot / "adapter_config.json").write_text("{}")
+    assert "adapter" in refusal(load_model, "org/name", CPU, kind=UsageError)
 
 
 def test_a_sharded_hub_model_that_is_cached(hub_cache, monkeypatch):

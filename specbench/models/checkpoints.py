@@ -34,6 +34,7 @@ from specbench.options import QuantizedName
 
 # -- configurations --------------------------------------------------------------------------------
 
+ADAPTER = "adapter_config.json"
 MOST = 10_000
 """Far more layers or labels than any model has; `transformers` makes lists of both, however long."""
 
@@ -56,16 +57,19 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the contents of a folder's config.json.
 
     Raises:
-        UsageError: The folder is not a model.
+        UsageError: The folder is not a model, or holds an adapter.
         RunError: Its config.json is damaged.
     """
     path = folder / "config.json"
+    if (folder / ADAPTER).is_file():  # transformers would apply it only where peft is installed
+        raise UsageError(
+            f"{name} holds an adapter ({ADAPTER}), and adapters are not supported.",
+            "Merge it into its base model, or take the file out to use the base model alone.",
+        )
     if not path.is_file():
         hint = "A model folder holds config.json, safetensors weights and a tokenizer."
         if any(folder.glob("*.gguf")):
             hint = "To use a GGUF file, name the file itself."
-        elif (folder / "adapter_config.json").is_file():
-            hint = "It holds an adapter: merge it into its base model first."
         raise UsageError(f"The folder {name!r} is no model: it has no config.json.", hint)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -19,7 +19,14 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import SMALL_FILE, feed, file_errors, is_full
 from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names, weight_candidates
+from specbench.models.checkpoints import (
+    ADAPTER,
+    plain_name,
+    read_settings,
+    safetensors_elements,
+    shard_names,
+    weight_candidates,
+)
 
 HINT = "Check its spelling: a hub id is org/name or org/name@revision, and a folder is a path such as ./name."
 _SMALL_FILES = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -62,6 +69,8 @@ class HubModel:
 
         If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
+        if self._optional_file(ADAPTER):
+            read_settings(self.folder, self.name)  # refuses it
         not_cached: _NotCachedError | None = None
         for candidate in weight_candidates(config, allow_pickle):
             try:
