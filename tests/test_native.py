@@ -46,6 +46,8 @@ from specbench.backends.torch.kernels.surgery import (
 )
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.bench.environment import reset_peak_memory
+from specbench.decoding.clocks import peak_memory
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest
 from specbench.decoding.records import Generation
@@ -645,6 +647,27 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
                 assert torch.equal(
                     native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row]
                 )
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "shared", "size", "count"), [(512, 12, 2, 16, 32_768), (64, 100, 1, 32, 16_384)]
+)
+def test_attention_of_many_rows_takes_bounded_memory(rows, heads, shared, size, count):
+    """What rows find in parts that threads share would take 58 and 56 MB; the bits are those without sharing."""
+    choice, threads, found = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    query = torch.randn(rows, heads, size, generator=choice)
+    keys, values = (torch.randn(1, shared, count, size, generator=choice).bfloat16() for _ in range(2))
+    attention = native.Attention([native.NativeRequest(rows, count - rows)])
+    try:
+        for number in (1, 16):
+            torch.set_num_threads(number)
+            reset_peak_memory("cpu")
+            before = peak_memory("cpu")
+            found.append(attention(query, keys, values))
+            assert peak_memory("cpu") - before < 30e6
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("pool", ["slotted", "paged"])

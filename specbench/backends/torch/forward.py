@@ -354,7 +354,6 @@ class NativeForward(FusedForward):
         pointers = self._extend(cache, parts, min(tokens, _CHUNK_ROWS))
         if pointers is None:
             return super()._run(ids, rows, layers, positions, mask)
-        x = parts.embed(ids)
         cosines, sines = parts.rotary.of(range(past, past + tokens) if positions is None else positions[0])
         outputs = []
         for first in range(0, tokens, _CHUNK_ROWS):
@@ -365,11 +364,7 @@ class NativeForward(FusedForward):
             own_mask = None if mask is None else mask[0, 0, chunk]
             request = NativeRequest(chunk.stop - first, past + first, own_mask)
             wanted = range(max(0, tokens - rows - first), chunk.stop - first)
-            inputs = (
-                (x, cosines, sines)
-                if tokens <= _CHUNK_ROWS
-                else (x[chunk], cosines[:, chunk], sines[:, chunk])
-            )
+            inputs = parts.embed(ids[:, chunk]), cosines[:, chunk], sines[:, chunk]
             outputs.append(stack(*inputs, pointers, [request], wanted, layers))
         self._cache.after_forward()
         return _join_outputs(outputs, parts)

@@ -56,6 +56,8 @@ enum {
     KEYS_AHEAD = 16,    /* fetched before they are multiplied */
     HEADS_AT_ONCE = 8,
     HEADS_TOGETHER = 96, /* of all rows that take the same keys at once */
+    MOST_FOUND = 1 << 24, /* bytes of what more rows than FEW_ROWS find in parts that threads share */
+    FEW_ROWS = 32,
     HEADS_TO_TURN = 48, /* from so many on, keys and values are turned for them */
     KEYS_TURNED = 32,   /* at once, and numbers of a value */
     VALUES_TURNED = 32,
@@ -661,7 +663,8 @@ static void finish(Stage *stage, int done) {
 typedef struct {
     int most, largest; /* parts of a row that threads share at most, 1 if they share none; numbers of what is found in one */
     int together;      /* rows to a piece */
-    float *found;      /* [rows, shared, most, largest] if parts are shared */
+    int kept;          /* what is found in so many parts is kept: in those that are shared, or 2 of more heads than fit */
+    float *found;      /* [rows, shared, kept, largest] unless kept is 1 */
     atomic_int *done;  /* [rows, shared], parts */
 } Parts;
 
@@ -918,9 +921,10 @@ INLINE void take_part_of(Attention *some, const Attention *all, int part) {
     some->end = some->first + KEYS_OF_PART;
 }
 
-/* Rows attend to all parts, one after the other. */
-static void attend_to_all(const Ways *ways, const Attention *rows, int parts, int largest) {
-    float found[HEADS_TOGETHER * (MOST_SIZE + 2 + PANEL)], all[HEADS_TOGETHER * (MOST_SIZE + 2 + PANEL)];
+/* Rows attend to all parts, one after the other; `place` has space for two of them unless it is NULL. */
+static void attend_to_all(const Ways *ways, const Attention *rows, int parts, int largest, float *place) {
+    float own[2][HEADS_TOGETHER * (MOST_SIZE + 2 + PANEL)];
+    float *all = place ? place : own[0], *found = place ? place + largest : own[1];
     Attention some = *rows;
     some.part_stride = largest;
     for (int part = 0; part < parts; part++) {
@@ -952,7 +956,7 @@ static void attend_to(
             if (whose(pass, row + rows) != whose(pass, row) || next.first != some.first || parts_of(&next) != all) break;
         }
         if (part >= all) continue;
-        const int64_t pairs = model->shared, largest = parts->most * parts->largest;
+        const int64_t pairs = model->shared, largest = parts->kept * parts->largest;
         float *found = parts->found + (row * pairs + head) * largest;
         some.rows = rows;
         some.stride = stride;
@@ -963,7 +967,7 @@ static void attend_to(
             take_part_of(&its_own, &some, part);
             ways->attend(&its_own);
         } else if (all > 1) {
-            attend_to_all(ways, &some, all, parts->largest);
+            attend_to_all(ways, &some, all, parts->largest, groups > HEADS_TOGETHER ? found : NULL);
         } else {
             ways->attend(&some);
         }
@@ -1127,16 +1131,20 @@ static Parts some_parts(Arena *arena, const Pass *pass) {
     const int shares = shares_for(pass->parallel, pass->threads), at_once = larger(1, HEADS_TOGETHER / groups);
     const int alone = (pass->rows + at_once - 1) / at_once * model->shared; /* pieces, if threads share no parts */
     Parts found = {.most = 1, .largest = (groups * (model->size + 2) + PANEL - 1) / PANEL * PANEL};
-    /* Few pieces would each read the whole context again, and more heads than that have no place to be joined alone. */
-    const int shared = alone < 2 * PIECES_FOR_A_THREAD * shares || groups > HEADS_TOGETHER;
-    for (const Request *request = pass->requests; shared && request < pass->requests + pass->count; request++) {
+    const size_t bytes = (size_t)pairs * (size_t)found.largest * sizeof(float);
+    int most = 1;
+    for (const Request *request = pass->requests; request < pass->requests + pass->count; request++) {
         const int after = request + 1 < pass->requests + pass->count ? request[1].first : pass->rows;
-        found.most = larger(found.most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
+        most = larger(most, (request->past + after - request->first + KEYS_OF_PART - 1) / KEYS_OF_PART);
     }
+    /* Few pieces would each read the whole context again. */
+    const int fits = pass->rows <= FEW_ROWS || bytes * (size_t)most <= MOST_FOUND;
+    if (fits && alone < 2 * PIECES_FOR_A_THREAD * shares) found.most = most;
+    found.kept = larger(found.most, groups > HEADS_TOGETHER && most > 1 ? 2 : 1);
     found.together = pairs * found.most / (PIECES_FOR_A_THREAD * shares);
     found.together = larger(1, found.together < pass->rows ? found.together : pass->rows);
-    if (found.most == 1) return found;
-    found.found = some(arena, (size_t)pairs * (size_t)found.most * (size_t)found.largest * sizeof(float));
+    if (found.kept == 1) return found;
+    found.found = some(arena, bytes * (size_t)found.kept);
     found.done = some(arena, (size_t)pairs * sizeof(atomic_int));
     for (int i = 0; arena->next && i < pairs; i++) atomic_init(&found.done[i], 0);
     return found;
