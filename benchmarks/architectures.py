@@ -100,7 +100,10 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         for kind in ("kimi_linear", "bailing_hybrid")
     },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1],
+        "time_step_limit": (0.1, 0.5),
+    },
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64},
     "granitemoehybrid": {
         "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "layer_types": ["mamba", "attention"],
@@ -108,7 +111,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
-        "hybrid_override_pattern": "M*",
+        "hybrid_override_pattern": "M*", "time_step_min": 0.1,
     },
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
@@ -118,24 +121,24 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
     "zamba": {"layers_block_type": ["mamba", "hybrid"]},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "time_step_min": 0.1},
     "mamba2": {"num_heads": 8, "head_dim": 8},
 }  # fmt: skip
-"""What other types need; ``...`` leaves a setting at its default."""
+"""What other types need; ``...`` leaves a setting at its default. Many time steps are beyond their bounds."""
 
 
 class Guesses(Drafter):
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
 
-    def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int) -> None:
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int, wrong: float = 0.25) -> None:
         super().__init__("guesses")
-        self.text = [*prompt, *answer]
+        self.text, self.wrong = [*prompt, *answer], wrong
         self.random = Random(seed)
 
     def propose(self, context: Any, limit: int, policy: Any, *_: Any) -> Decoding[Draft]:
         yield from ()
         rest = self.text[len(context) : len(context) + policy.begin(limit)]
-        return Draft([t if self.random.random() < 0.75 else (t + 1) % VOCABULARY for t in rest])
+        return Draft([(t + 1) % VOCABULARY if self.random.random() < self.wrong else t for t in rest])
 
 
 def tiny_config(config_class: Any) -> Any:
@@ -233,7 +236,7 @@ def cached(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
 def one_by_one(model: Any, ids: Sequence[int], prompt: int) -> torch.Tensor:
     """Return the logits of `transformers`' own decoding, [tokens, vocabulary]: the prompt at first, then single tokens.
 
-    Some recurrent models (Zamba 2, Nemotron-H) bound their time steps in passes of several tokens, but not of one.
+    Some recurrent models (Zamba 2, Nemotron-H) bound the time steps of a prompt, but not those of outputs.
     """
     own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
     cache = transformers.DynamicCache(config=model.config) if own is None else own()
@@ -254,10 +257,10 @@ def one_by_one(model: Any, ids: Sequence[int], prompt: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def generated(model: Any, ids: list[int]) -> list[int]:
+def generated(model: Any, ids: list[int], new: int = NEW) -> list[int]:
     """Return the greedy output of transformers' `generate`."""
     batch = torch.tensor([ids])
-    settings = GenerationConfig(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=new, pad_token_id=0)
     with torch.inference_mode():
         output = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=settings)
     answer: list[int] = output[0, len(ids) :].tolist()
@@ -290,9 +293,9 @@ def greedy(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
     return list(dict.fromkeys(said))
 
 
-def decoded(ids: list[int], target: Target, drafter: Any, gamma: int) -> list[int]:
+def decoded(ids: list[int], target: Target, drafter: Any, gamma: int, new: int = NEW) -> list[int]:
     """Return the greedy output of specbench."""
-    run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=NEW, ignore_eos=True)
+    run = GenerationRun(ids, target, drafter, policy=FixedLength(gamma), max_new_tokens=new, ignore_eos=True)
     for _ in run:
         pass
     return list(run.result().token_ids)

@@ -65,9 +65,6 @@ RECURRENT = (
     "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
-BOUNDED = ("nemotron_h", "zamba2")
-"""Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
-
 RULES = (
     "auto", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
     "heuristic", "heuristic:max=9",
@@ -163,8 +160,6 @@ def draw(number: int, recurrent: bool = False) -> Case:
     case.cache = r.choice(("dynamic", "dynamic", "preallocated", "preallocated", "none", "static"))
     if recurrent:
         case.cache = r.choice(("dynamic", "dynamic", "dynamic", "none"))
-        if case.kind in BOUNDED:
-            case.cache = "dynamic"
     if case.dtype != "float32":  # what bit-exact passes take
         case.cache, case.shape["max_position_embeddings"] = "preallocated", 1024
     if case.shape.get("sliding_window") is not None and (case.dtype != "float32" or case.cache == "static"):
@@ -188,7 +183,7 @@ def draw(number: int, recurrent: bool = False) -> Case:
         case.drafter = "guesses"
     case.drafter_noise = r.choice((0.0, 0.01, 0.05, 1.0))
     case.drafter_int8 = r.random() < 0.5
-    gamma = r.choice((1, 1, 2, 3, 4, 5, 7, 8, 12, 30))
+    gamma = r.choice((1, 1, 2, 3, 4, 5, 7, 8, 12, 30, *((70, 100) if recurrent else ())))
     case.rule = f"fixed:gamma={gamma}"
     if r.random() < 0.4:
         free = case.drafter == "guesses" or case.drafter in FREE
@@ -215,8 +210,11 @@ def draw(number: int, recurrent: bool = False) -> Case:
             case.kind == "recurrent_gemma"
         ):  # given one token, `generate` goes on from the states of its last call
             length = max(2, length)
+        if recurrent and r.random() < 0.1:  # read in two passes in a batch, and in an output's blocks
+            length = r.choice((70, 540))
         words = r.sample(range(vocabulary - 3), k=r.choice((3, 10, 100)))
-        case.prompts.append((r.choices(words, k=length), r.choice((1, 2, 7, 20, 40))))
+        new = r.choice((1, 2, 7, 20, 40, *((110,) if recurrent and r.random() < 0.2 else ())))
+        case.prompts.append((r.choices(words, k=length), new))
     case.conversation = r.random() < 0.4
     if recurrent and case.cache == "dynamic":
         case.checkpoints = r.choice((0, 0, 4, 16))
@@ -236,6 +234,8 @@ def build_model(case: Case, noise: float = 0.0) -> Any:
     else:
         config = tiny_config(kind)
         config.vocab_size = case.shape["vocab_size"]
+        if case.kind in RECURRENT:
+            config.max_position_embeddings = 1024
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.number)
         model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -441,7 +441,10 @@ def run_batch(case: Case, reference: Any, target: Target, drafter: Any, seen: Se
         )
         for prompt, new in prompts
     ]  # fmt: skip
-    many = GenerationRuns(runs, max_batch=r.choice((2, 3, 8)), pool=r.choice((None, "paged", "slotted")))
+    batch, pool = r.choice((2, 3, 8)), r.choice((None, "paged", "slotted"))
+    longest = max((len(prompt) + new for prompt, new in prompts), default=0) + 150  # with a draft
+    few = pool == "paged" and r.random() < 0.5  # and requests are preempted
+    many = GenerationRuns(runs, max_batch=batch, pool=pool, pool_tokens=longest if few else None)
     for (prompt, new), result in zip(prompts, many.results(), strict=True):
         if isinstance(result, Exception):
             raise result

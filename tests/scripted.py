@@ -84,10 +84,14 @@ class ScriptedScorer:
         self.cache.reset()
 
     def logits(
-        self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        rows: int | None = None,
+        prompt: int | None = None,
     ) -> torch.Tensor:
         """The logits of a pass over a chain."""
-        return self.score(ForwardRequest(self, context, drafted, rows=rows)).logits
+        return self.score(ForwardRequest(self, context, drafted, rows=rows, prompt=prompt)).logits
 
     def score(self, asked: ForwardRequest) -> ForwardOutput:
         parents = range(-1, len(asked.tokens) - 1) if asked.parents is None else asked.parents

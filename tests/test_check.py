@@ -489,7 +489,9 @@ class Row:
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None: ...
 
-    def logits(self, context: Any, drafted: Any = (), rows: int | None = None) -> torch.Tensor:
+    def logits(
+        self, context: Any, drafted: Any = (), rows: int | None = None, prompt: int | None = None
+    ) -> torch.Tensor:
         return self.row.repeat(rows or 1, 1)
 
 

@@ -17,13 +17,16 @@ from specbench.backends.torch import recurrent
 from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.delta_rule import delta_rule
+from specbench.backends.torch.parity import find_difference
 from specbench.backends.torch.pools import cache_size
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
 from specbench.backends.torch.scorer import Scorer
+from specbench.check.deviation import clean_rows
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
-from specbench.decoding.sampling import Multinomial, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, TopK
+from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
@@ -47,8 +50,8 @@ KINDS = (
     "recurrent_gemma",
     "zamba",
 )  # one for each function of `transformers`, and groups
-BOUNDED = ("nemotron_h", "zamba2")
-"""Families that bound time steps in passes of several tokens alone: without a cache `generate` has other logits."""
+BOUNDED = ("bamba", "nemotron_h", "zamba2")
+"""Families that bound the time steps of a prompt, as the tiny ones have it."""
 LATENT = ("bailing_hybrid", "kimi_linear")
 """Families whose attention is computed from latent vectors, which a joint pass does not do."""
 IDS = Random(1).choices(range(3, survey.VOCABULARY), k=24)
@@ -89,7 +92,7 @@ def test_greedy_tokens_are_those_of_generate(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in BOUNDED])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_tokens_without_a_cache_are_those_of_generate(kind):
     model, expected = built(kind)
     assert wrong(model, expected, "none") == []
@@ -215,6 +218,43 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
         assert [list(output.token_ids) for output in results] == expected
         passes = [len(output.steps) + 1 for output in results]
         assert len(rows) <= max(passes) + 1 if joint and batch == 4 else len(rows) >= sum(passes)
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@pytest.mark.parametrize("length", [1, 24])
+def test_time_steps_are_bounded_in_prompts_alone(kind, length):
+    """Passes of outputs longer than a draft usually is, and of the context again, do not bound them."""
+    model, _ = built(kind)
+    prompt, new = IDS[:length], LONGEST_FORWARD + 40
+    expected = survey.generated(model, prompt, new)
+    target = wrap_target(model, name="tiny", pack=False)
+    for wrong in (0.0, 0.02):
+        drafter = survey.Guesses(prompt, expected, 1, wrong)
+        assert survey.decoded(prompt, target, drafter, LONGEST_FORWARD + 20, new) == expected
+    assert survey.decoded(prompt, wrap_target(model, cache="none"), drafter, 4, 20) == expected[:20]
+    assert find_difference(target.scorer, prompt, expected, expected[:90], Greedy()).numerical_tie is False
+    clean = list(clean_rows(target.scorer, prompt, expected[:90]))
+    assert [int(row.argmax()) for row in clean] == expected[:90]
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@pytest.mark.parametrize("pool", ["roomy", "small"])
+def test_the_end_of_a_long_prompt_is_read_like_its_beginning(kind, pool, monkeypatch):
+    """A pass has at most 512 tokens; in a small pool, requests are preempted and read again."""
+    model, _ = built(kind)
+    monkeypatch.setattr(model.config, "max_position_embeddings", 1024, raising=False)
+    lengths = (540, 20) if pool == "roomy" else (70, 80, 90)
+    prompts = [Random(length).choices(range(3, survey.VOCABULARY), k=length) for length in lengths]
+    expected = [survey.generated(model, prompt) for prompt in prompts]
+    target = wrap_target(model, name="tiny", pack=False)
+    preempt, preempted = Scheduler._preempt, []
+    monkeypatch.setattr(Scheduler, "_preempt", lambda *given: preempted.append(given) or preempt(*given))
+    many = speculative_generate_many(
+        prompts, target, "lookup", max_batch=3, max_new_tokens=survey.NEW, ignore_eos=True,
+        **({} if pool == "roomy" else {"pool_tokens": 260, "pool": "paged"}),
+    )  # fmt: skip
+    assert [list(output.token_ids) for output in many.results()] == expected
+    assert bool(preempted) == (pool == "small")
 
 
 def test_drafts_in_the_first_pass_of_a_batch_are_no_part_of_the_prompt():

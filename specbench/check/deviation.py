@@ -46,7 +46,7 @@ def clean_rows(scorer: Scorer, prompt: Sequence[int], output: Sequence[int]) -> 
     for at in range(0, len(output), limit):
         rows = min(limit, len(output) - at)
         length = len(prompt) + at + rows - 1
-        yield from scorer.logits(context[:length], rows=rows)
+        yield from scorer.logits(context[:length], rows=rows, prompt=len(prompt))
         scorer.rollback(length)  # removes nothing, but caches that evict need it between forwards
     scorer.begin()
 

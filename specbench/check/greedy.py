@@ -199,7 +199,7 @@ def compare_outputs(
         return None
     context = [*prompt, *first.tokens[:position]]
     setup.target.begin()
-    logits = setup.target.logits(context, rows=1)
+    logits = setup.target.logits(context, rows=1, prompt=len(prompt))
     setup.target.begin()
     tokens = tuple(
         output.tokens[position] if position < len(output.tokens) else None for output in (first, second)

@@ -153,7 +153,13 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         watch.lap("draft")
         counts = index >= 0
         logits, hidden, experts = yield ForwardRequest(
-            target, context, draft.tokens, draft.parents, layers=layers, counts_experts=counts
+            target,
+            context,
+            draft.tokens,
+            draft.parents,
+            layers=layers,
+            counts_experts=counts,
+            prompt=len(request.prompt),
         )
         watch.lap("verify")
         verdict = verification.judge(draft, logits, context, sampling, random)

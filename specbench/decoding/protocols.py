@@ -45,6 +45,8 @@ class ForwardRequest(NamedTuple):
         layers: Layers whose hidden states are needed, as ``transformers`` counts them: 0 is the first layer's input,
             and the last one includes the final norm.
         counts_experts: Whether the experts are counted that the pass reads.
+        prompt: How many tokens of the context are its prompt; ``None`` for all that its first pass reads. Some models
+            read a token otherwise where it is output.
     """
 
     scorer: Scorer
@@ -54,6 +56,7 @@ class ForwardRequest(NamedTuple):
     rows: int | None = None
     layers: Sequence[int] = ()
     counts_experts: bool = False
+    prompt: int | None = None
 
 
 class ForwardOutput(NamedTuple):

@@ -91,7 +91,8 @@ class _Job:
         assert self.pending is not None
         target = self.request.target
         if self.pending.scorer is not target and target.cached_len < self.verified:
-            return ForwardRequest(target, self.context[: self.verified], rows=1)
+            prompt = len(self.request.prompt)
+            return ForwardRequest(target, self.context[: self.verified], rows=1, prompt=prompt)
         return self.pending
 
     @property

@@ -33,8 +33,8 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import BOUNDED, cache_argument, is_recurrent, takes_any_cache
-from specbench.backends.torch.recurrent_cache import RecurrentCache
+from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent, takes_any_cache
+from specbench.backends.torch.recurrent_cache import RecurrentCache, running
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
 
@@ -89,6 +89,9 @@ class KVCache:
 
     def expect(self, tokens: int) -> None:
         """Note that so many tokens will be read in several forward passes."""
+
+    def set_prompt(self, tokens: int) -> None:
+        """Note how many tokens of the context are its prompt."""
 
     def after_forward(self) -> None:
         """Note that a forward pass has just been made."""
@@ -159,12 +162,20 @@ class NoKVCache(KVCache):
 
     length = 0
     takes_trees = False
+    _prompt: int | None = None
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         pass
 
+    def set_prompt(self, tokens: int) -> None:
+        self._prompt = tokens
+
     def model_kwargs(self) -> dict[str, Any]:
+        running.prompt = self._prompt
         return {"use_cache": False}
+
+    def after_forward(self) -> None:
+        running.clear()
 
     def rollback(self, length: int) -> None:
         pass
@@ -216,6 +227,10 @@ class DynamicKVCache(KVCache):
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
+    def set_prompt(self, tokens: int) -> None:
+        if self._recurrent is not None:
+            self._recurrent.set_prompt(tokens)
+
     def model_kwargs(self) -> dict[str, Any]:
         return {**self._arguments}
 
@@ -243,7 +258,7 @@ class DynamicKVCache(KVCache):
         if self._recurrent is None:
             return super().most_kept(length)
         slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
-        return 0 if slides or self._config.model_type in BOUNDED else self._recurrent.most_kept(length)
+        return 0 if slides or bounds_prompts(self._config) else self._recurrent.most_kept(length)
 
     def rollback(self, length: int) -> None:
         if self._recurrent is not None:

@@ -26,6 +26,7 @@ from specbench.backends.torch.kernels.native_stacks import native_stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.backends.torch.recurrent import keep_states
+from specbench.backends.torch.recurrent_cache import running
 from specbench.decoding.protocols import ForwardOutput
 
 if TYPE_CHECKING:
@@ -110,7 +111,11 @@ class HFForward(Forward):
             arguments["logits_to_keep"] = self._kept_logits(rows, ids)
         if layers:
             arguments["output_hidden_states"] = [*layers]
-        output = self._model(input_ids=ids, **arguments)
+        try:
+            output = self._model(input_ids=ids, **arguments)
+        except BaseException:
+            running.clear()
+            raise
         self._cache.after_forward()
         return read_output(output, rows, layers)
 

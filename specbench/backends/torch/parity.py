@@ -105,7 +105,7 @@ def find_difference(
         return None
     target.begin()
     context = [*prompt, *first[:position]]
-    logits = target.logits(context, rows=1)
+    logits = target.logits(context, rows=1, prompt=len(prompt))
     target.begin()
     tokens = (_at(first, position), _at(second, position))
     return difference_at(position, tokens, sampling.scores(logits, context)[0], target.rounding)

@@ -251,6 +251,10 @@ class PooledCache(KVCache):
     def model_kwargs(self) -> dict[str, Any]:
         return cache_arguments(self._cache, self.pool.config)
 
+    def set_prompt(self, tokens: int) -> None:
+        if self.recurrent is not None:
+            self.recurrent.set_prompt(tokens)
+
     def after_forward(self) -> None:
         if self.recurrent is not None:
             self.recurrent.end_forward()

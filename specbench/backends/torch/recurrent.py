@@ -6,7 +6,8 @@ chunked functions in the modules of these models. Over our caches, a pass of up 
 a state calls the function for one token for each in turn: so there is a state after each, and a pass of n tokens has
 the recurrences of n passes of one, to the bit. First passes and longer ones call the chunked function, from one
 checkpoint to the next. In a pass over several requests, each request is computed by itself. Passes over other caches
-run as before.
+run as before. Where a model bounds its time steps, those of the prompt are bounded and those of outputs are not, which
+is what ``generate`` does with a pass over the prompt and one for each token, whatever passes there are.
 
 On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels/delta_rule.py``), if a
 trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
@@ -33,6 +34,7 @@ from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, RecurrentLayers, running
 
 Function = Callable[..., Any]
+_UNBOUNDED = (0.0, float("inf"))
 
 
 def can_keep_states(model_class: type) -> bool:
@@ -55,8 +57,13 @@ def cache_argument(config: PreTrainedConfig) -> str:
     return "cache" if any("cache" in each for each in names) else "cache_params"
 
 
-BOUNDED = ("nemotron_h", "zamba2")
-"""Model types that bound time steps in prompts alone: another prompt cannot go on from the states of outputs."""
+def bounds_prompts(config: PreTrainedConfig) -> bool:
+    """Whether models of this configuration bound time steps, in prompts alone: another prompt cannot go on from the
+    states of outputs.
+    """
+    if config.model_type in ("nemotron_h", "zamba2"):
+        return bool(config.time_step_min > 0)
+    return tuple(getattr(config, "time_step_limit", None) or _UNBOUNDED) != _UNBOUNDED
 
 
 def takes_any_cache(config: PreTrainedConfig) -> bool:
@@ -180,6 +187,8 @@ class _Recurrence:
         state: Which argument is the state before; ``None`` for a function that begins without one.
         step: Calls the function for one token: (function, arguments, state) -> (output, state after).
         native: What does the same for several tokens; ``None`` if nothing does.
+        prepare: Computes arguments in advance that depend on whether a row is of the prompt: (arguments, rows that
+            are) -> arguments.
     """
 
     several: str
@@ -190,6 +199,7 @@ class _Recurrence:
     state: str | None
     step: Step
     native: _Native | None = None
+    prepare: Callable[[Arguments, int], Arguments] = lambda given, _: given
 
     def of_rows(self, given: Arguments, first: int, count: int) -> dict[str, Any]:
         """Return the arguments of some rows."""
@@ -205,7 +215,9 @@ def _run(several: Function, recurrence: _Recurrence, single: Function, *args: An
     rows = given[recurrence.names[0]].shape[recurrence.output]
     histories = running.histories
     if sum(history.rows for history in histories) != rows:  # there are none if the cache is not ours
-        return several(*args, **kwargs)
+        if running.prompt is None:
+            return several(*args, **kwargs)
+        return several(**recurrence.prepare(given, running.prompt))
     if len(histories) == 1:
         return _run_request(several, recurrence, single, given, histories[0])
     outputs, first = [], 0
@@ -231,6 +243,7 @@ def _run_request(
     kept: dict[int, torch.Tensor] = {}
     outputs, stops = [], history.stops()
     begin = start = history.length - history.rows
+    given = recurrence.prepare(given, history.rows if history.prompt is None else history.prompt - begin)
     for stop in stops:
         part = given if len(stops) == 1 else recurrence.of_rows(given, start - begin, stop - start)
         if state is None or (stop - start > LONGEST_FORWARD and recurrence.state is not None):
@@ -327,6 +340,17 @@ def _drawn(*sizes: tuple[int, ...]) -> list[torch.Tensor]:
 _MAMBA = ("hidden_states", "dt", "A", "B", "C")
 
 
+def _mamba2_time_steps(given: Arguments, prompt: int) -> Arguments:
+    """Compute dt, [batch, tokens, heads], bounded in the first ``prompt`` rows."""
+    dt, bias = given["dt"], given.get("dt_bias")
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = functional.softplus(dt) if given.get("dt_softplus") else dt
+    limit = tuple(given.get("dt_limit", _UNBOUNDED))
+    if prompt > 0 and limit != _UNBOUNDED:
+        dt = torch.cat([dt[:, :prompt].clamp(*limit), dt[:, prompt:]], dim=1)
+    return {**given, "dt": dt, "dt_bias": None, "dt_softplus": False, "dt_limit": _UNBOUNDED}
+
+
 def _mamba2_step(
     single: Function, given: Arguments, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,9 +367,6 @@ def _mamba2_step(
         b[:, 0],
         c[:, 0],
         given["D"][:, None].expand(-1, size),
-        z=None,
-        dt_bias=given["dt_bias"][:, None].expand(-1, size),
-        dt_softplus=given["dt_softplus"],
     )
     return output[:, None], state
 
@@ -353,19 +374,18 @@ def _mamba2_step(
 def _mamba2_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
     """Mamba 2 as a gated delta rule that only adds: keys B, queries C, and the time step as the weight of a value."""
     x, dt, a, b, c = (given[name] for name in _MAMBA)
-    dt = dt + given["dt_bias"].to(dt.dtype)
-    dt = (functional.softplus(dt) if given["dt_softplus"] else dt).float()
+    dt = dt.float()
     read = delta_rule(c, b, x, dt * a.float(), dt, state, after, normalize=False, adds=True)
     output: torch.Tensor = read + x * given["D"][:, None]
     return output
 
 
 def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:
-    x, dt, a, b, c, skip, bias, before = _drawn(
-        (1, 2, 4, 40), (1, 2, 4), (4,), (1, 2, 2, 24), (1, 2, 2, 24), (4,), (4,), (1, 4, 40, 24)
+    x, dt, a, b, c, skip, before = _drawn(
+        (1, 2, 4, 40), (1, 2, 4), (4,), (1, 2, 2, 24), (1, 2, 2, 24), (4,), (1, 4, 40, 24)
     )
-    given = dict(zip(_MAMBA, (x, dt, -a.abs(), b, c), strict=True))
-    return [({**given, "D": skip, "dt_bias": bias, "dt_softplus": True}, before)]
+    given = dict(zip(_MAMBA, (x, dt.abs(), -a.abs(), b, c), strict=True))
+    return [({**given, "D": skip}, before)]
 
 
 def _mamba_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -522,7 +542,7 @@ _RECURRENCES = (
     _Recurrence(
         "mamba2_chunk_scan", "mamba2_selective_state_update", _MAMBA,
         dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
-        _Native(_mamba2_native, "B", turns=True, samples=_mamba2_samples),
+        _Native(_mamba2_native, "B", turns=True, samples=_mamba2_samples), _mamba2_time_steps,
     ),
     _Recurrence(
         "mamba_selective_scan", "mamba_selective_state_update", _MAMBA,

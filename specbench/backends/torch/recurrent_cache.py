@@ -41,6 +41,7 @@ class History:
         columns: Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
         kernel: Inputs of the convolution that one output reads.
         rows: Tokens of the pass that runs.
+        prompt: How many of the first tokens are the prompt; ``None`` for all.
         kept: For each group of heads that is computed by itself, states of this pass by the tokens read until then.
         checkpoints: States and inputs of the convolution by the tokens read until then.
         spare: States that are no longer kept, whose memory is used again; ``None`` where nothing asks for it.
@@ -53,6 +54,7 @@ class History:
     columns: torch.Tensor | None = None
     kernel: int = 0
     rows: int = 0
+    prompt: int | None = None
     kept: list[dict[int, torch.Tensor]] = field(default_factory=list)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     spare: list[torch.Tensor] | None = None
@@ -150,16 +152,18 @@ class _Running(threading.local):
         inputs: What the convolution is given.
         columns: Of each request, the inputs of its convolution, with those before.
         convolved: The histories of the convolution.
+        prompt: In a pass without a cache, how many of its tokens are the prompt; ``None`` for all.
     """
 
     histories: Sequence[History] = ()
     inputs: torch.Tensor | None = None
     columns: Sequence[torch.Tensor] = ()
     convolved: Sequence[History] = ()
+    prompt: int | None = None
 
     def clear(self) -> None:
         self.histories = self.columns = self.convolved = ()
-        self.inputs = None
+        self.inputs = self.prompt = None
 
 
 running = _Running()
@@ -237,6 +241,11 @@ class RecurrentCache(RecurrentLayers, DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         history = self.histories.get((layer_idx, 0))
         return int(super().get_seq_length(layer_idx)) if history is None else history.length
+
+    def set_prompt(self, tokens: int) -> None:
+        """Note how many of the first tokens are the prompt."""
+        for history in self.histories.values():
+            history.prompt = tokens
 
     @property
     def length(self) -> int:

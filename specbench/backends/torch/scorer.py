@@ -24,7 +24,7 @@ from specbench.backends.torch.forward import FusedForward, HFForward, join_passe
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
-from specbench.backends.torch.recurrent import BOUNDED
+from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -194,11 +194,15 @@ class Scorer:
         return pooled.reserve(end, request.context[: min(len(request.context) - 1, end - fed)])
 
     def require(self, request: ForwardRequest) -> None:
-        """Reserve memory for a forward pass; raise ``UsageError`` if there is none."""
+        """Reserve memory for a pass, and tell the cache of its prompt; raise ``UsageError`` if there is none."""
         if not self.reserve(request):
             raise UsageError(
                 "The KV cache is full.", "Give it more memory, or decode fewer requests at a time."
             )
+        if request.prompt is not None:
+            self.cache.set_prompt(request.prompt)
+        elif self.cache.length == 0:
+            self.cache.set_prompt(len(request.context))
 
     def mark_read(self, request: ForwardRequest) -> None:
         """Note that the forward pass has been made."""
@@ -241,7 +245,7 @@ class Scorer:
         """Keep recurrent states every ``interval`` tokens from now on; return whether the model has any."""
         if not isinstance(self.cache, DynamicKVCache) or not self.cache.is_recurrent:
             return False
-        if self.model.config.model_type in BOUNDED:
+        if bounds_prompts(self.model.config):
             return False
         self.cache.checkpoints = interval
         self.begin()
@@ -322,9 +326,15 @@ class Scorer:
             return nullcontext()
         return self._experts.watch()
 
-    def logits(self, context: Sequence[int], drafted: Sequence[int] = (), rows: int | None = None) -> Tensor:
+    def logits(
+        self,
+        context: Sequence[int],
+        drafted: Sequence[int] = (),
+        rows: int | None = None,
+        prompt: int | None = None,
+    ) -> Tensor:
         """Return the logits of a forward pass over a chain; for the arguments see ``ForwardRequest``."""
-        return self.score(ForwardRequest(self, context, drafted, rows=rows)).logits
+        return self.score(ForwardRequest(self, context, drafted, rows=rows, prompt=prompt)).logits
 
     def _feed_chain(
         self, context: Sequence[int], drafted: Sequence[int], rows: int | None, layers: Sequence[int]

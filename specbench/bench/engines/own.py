@@ -21,7 +21,6 @@ from specbench.bench.passes import time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
 from specbench.generate import GenerationRun
@@ -194,7 +193,7 @@ class ModelEngine:
         scorer.begin()
         for start in range(len(prompt), len(text), _RATED_ROWS):
             end = min(start + _RATED_ROWS, len(text))
-            rows = scorer.score(ForwardRequest(scorer, text[: end - 1], rows=end - start)).logits
+            rows = scorer.logits(text[: end - 1], rows=end - start, prompt=len(prompt))
             tokens = torch.tensor(text[start:end], device=rows.device)
             total += float(rows.float().log_softmax(dim=-1).gather(1, tokens[:, None]).sum())
             scorer.rollback(end - 1)
