@@ -20,6 +20,7 @@ from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base.errors import RunError
+from specbench.models import cache
 from specbench.models import kept_layers as module
 from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
 from specbench.models.drafters import load_drafter
@@ -159,6 +160,58 @@ def test_packed_layers_are_kept_if_they_are_large(folder, monkeypatch, mapped):
     assert load_target(str(folder), bfloat16).language_model.notes == [note]
     assert len(made) == 2 * count
     assert entries() == [entry]
+
+
+@pytest.mark.skipif(
+    not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
+)
+def test_packed_layers_that_would_not_be_made_here_are_made_again(folder, monkeypatch):
+    """As where tiles have come, and oneDNN cannot multiply a long prompt by what was kept without them."""
+    monkeypatch.setattr(module, "_WORTH_PACKING", 0)
+    bfloat16 = LoadOptions(dtype="bfloat16", device="cpu")
+    assert load_target(str(folder), bfloat16).language_model.notes == []
+    monkeypatch.setattr(linear, "has_tiles", lambda: True)
+    monkeypatch.setattr(linear, "layout_of", lambda *_: None)
+    monkeypatch.setattr(linear, "_slices", SimpleNamespace())
+    target = load_target(str(folder), bfloat16)
+    assert len(target.language_model.notes) == 1
+    assert entries() == []
+    assert target.scorer.logits([*range(1, 60)]).isfinite().all()
+
+
+@needs_native
+@pytest.mark.parametrize("part", ["sizes", "scales", "panels"])
+def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, monkeypatch):
+    """Whole by their checksums, as another version has made them."""
+    if part == "scales":
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    expected = int8_logits(folder)
+    made, (entry,) = len(roundings), entries()
+    path = first_of(entry)
+    stored = load_file(path)
+    name = next(name for name in stored if "lm_head" in name and name.endswith(part))
+    stored[name] = torch.full_like(stored[name], 24) if part == "sizes" else stored[name][:-1].clone()
+    save_file(stored, path)
+    (entry / "manifest.json").unlink()
+    cache.write_manifest(entry, module._FORMAT, {"name": "m"}, derived=True)
+    target = load_target(str(folder), INT8)
+    assert len(target.language_model.notes) == 1
+    assert made < len(roundings)
+    assert entries() == []
+    assert torch.equal(int8_logits(folder), expected)
+    assert len(entries()) == 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_only_what_is_kept_is_said_to_be(folder, monkeypatch, kept):
+    """On processors with tiles, oneDNN packs bfloat16 in memory of its own, which is not kept."""
+    monkeypatch.setattr(module, "_WORTH_KEEPING" if kept else "_WORTH_PACKING", 0)
+    monkeypatch.setattr(native.Panels, "is_own", property(lambda self: kept))
+    stages: list[str] = []
+    progress = SimpleNamespace(update=lambda stage, *_: stages.append(stage))
+    options = INT8 if kept else LoadOptions(dtype="bfloat16", device="cpu")
+    load_target(str(folder), options, progress=progress)
+    assert any("is kept" in stage for stage in stages) == kept == bool(entries())
 
 
 def test_a_file_in_large_pages_takes_few_faults(tmp_path, monkeypatch):

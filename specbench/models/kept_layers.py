@@ -17,8 +17,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -98,13 +99,11 @@ def kept_layers(
     if is_intact(entry, _FORMAT):
         with suppress(OSError):
             os.utime(entry / MANIFEST)  # used just now
-        yield _Found(entry)
+        yield _Found(entry, partial(_note, model, kind, "are of no use here"))
         return
     if entry.exists() or others:
-        reason = (
-            "are damaged" if entry.exists() else "are from other model files or another version of specbench"
-        )
-        model.notes.append(f"The {kind} layers stored for {model.name} {reason}, so they are made again.")
+        other = "are from other model files or another version of specbench"
+        _note(model, kind, "are damaged" if entry.exists() else other)
     for path in (entry, *others):
         shutil.rmtree(path, ignore_errors=True)
     try:
@@ -115,13 +114,19 @@ def kept_layers(
         yield None
         return
     try:
-        announce(progress, f"{making} (the result is kept)")
-        made = _Made(work, parent, f"{model.name}, {kind}" if kind == "packed" else f"{model.name} in {kind}")
+        announce(progress, making)
+        kept = partial(announce, progress, f"{making} (the result is kept)")
+        name = f"{model.name}, {kind}" if kind == "packed" else f"{model.name} in {kind}"
+        made = _Made(work, parent, name, kept)
         yield made
         made.finish(entry)
         _evict(parent, entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _note(model: LanguageModel, kind: Kind, reason: str) -> None:
+    model.notes.append(f"The {kind} layers stored for {model.name} {reason}, so they are made again.")
 
 
 def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
@@ -147,9 +152,10 @@ def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
 
 
 class _Found:
-    """An existing, valid entry."""
+    """An existing, intact entry; ``note`` is called once if it is of no use."""
 
-    def __init__(self, entry: Path) -> None:
+    def __init__(self, entry: Path, note: Callable[[], None]) -> None:
+        self._entry, self._note = entry, note
         self._tensors = load_file(entry / _FILE)  # maps the file
         self._copies = not lie_in_large_pages(self._tensors.values())
 
@@ -158,11 +164,22 @@ class _Found:
         tensors = {part: tensor for part, tensor in parts.items() if tensor is not None}
         if not tensors:
             return None
-        if "panels" not in tensors:
-            return Int8Weight(tensors["quantized"], tensors["scales"])
-        if self._copies:
-            tensors = {part: tensor.clone() for part, tensor in tensors.items()}
-        return native.Panels.from_stored(tensors)
+        try:
+            if "panels" not in tensors:
+                return Int8Weight(tensors["quantized"], tensors["scales"])
+            if self._copies:
+                tensors = {part: tensor.clone() for part, tensor in tensors.items()}
+            return native.Panels.from_stored(tensors)
+        except (KeyError, ValueError):
+            self.discard()
+            return None
+
+    def discard(self) -> None:
+        """Remove the entry, so that the next start makes another."""
+        if self._tensors:
+            self._note()
+            self._tensors = {}
+            shutil.rmtree(self._entry, ignore_errors=True)
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
         """Do nothing: an existing entry is not extended."""
@@ -172,11 +189,11 @@ class _Made:
     """An entry that is being written: a safetensors file, whose header is written last, into space left for it.
 
     What is large is written at once, beginning with a cache line, as products read it fastest. Writing is abandoned if
-    the disk is too small.
+    the disk is too small. ``kept`` is called before the first layer.
     """
 
-    def __init__(self, work: Path, parent: Path, name: str) -> None:
-        self.work, self.parent, self.name = work, parent, name
+    def __init__(self, work: Path, parent: Path, name: str, kept: Callable[[], None]) -> None:
+        self.work, self.parent, self.name, self._kept = work, parent, name, kept
         self.failed = False
         self._header: dict[str, dict[str, Any]] = {}
         self._end = 0
@@ -184,6 +201,9 @@ class _Made:
 
     def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
+
+    def discard(self) -> None:
+        """Do nothing: what is made here is of use."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
         *small, (part, large) = _tensors(weight).items()
@@ -198,6 +218,7 @@ class _Made:
                 raise OSError("no space")
             with (self.work / _FILE).open("ab") as file:
                 if not self._header:
+                    self._kept()
                     file.write(b" " * _DATA_AT)
                 for name, tensor in tensors.items():
                     if gap := -self._end % _ALIGNED:

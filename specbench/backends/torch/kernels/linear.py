@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,8 @@ class PackedLinear(nn.Module):
             return
         self.out_features, self.in_features = weight.shape
         if weight.dtype == torch.bfloat16 and native.is_available():
-            self.panels = _shortened(weight, sizes)
+            if _takes_12_bits(weight.shape, sizes):
+                self.panels = native.Panels.shorten_bfloat16(weight)
             if self.panels is None and not onednn_packs(weight.dtype):
                 self.panels = native.Panels.from_bfloat16(weight)
             if self.panels is not None:
@@ -164,16 +165,14 @@ def _slice_rows(outputs: int, inputs: int) -> int:
     return min(outputs, max(width, _SLICE_BYTES // (2 * inputs) // width * width))
 
 
-def _shortened(weight: Tensor, sizes: Sequence[int]) -> native.Panels | None:
-    """Pack a bfloat16 weight in 12 bits; ``None`` if it cannot be, or oneDNN could not multiply many rows by it."""
-    outputs, inputs = weight.shape
-    if not weight.numel() or any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
-        return None
+def _takes_12_bits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether a bfloat16 weight of this shape may be packed in 12 bits: oneDNN can multiply many rows by it."""
+    outputs, inputs = shape
+    if not outputs * inputs or any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
+        return False
     rows = _slice_rows(outputs, inputs)
     slices = {rows, outputs % rows or rows} if has_tiles() else ()
-    if any(_slice_of(each, inputs) is None for each in slices):
-        return None
-    return native.Panels.shorten_bfloat16(weight)
+    return all(_slice_of(each, inputs) is not None for each in slices)
 
 
 def _product_of_slices(x: Tensor, panels: native.Panels, bias: Tensor | None) -> Tensor:
@@ -293,6 +292,26 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 QuantizedWeight = Int8Weight | native.Panels
 """A weight as a quantized layer keeps it: native products read another layout."""
+
+
+def is_usable(
+    weight: QuantizedWeight,
+    kind: QuantizedName | Literal["packed"],
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+) -> bool:
+    """Return whether a layer of this kind, shape [out, in] and ``sizes`` could have made this weight here."""
+    if isinstance(weight, Int8Weight):
+        dtypes = weight.quantized.dtype, weight.scales.dtype
+        shapes = weight.quantized.shape, weight.scales.shape
+        return (kind, *dtypes) == ("int8", torch.int8, torch.float32) and shapes == (shape, shape[:1])
+    if (weight.outputs, weight.inputs) != shape or not native.is_available():
+        return False
+    if kind != "packed":
+        return weight.bits == (8 if kind == "int8" else 4)
+    if weight.bits == 12:
+        return _takes_12_bits(shape, sizes)
+    return weight.bits == 16 and not onednn_packs(torch.bfloat16)
 
 
 def int8_weight(weight: Tensor) -> QuantizedWeight:

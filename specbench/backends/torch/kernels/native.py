@@ -289,8 +289,10 @@ class Panels:
 
     @classmethod
     def from_stored(cls, tensors: Mapping[str, Tensor]) -> Panels:
-        """Use stored panels where they lie; raise ``ValueError`` if they are not of their size."""
+        """Use stored panels where they lie; raise ``ValueError`` if they are of another size or kind than here."""
         (bits, outputs, inputs, width), data = tensors["sizes"].tolist(), tensors["panels"]
+        if width != (WIDE_PANEL if bits == 12 else PANEL) or (bits == 12 and loaded().level < 2):
+            raise ValueError("panels of another kind")
         made = cls(bits, outputs, inputs, width=width, data=data)
         if data.shape != (made._bytes_of(outputs),) or data.dtype != torch.uint8:
             raise ValueError("panels of another size")

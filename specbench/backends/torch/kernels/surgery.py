@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from specbench.backends.torch.kernels.linear import (
     QuantizedWeight,
     can_pack,
     int8_weight,
+    is_usable,
 )
 from specbench.backends.torch.kernels.native import Panels
 from specbench.base.errors import UsageError
@@ -171,8 +172,26 @@ class KeptLayers(Protocol):
     def find(self, place: str) -> QuantizedWeight | None:
         """Return the stored weight of a layer; ``None`` if there is none."""
 
+    def discard(self) -> None:
+        """Forget all that is stored, since a layer's weight is of no use here."""
+
     def save(self, place: str, weight: QuantizedWeight) -> None:
         """Store the weight of a layer."""
+
+
+def _found(
+    layers: KeptLayers | None,
+    name: str,
+    kind: QuantizedName | Literal["packed"],
+    shape: tuple[int, int],
+    sizes: Sequence[int],
+) -> QuantizedWeight | None:
+    """Return the stored weight of a layer if it is as if made now."""
+    stored = None if layers is None else layers.find(name)
+    if layers is not None and stored is not None and not is_usable(stored, kind, shape, sizes):
+        layers.discard()
+        return None
+    return stored
 
 
 def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bool:
@@ -186,9 +205,13 @@ def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bo
     """
 
     def packed(
-        name: str, weight: Callable[[], Tensor], bias: Tensor | None, sizes: Sequence[int]
+        name: str,
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        shape: tuple[int, int],
+        sizes: Sequence[int],
     ) -> PackedLinear:
-        stored = None if layers is None else layers.find(name)
+        stored = _found(layers, name, "packed", shape, sizes)
         made = PackedLinear(stored if isinstance(stored, Panels) else weight(), bias, sizes)
         if layers is not None and stored is None and made.panels is not None and made.panels.is_own:
             layers.save(name, made.panels)
@@ -212,9 +235,13 @@ def quantize_linears(
     """
 
     def quantized(
-        name: str, weight: Callable[[], Tensor], bias: Tensor | None, _: Sequence[int]
+        name: str,
+        weight: Callable[[], Tensor],
+        bias: Tensor | None,
+        shape: tuple[int, int],
+        sizes: Sequence[int],
     ) -> QuantizedLinear:
-        stored = None if layers is None else layers.find(name)
+        stored = _found(layers, name, kind, shape, sizes)
         if kind == "int4":
             known = stored if isinstance(stored, Panels) else None
             int4 = Int4Linear(weight().detach() if known is None else known, bias)
@@ -379,7 +406,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 _LinearLike = nn.Linear | PackedLinear | MergedLinear
 _MakeLayer = Callable[
-    [str, Callable[[], Tensor], Tensor | None, Sequence[int]], PackedLinear | QuantizedLinear
+    [str, Callable[[], Tensor], Tensor | None, tuple[int, int], Sequence[int]], PackedLinear | QuantizedLinear
 ]
 
 
@@ -399,7 +426,7 @@ class _WeightBuffers:
 
 
 def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool:
-    """Replace all suitable linear layers by the results of ``make(name, weight, bias, sizes)``, in huge pages.
+    """Replace all suitable linear layers by the results of ``make(name, weight, bias, shape, sizes)``, in huge pages.
 
     If ``make`` packs, layers that are packed already, or cannot be, stay.
 
@@ -487,17 +514,21 @@ def _make_layers(
     if packs and not (isinstance(first, nn.Linear) and can_pack(first.weight.dtype, first.weight.device)):
         return list(layers)
     if len(layers) == 1:
-        new = make(name, lambda: first.weight, first.bias, ())
+        shape = (first.out_features, first.in_features)
+        new = make(name, lambda: first.weight, first.bias, shape, ())
         _share_hooks(layers, [new])
         return [new]
     bias, sizes = first.bias, tuple(layer.out_features for layer in layers)
+    shape = (sum(sizes), first.in_features)
     if isinstance(first, MergedLinear):
         packed = first.merged.layer
-        new = make(name, lambda: packed.weight, packed.bias, sizes)
+        new = make(name, lambda: packed.weight, packed.bias, shape, sizes)
     else:
         if bias is not None:
             bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
-        new = make(name, lambda: buffers.join([layer.weight.detach() for layer in layers]), bias, sizes)
+        new = make(
+            name, lambda: buffers.join([layer.weight.detach() for layer in layers]), bias, shape, sizes
+        )
     merged = _MergedProduct(new, sizes)
     parts = [MergedLinear(merged, index) for index in range(len(layers))]
     _share_hooks(layers, parts)
