@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
+    GptOssConfig,
     LlamaConfig,
     Olmo3Config,
     PreTrainedConfig,
@@ -296,6 +297,58 @@ def test_sharded_weights(tmp_path):
 def test_load_config_reads_no_weights(folder):
     (folder / "model.safetensors").unlink()
     assert load_config(str(folder)).num_hidden_layers == 2
+
+
+def quantize_checkpoint(folder: Path, method: str) -> None:
+    """Store the linear layers of a folder in FP8, or its experts in MXFP4, as `transformers` reads them."""
+    weights: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        weights[key] = tensor
+        if method == "fp8" and key.endswith("proj.weight"):
+            scales = torch.full([size // 16 for size in tensor.shape], 0.01)
+            weights[key] = (tensor * 100).to(torch.float8_e4m3fn)
+            weights[f"{key}_scale_inv"] = scales
+        elif method == "mxfp4" and key.endswith("experts.down_proj"):
+            experts, inputs, outputs = tensor.shape
+            weights[f"{key}_scales"] = torch.full((experts, outputs, inputs // 32), 120, dtype=torch.uint8)
+            weights[f"{key}_blocks"] = torch.randint(
+                256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8
+            )
+            del weights[key]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    quantized = {"quant_method": method}
+    if method == "fp8":
+        quantized |= {"activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    edit_config(folder, quantization_config=quantized)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_an_fp8_checkpoint_in_any_dtype(tmp_path, dtype):
+    folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)
+    quantize_checkpoint(folder, "fp8")
+    loaded = load_model(str(folder), LoadOptions(dtype=dtype, device="cpu"))
+    assert {loaded.dtype} == {str(each.dtype).removeprefix("torch.") for each in loaded.model.parameters()}
+    assert loaded.dtype == dtype or dtype == "auto"
+    assert logits(loaded.model).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_an_mxfp4_checkpoint_is_that_of_its_unpacked_weights(tmp_path, monkeypatch, dtype):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_local_experts": 8,
+        "head_dim": 8,
+    }
+    config = GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    quantize_checkpoint(tmp_path, "mxfp4")
+    asked: list[int] = []
+    monkeypatch.setattr(load, "check_memory", lambda needed, **_: asked.append(needed))
+    model = load_model(str(tmp_path), LoadOptions(dtype=dtype, device="cpu"), tokenizer=False).model
+    taken = sum(each.nbytes for each in model.parameters())
+    assert taken <= asked[0] <= 1.5 * taken
 
 
 # -- folders that are refused --------------------------------------------------------------------

@@ -172,7 +172,8 @@ def load_model(
             """
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
-                _placement(options, config, total // config.dtype.itemsize, config.dtype, loaded, spec.name)
+                numbers = _unpacked(options, config) or total // config.dtype.itemsize
+                _placement(options, config, numbers, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
         return load(hub.folder, hub)
@@ -272,12 +273,13 @@ def _load_folder(
         counts.update(safetensors_elements(file))
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    stored = kinds[0] if len(kinds) == 1 else None
+    unpacked = _unpacked(options, config)
+    stored = kinds[0] if len(kinds) == 1 and unpacked is None else None
     needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
         needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
-    placement = _placement(options, config, needed // dtype.itemsize, stored, dtype, name)
+    placement = _placement(options, config, unpacked or needed // dtype.itemsize, stored, dtype, name)
     tokenizer, tokenizer_files = (
         _load_tokenizer(folder, hub, name, share_with) if with_tokenizer else (None, None)
     )
@@ -331,12 +333,24 @@ def _read_weights(
             f"The weights of {name} are incomplete: {len(missing)} of the model's tensors are not in them"
             f" (the first is {missing[0]})."
         )
+    for parameter in model.parameters():  # what was unpacked may have another dtype, some layers keep float32
+        if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
+            parameter.data = parameter.data.to(dtype)
     return cast("PreTrainedModel", model)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _unpacked(options: LoadOptions, config: PreTrainedConfig) -> int | None:
+    """Return the number of weights of a quantized checkpoint that is unpacked on loading, as on CPUs; else ``None``."""
+    on_cpu = options.device_map is None and resolve_device(options.device).type == "cpu"
+    if not on_cpu or getattr(config, "quantization_config", None) is None:
+        return None
+    with torch.device("meta"), quiet_transformers():
+        return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def resolve_dtype(
