@@ -134,7 +134,8 @@ def test_logits_of_minus_infinity_are_never_emitted():
 
 @pytest.mark.parametrize("sampling", [Greedy(), Multinomial()])
 @pytest.mark.parametrize("draft", [Draft(), Draft([1])], ids=["plain", "drafted"])
-def test_logits_that_are_no_numbers_are_an_error(sampling, draft):
-    logits = torch.full((len(draft.tokens) + 1, 3), math.nan)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_are_no_numbers_are_an_error(sampling, draft, value):
+    logits = torch.full((len(draft.tokens) + 1, 3), value)
     with pytest.raises(RunError, match="not numbers"):
         judge(draft, logits, [0], sampling, Randomness(0))

@@ -19,15 +19,19 @@ from specbench.backends.torch.caches import make_cache, prune_legacy
 from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.protocols import run_to_end
-from specbench.decoding.records import LONGEST_DRAFT
-from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.drafts import Draft
+from specbench.decoding.protocols import Decoding, Drafter, run_to_end
+from specbench.decoding.records import LONGEST_DRAFT, Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, TopK
 from specbench.drafters.model import SelfDrafter
-from specbench.generate import speculative_generate
-from specbench.models.drafters import load_drafter
+from specbench.generate import GenerationRun, speculative_generate
+from specbench.generate_many import GenerationRuns
+from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
+from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
-from specbench.policies import FixedLength
+from specbench.policies import FixedLength, build_policy
+from specbench.specs.drafters import parse_drafter
 
 VOCAB = 61
 WINDOW = 8
@@ -462,6 +466,85 @@ def test_a_prompt_without_numbers_spoils_none_behind_it(kind, drafter):
     for scorer in (used.scorer, fresh.scorer):
         scorer.begin()
     assert torch.equal(used.scorer.logits(sound), fresh.scorer.logits(sound))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "cascade": {"front": "lookup"},
+    "tree": {"policy": "dynamic-tree"},
+    "egag": {"policy": "egag"},
+    "entropy": {"policy": "entropy-bound"},
+    "sampled": {"sampling": Multinomial(0.5)},
+    "sampled tree": {"sampling": Multinomial(0.5), "policy": "dynamic-tree"},
+    "batch": {"requests": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_without_numbers_drafts_nothing_there_and_says_so_once(way, caplog):
+    front, rule, sampling, requests = (
+        WAYS[way].get(key, usual)
+        for key, usual in (
+            ("front", ""),
+            ("policy", "fixed:gamma=4"),
+            ("sampling", Greedy()),
+            ("requests", 1),
+        )
+    )
+    target = wrap_target(tiny_llama(), name="tiny")
+    prompt, settings = [5, 6, 7], {"max_new_tokens": 30, "ignore_eos": True}
+    expected = speculative_generate(prompt, target, None, **settings).token_ids
+    spoilt = tiny_llama()
+    weights: Any = spoilt.get_input_embeddings().weight
+    weights.data[expected[6]] = math.nan
+    drafter: Any = wrap_drafter(wrap_model(spoilt, None, "spoilt"), target)
+    if front:
+        spec: Any = parse_drafter(f"{front}+smollm2-135m")
+        drafter = join_cascade(spec, drafter)
+    runs = [
+        GenerationRun(prompt, target, drafter, policy=build_policy(rule), sampling=sampling, **settings)
+        for _ in range(requests)
+    ]
+    for result in GenerationRuns(runs, max_batch=requests).results():
+        assert not isinstance(result, Exception), result
+        assert len(result.token_ids) == 30
+        if sampling.greedy:
+            assert result.token_ids == expected
+            assert any(isinstance(step, Step) and step.drafted for step in result.steps)
+    said = [record.getMessage() for record in caplog.records if record.name == "specbench"]
+    assert len(said) == ((way != "sampled tree" and "sampled" not in way) or "spoilt" in " ".join(said))
+    assert all("spoilt" in each for each in said)
+
+
+class Stubborn(Drafter):
+    """Drafts one token again and again."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__("stubborn")
+        self.token = token
+
+    def propose(self, context: Any, budget: int, policy: Any, *_: Any) -> Decoding[Draft]:
+        yield from ()
+        return Draft([self.token] * policy.begin(budget))
+
+
+@pytest.mark.parametrize("sampling", [Greedy(), TopK(1, temperature=1.0)], ids=["greedy", "sampled"])
+def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
+    """Rows that are not reached decide nothing."""
+    target = wrap_target(tiny_llama(), name="tiny", pack=False)
+    prompt, settings = [5, 6, 7], {"max_new_tokens": 20, "ignore_eos": True}
+    expected = speculative_generate(prompt, target, None, **settings).token_ids
+    other = next(token for token in range(60) if token not in expected)
+
+    def spoil(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
+        read = given["input_ids"][0, -out.logits.shape[1] :]
+        out.logits[0, read == other] = math.nan
+
+    target.scorer.model.register_forward_hook(spoil, with_kwargs=True)
+    found = speculative_generate(prompt, target, Stubborn(other), gamma=2, sampling=sampling, **settings)
+    assert found.token_ids == expected
+    with pytest.raises(RunError, match="not numbers"):
+        speculative_generate([*prompt, other], target, Stubborn(3), sampling=sampling, **settings)
 
 
 def test_self_drafts_are_those_of_the_cheaper_model():

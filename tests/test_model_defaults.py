@@ -12,7 +12,7 @@ import torch
 from tiny import TURN_END, save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import RunError, UsageError
 from specbench.check.observe import DecodingSetup
 from specbench.check.reference import reference_output
 from specbench.check.sampled import check_exact
@@ -95,6 +95,16 @@ def test_greedy_outputs_are_those_of_generate(name, drafter):
             PROMPT, target, None, max_new_tokens=NEW, ignore_eos=True, model_defaults=False
         )
         assert list(without.token_ids) == USUAL
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["none", "self:int8"])
+def test_settings_that_leave_no_token_are_named(temperature, drafter):
+    target = wrap_target(model_with({"suppress_tokens": [*range(300)], "min_length": 1}), pack=False)
+    sampling = Sampling(temperature=temperature)
+    with pytest.raises(RunError, match="suppress_tokens") as raised:
+        speculative_generate(PROMPT, target, load_drafter(drafter, target), gamma=2, sampling=sampling)
+    assert "dtype" not in str(raised.value)
 
 
 def test_a_forced_beginning_of_a_single_token():

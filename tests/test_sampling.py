@@ -297,13 +297,16 @@ def test_greedy_takes_the_first_of_equals():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype):
     logits = random_logits(3, 70_001, 1.0).to(dtype)
-    logits[0, 70_000], logits[1, [5, 69_999]], logits[2, :] = 50.0, 50.0, -math.inf
-    assert Greedy().choose(logits, [1]) == [70_000, 5, 0]
-    assert [Greedy().choose(row[None], [1]) for row in logits] == [[70_000], [5], [0]]
+    logits[0, 70_000], logits[1, [5, 69_999]] = 50.0, 50.0
+    logits[2, :-1], logits[2, -1] = -math.inf, -100.0
+    assert Greedy().choose(logits, [1]) == [70_000, 5, 70_000]
+    assert [Greedy().choose(row[None], [1]) for row in logits] == [[70_000], [5], [70_000]]
     assert torch.equal(Sampling().scores(logits[:1], [1]), logits[:1].float())
-    logits[1, 69_999] = math.nan
-    with pytest.raises(RunError, match="not numbers"):
-        Greedy().choose(logits, [1])
+    for row, place, value in ((1, 69_999, math.nan), (2, -1, -math.inf)):
+        logits[row, place] = value
+        for some in (logits, logits[row : row + 1]):
+            with pytest.raises(RunError, match="not numbers"):
+                Greedy().choose(some, [1])
 
 
 def test_the_named_samplings():

@@ -10,6 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specbench.base.errors import RunError
+
+
+class NoTokenError(RunError):
+    """No token can be chosen by some logits."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The target's logits are not numbers (NaN), or all of a row are -inf.",
+            "Use another dtype, such as bfloat16 or float32.",
+        )
+
 
 class DraftVocabulary:
     """A drafter's vocabulary, where it is not the first part of the target's.
@@ -75,10 +87,10 @@ class Logits:
 
     @cached_property
     def log_sum(self) -> float:
-        """log Σ exp of the values."""
+        """log Σ exp of the values; raises ``NoTokenError`` if that is no number."""
         largest = float(self._known.max())
         if not math.isfinite(largest):
-            return largest
+            raise NoTokenError
         below = self._known - largest
         return largest + math.log(np.exp(below, out=below).sum())
 
@@ -93,8 +105,11 @@ class Logits:
 
     @property
     def q(self) -> torch.Tensor:
-        """The untempered softmax, [tokens]."""
-        return self.values.float().softmax(dim=-1)
+        """The untempered softmax, [tokens]; raises ``NoTokenError`` if it is none."""
+        q = self.values.float().softmax(dim=-1)
+        if math.isnan(q[0]):
+            raise NoTokenError
+        return q
 
     def best(self, count: int) -> list[int]:
         """Return the most probable tokens, in that order."""

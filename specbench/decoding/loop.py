@@ -19,6 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
+from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Prefill, Step
@@ -162,7 +163,10 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             prompt=len(request.prompt),
         )
         watch.lap("verify")
-        verdict = verification.judge(draft, logits, context, sampling, random)
+        try:
+            verdict = verification.judge(draft, logits, context, sampling, random)
+        except NoTokenError as error:
+            raise sampling.why_no_token(logits) from error
         emitted, reason = stops.cut(verdict.tokens)  # how many of them are output
         watch.lap("accept")
         context += verdict.tokens[:emitted]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.formats import CompiledFormat, Mask, Matcher
+from specbench.decoding.logits import NoTokenError
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
 
 _NUCLEUS_CANDIDATES = 256
@@ -235,13 +236,15 @@ class Sampling:
             return False
         return float(self.scores(logits, context, drafted).max()) == -math.inf
 
-    def _check_left(self, largest: torch.Tensor) -> None:
-        """Raise ``RunError`` if the largest score of a row, [rows], says that no token is left."""
-        if self.defaults is not None and bool((largest == -math.inf).any()):
-            raise RunError(
-                "The format leaves no token that the model's own settings allow.",
-                "Leave these out with --no-model-defaults.",
-            )
+    def why_no_token(self, logits: torch.Tensor) -> RunError:
+        """Return the error that no token can be chosen by a target's logits, [rows, vocab]."""
+        if self.defaults is None or not bool((logits.amax(dim=-1) > -math.inf).all()):
+            return NoTokenError()
+        names = [*self.defaults.applied, *(() if self.format is None else ("the format",))]
+        return RunError(
+            f"No token is left: {', '.join(names)} together rule all of them out.",
+            "Change these, or leave the model's own settings out with --no-model-defaults.",
+        )
 
     def mask_after(self, context: Sequence[int], drafted: Sequence[int] = ()) -> Mask | None:
         """Return the tokens that the format allows after ``context + drafted``; ``None`` for all."""
@@ -259,15 +262,11 @@ class Sampling:
         """Return the greedy choice of every row, the first of equals; for the arguments see ``scores``.
 
         Raises:
-            RunError: The logits hold NaN.
+            NoTokenError: A row holds NaN, or -inf alone.
         """
         if self.format is not None and self.defaults is None and self.repetition_penalty == 1.0:
             return self._choose_allowed(logits, context, drafted)
-        scores = self.scores(logits, context, drafted) if self.context_dependent else logits
-        choices = _best(scores)
-        if self.format is not None:
-            self._check_left(scores[range(len(choices)), choices])
-        return choices
+        return _best(self.scores(logits, context, drafted) if self.context_dependent else logits)
 
     def _choose_allowed(
         self, logits: torch.Tensor, context: Sequence[int], drafted: Sequence[int]
@@ -297,8 +296,6 @@ class Sampling:
             Float32 [rows, vocab]; one-hot rows in greedy decoding.
         """
         scores = self.scores(logits, context, drafted, out)
-        if self.format is not None:
-            self._check_left(scores.amax(dim=-1))
         if self.greedy:
             best = scores.argmax(dim=-1, keepdim=True)
             return (torch.zeros_like(scores) if out is None else out.zero_()).scatter_(-1, best, 1.0)
@@ -338,20 +335,21 @@ def _argmax_by_pieces(row: torch.Tensor) -> tuple[int, float]:
 
 
 def _best(scores: torch.Tensor) -> list[int]:
-    """Return the largest entry of every row, the first of equals; raises ``RunError`` for NaN."""
+    """Return the largest entry of every row, the first of equals; raises ``NoTokenError`` for NaN, or -inf alone."""
     if scores.device.type != "cpu":
         largest = scores.float().max(dim=-1)
-        choices = largest.indices.masked_fill(largest.values.isnan(), -1).tolist()  # the device is read once
+        none = ~(largest.values > -math.inf)
+        choices = largest.indices.masked_fill(none, -1).tolist()  # the device is read once
         failed = -1 in choices
     elif scores.dtype == torch.float32 or scores.numel() <= _PIECE:
         rows = scores.detach().float().numpy()
         best = rows.argmax(axis=-1)
-        choices, failed = best.tolist(), bool(np.isnan(rows[np.arange(len(rows)), best]).any())
+        choices, failed = best.tolist(), not bool((rows[np.arange(len(rows)), best] > -math.inf).all())
     else:
         found = [_argmax_by_pieces(row) for row in scores]
-        choices, failed = [index for index, _ in found], any(value != value for _, value in found)
+        choices, failed = [index for index, _ in found], not all(value > -math.inf for _, value in found)
     if failed:
-        raise _not_numbers()
+        raise NoTokenError
     return choices
 
 
@@ -366,12 +364,6 @@ def _float32(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
     for piece, into in zip(logits.split(width, dim=-1), converted.split(width, dim=-1), strict=True):
         into.copy_(piece)
     return converted
-
-
-def _not_numbers() -> RunError:
-    return RunError(
-        "The model's logits are not numbers (NaN).", "Use another dtype, such as bfloat16 or float32."
-    )
 
 
 def _keep_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -542,7 +534,7 @@ def _at_share(probabilities: torch.Tensor, u: float) -> int:
 def _positive(total: float) -> float:
     """The total mass, which NaN is not."""
     if not total > 0.0:
-        raise _not_numbers()
+        raise NoTokenError
     return total
 
 

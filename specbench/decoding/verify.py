@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import Drawing
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method, top
@@ -120,7 +121,10 @@ class GreedyVerification:
     ) -> Verdict:
         few = logits.numel() <= _FEW and not sampling.context_dependent
         chain = len(draft.tokens) if few else draft.chain  # in one call: most paths stay on it
-        choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
+        try:
+            choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
+        except NoTokenError:  # perhaps in a row that is not reached
+            chain, choices = 0, sampling.choose(logits[:1], context)
         path: list[int] = []
         tokens = choices[:1]
         node = draft.child(-1, tokens[0])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from specbench.backends.torch.scorer import DeviceTokens, Scorer
 from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
-from specbench.decoding.logits import DraftVocabulary, Logits
+from specbench.decoding.logits import DraftVocabulary, Logits, NoTokenError
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.decoding.tree import grow_tree
 from specbench.decoding.verdicts import top
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
     from specbench.decoding.sampling import Randomness, Sampling
 
+_log = logging.getLogger("specbench")
+
 _READ_LATE = ("cuda",)
 """Devices that compute asynchronously until a result is read."""
 
 _FEW = 8
 """A forward pass over more tokens than this takes noticeably longer."""
 
+
+_FIRST_STEPS = 10
 
 _DROPPED = -2
 """Marks a node that was read and is not verified."""
@@ -43,6 +48,35 @@ class Drawn(NamedTuple):
     token: int
     logits: Logits
     q: torch.Tensor | None
+
+
+class SaidOnce:
+    """What is said of a drafter once.
+
+    Attributes:
+        assumed: A sentence on what its files do not say; empty if they say everything.
+    """
+
+    def __init__(self) -> None:
+        self.assumed, self._lacks_numbers = "", False
+        self._steps = self._drafted = self._accepted = 0
+
+    def count(self, outcome: StepOutcome) -> None:
+        """Count a step, and say how many of the first drafts were accepted if something was assumed."""
+        if not self.assumed or not outcome.tokens or self._steps == _FIRST_STEPS:
+            return
+        self._steps += 1
+        self._drafted += len(outcome.tokens)
+        self._accepted += len(outcome.path)
+        if self._steps == _FIRST_STEPS:
+            share = f"{self._accepted} of the {self._drafted} tokens of its first {self._steps} drafts"
+            _log.warning("%s %s were accepted.", self.assumed, share)
+
+    def no_numbers(self, name: str) -> None:
+        """Say that its logits were not numbers somewhere."""
+        if not self._lacks_numbers:
+            self._lacks_numbers = True
+            _log.warning("Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", name)
 
 
 class ModelDrafter(Drafter):
@@ -57,6 +91,7 @@ class ModelDrafter(Drafter):
 
     Attributes:
         guesses: What its next passes may read ahead; ``None`` for a pass per token.
+        once: What is said of it once, shared by forks.
     """
 
     _takes_guesses = True
@@ -66,6 +101,7 @@ class ModelDrafter(Drafter):
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
         self.guesses = Guesses() if self._takes_guesses else None
+        self.once = SaidOnce()
         self._has_read = False
         self._read_nodes: list[int] = []  # nodes of the last tree that the model has read, in that order
         self._distributions = torch.empty(0, 0)
@@ -89,7 +125,9 @@ class ModelDrafter(Drafter):
         return None if vocabulary is None else frozenset(vocabulary.ids)
 
     def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
-        return type(self)(scorer_like(self.scorer), self.name, self._clock)
+        own = type(self)(scorer_like(self.scorer), self.name, self._clock)
+        own.once = self.once
+        return own
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._start_prompt()
@@ -195,13 +233,15 @@ class ModelDrafter(Drafter):
         rows = self._memory(
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
         )
+        ruled_out = set[int]()
+        every_row: Iterable[tuple[torch.Tensor, int, torch.Tensor]] = ()
         if sampling.greedy and not sampling.context_dependent:
             scores = sampling.scores(logits, context, out=rows)
             if scores is not rows:
                 rows.copy_(scores)
-            return dict(zip(nodes, Scores.of(rows, normalized=False, vocabulary=vocabulary), strict=True))
-        ruled_out = set[int]()
-        for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
+        else:
+            every_row = zip(logits.split(1), nodes, rows.split(1), strict=True)
+        for row, node, into in every_row:
             node_context = [*context, *tree.branch(node)] if sampling.context_dependent else context
             if sampling.rules_out_all(row, node_context):
                 ruled_out.add(node)
@@ -209,6 +249,10 @@ class ModelDrafter(Drafter):
                 into.copy_(sampling.scores(row, node_context))
             else:
                 sampling.probabilities(row, node_context, out=into)
+        for node, largest in zip(nodes, rows.amax(dim=-1).tolist(), strict=True):
+            if node not in ruled_out and not largest > -math.inf:
+                ruled_out.add(node)
+                self.once.no_numbers(self.name)
         every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
         return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 
@@ -275,6 +319,22 @@ class ModelDrafter(Drafter):
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
         logits = yield from self._chain_logits(context, draft, sampling, limit)
+        try:
+            return self._drawn(logits, context, draft, policy, sampling, random)
+        except NoTokenError:
+            self.once.no_numbers(self.name)
+            return None
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        context: Sequence[int],
+        draft: Draft,
+        policy: DraftPolicy,
+        sampling: Sampling,
+        random: Randomness,
+    ) -> Drawn | None:
+        """Draw a token by these logits, one row; see ``draw``."""
         known = Logits(logits[0], self.scorer.vocabulary, self._predicted_acceptance())
         if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
             return None

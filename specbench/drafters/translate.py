@@ -99,7 +99,9 @@ class TranslatingDrafter(ModelDrafter):
         self._agreed = 0  # so many of these were settled
 
     def fork(self, scorer_like: ScorerLike) -> TranslatingDrafter:
-        return TranslatingDrafter(scorer_like(self.scorer), self.name, self.translation, self._clock)
+        own = TranslatingDrafter(scorer_like(self.scorer), self.name, self.translation, self._clock)
+        own.once = self.once
+        return own
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
