@@ -52,6 +52,7 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.passes import time_passes
 from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
+from specbench.cli.setting import drafter_notes
 from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
@@ -457,6 +458,28 @@ def assert_rows_of_blocks(
     assert_rows(scorer, second[[1, 1, 2]], CONTEXT, DRAFT, [-1, -1, 1], rows=3)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
     assert drafter.can_read(CONTEXT, DRAFT) == longer
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, kind, named, caplog):
+    if kind == "peagle":
+        settings, tensors = parallel_settings(), parallel_tensors()
+    else:
+        settings, tensors = speculators_settings(), eagle_tensors()
+    settings.pop("eagle_aux_hidden_state_layer_ids", None)
+    if named:
+        settings["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    target = tiny_target()
+    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), target)
+    assert len(drafter_notes([drafter])) == (not named)
+    run = GenerationRun(CONTEXT, target, drafter, policy=FixedLength(2), max_new_tokens=40, ignore_eos=True)
+    list(run)
+    steps = [step for step in run.result().steps if isinstance(step, Step)][:10]
+    said = [record.getMessage() for record in caplog.records if record.name == "specbench"]
+    assert len(said) == (not named)
+    accepted, drafted = sum(step.accepted for step in steps), sum(len(step.drafted) for step in steps)
+    assert named or f"{accepted} of the {drafted} tokens" in said[0]
 
 
 def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):

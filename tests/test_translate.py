@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import run
-from specbench.cli.setting import facts, tokenizer_notes
+from specbench.cli.setting import drafter_notes, facts
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import run_to_end
@@ -337,10 +337,10 @@ def test_the_note_gives_the_share_of_the_targets_tokens():
     cascade = CascadeDrafter(LookupDrafter(Lookup(None, 2)), drafter)
     several = SeveralDrafters([LookupDrafter(Lookup(None, 2)), drafter])
     for drafting in (drafter, cascade, several):
-        (note,) = tokenizer_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
+        (note,) = drafter_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
         assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
         assert facts(target, drafting, DecodingOptions()) == [note]
-    assert tokenizer_notes([LookupDrafter(Lookup(None, 2))]) == []
+    assert drafter_notes([LookupDrafter(Lookup(None, 2))]) == []
 
 
 @pytest.fixture

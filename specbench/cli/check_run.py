@@ -23,7 +23,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.console import write_json
 from specbench.cli.policy import RequestedPolicy, left_out
 from specbench.cli.progress import StageProgress
-from specbench.cli.setting import tokenizer_notes
+from specbench.cli.setting import drafter_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
 from specbench.models.prepare import check_models, prepare
@@ -180,7 +180,7 @@ class DecodingJob:
             progress=progress,
             before_packing=answer,
         )
-        for line in tokenizer_notes(each.outcome for each in loaded_drafters):
+        for line in drafter_notes(each.outcome for each in loaded_drafters):
             request.note(line)
         if (parting := opt.widths_differ(target)) is not None:
             request.note(parting)

@@ -77,7 +77,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
 def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:
     """Return what the user should know of the models before reading an output."""
     lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
-    lines += tokenizer_notes([drafter])
+    lines += drafter_notes([drafter])
     if "grammar" in drafter.name.split("+") and decoding.format is None:
         lines.append("The drafter grammar has no effect without --json-schema, --regex or --grammar.")
     if not decoding.residual_adjustment:
@@ -97,13 +97,14 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
     return lines
 
 
-def tokenizer_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
-    """Return a sentence for each drafter model with another tokenizer than the target's."""
+def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
+    """Return a sentence for each drafter model with another tokenizer than the target's, and on what was assumed."""
     loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
     models = [model for drafter in loaded for model in models_of(drafter)]
     translated = [model for model in models if isinstance(model, TranslatingDrafter)]
     found = {model.name.rsplit(" (", 1)[0]: model.translation for model in translated}  # in whatever dtype
-    return [
+    assumed = [model.once.assumed for model in models if model.once.assumed]
+    return assumed + [
         f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
         f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"
         " that both have."

@@ -212,11 +212,11 @@ def _compared_models(
 
 def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
     """Return notes on the loaded models."""
-    from specbench.cli.setting import tokenizer_notes
+    from specbench.cli.setting import drafter_notes
 
     model = engine.target.language_model
     notes = [*model.notes, *model.defaults.notes(applied=decoding.model_defaults)]
-    notes += tokenizer_notes(engine.drafters.values())
+    notes += drafter_notes(engine.drafters.values())
     parting = opt.widths_differ(engine.target)
     return notes if parting is None else [*notes, parting]
 

@@ -193,9 +193,9 @@ class _TuneJob(RunJob):
 
     def notes(self) -> list[str]:
         """Return notes on the models."""
-        from specbench.cli.setting import tokenizer_notes
+        from specbench.cli.setting import drafter_notes
 
-        return [*self.loaded.notes, *tokenizer_notes(self.loaded.engine.drafters.values())]
+        return [*self.loaded.notes, *drafter_notes(self.loaded.engine.drafters.values())]
 
     def search(
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress

@@ -144,16 +144,23 @@ class HeadFiles:
             return self._layers_of_block(total)
         if self.kind not in ("eagle3", "peagle"):
             return (total,)
-        ids = self.settings.get("eagle_aux_hidden_state_layer_ids")
-        nested = self.settings.get("eagle_config") or {}
-        if (
-            ids is None
-            and isinstance(nested, dict)
-            and nested.get("eagle_aux_hidden_state_layer_ids") is not None
-        ):
-            ids = [each + 1 for each in _whole_numbers(nested["eagle_aux_hidden_state_layer_ids"], self.name)]
-        ids = [2, total // 2, total - 3] if ids is None else _whole_numbers(ids, self.name)
-        return self._there(ids, total - 1)
+        named = self._named_layers
+        return self._there([2, total // 2, total - 3] if named is None else named, total - 1)
+
+    @property
+    def assumes_layers(self) -> bool:
+        """Whether its configuration does not name the layers that it reads; then EAGLE-3's usual ones are taken."""
+        return self.kind in ("eagle3", "peagle") and self._named_layers is None
+
+    @property
+    def _named_layers(self) -> list[int] | None:
+        """The layers that the configuration of an EAGLE-3 head names."""
+        key = "eagle_aux_hidden_state_layer_ids"
+        if (ids := self.settings.get(key)) is not None:
+            return _whole_numbers(ids, self.name)
+        nested = self.settings.get("eagle_config")
+        ids = nested.get(key) if isinstance(nested, dict) else None
+        return None if ids is None else [each + 1 for each in _whole_numbers(ids, self.name)]
 
     def _layers_of_block(self, total: int) -> tuple[int, ...]:
         """Return the layers whose hidden states a block drafter reads.
