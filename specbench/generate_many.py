@@ -235,7 +235,7 @@ def speculative_generate_many(
     system: str | None = None,
     **settings: Any,
 ) -> GenerationRuns:
-    """Generate from many prompts in batches; each output equals that of the prompt decoded alone.
+    """Generate from many prompts in batches; each output equals that of the prompt decoded alone, but for rounding.
 
     ``.results()`` gives the generations in the order of the prompts. Iterating gives records as they come.
 

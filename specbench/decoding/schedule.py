@@ -105,8 +105,9 @@ class _Job:
 class Scheduler:
     """Decodes a batch of requests.
 
-    A request's output is the same as alone, and an exception ends only the request that caused it: a shared pass that
-    fails is repeated for each. Every request needs its own scorers and draft policy, which may share memory.
+    A request's output is the same as alone, but for rounding, and an exception ends only the request that caused it: a
+    shared pass that fails is repeated for each. Every request needs its own scorers and draft policy, which may share
+    memory.
 
     A pass runs when ``Scorer.reserve`` has found memory for it. Where there is none, the latest request is preempted:
     it frees its KV cache, and reads its context again after another one has ended. The first one is never preempted.
