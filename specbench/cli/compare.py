@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.textsafe import counted, one_line
+from specbench.base.textsafe import counted
 from specbench.cli.console import say
 from specbench.cli.options import complete_configurations, output
 from specbench.options import panel
@@ -30,7 +30,7 @@ def compare(
         typer.Argument(
             metavar="RESULTS...",
             help="Two folders of runs, A and B, or one with --a and --b. A folder of several runs stands for the"
-            " newest one. In place of a run: a JSON file of aiperf, guidellm or `vllm bench serve`.",
+            " newest one.",
         ),
     ],
     a: Annotated[
@@ -75,21 +75,6 @@ def compare(
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
-    from specbench.results.others import other_file
-
-    if any(other_file(path) is not None for path in runs):
-        needing = {
-            "--measure": measure != "auto",
-            "--fail-below": fail_below is not None,
-            "--categories": categories,
-        }
-        if unfit := [option for option, is_given in needing.items() if is_given]:
-            raise UsageError(
-                f"{unfit[0]} needs generations, which files of other tools do not have.",
-                f"Leave {unfit[0]} out.",
-            )
-        _show_loads(runs, a, b, markdown=markdown, as_json=as_json)
-        return
     compared = _comparison(runs, a, b, measure, other_target)
     _show(compared, categories=categories, markdown=markdown, as_json=as_json, fail_below=fail_below)
     if fail_below is None:
@@ -147,31 +132,6 @@ def _comparison(
             "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
         )
     return compare_configs(measured[0], a, b)
-
-
-def _show_loads(runs: list[Path], a: str | None, b: str | None, *, markdown: bool, as_json: bool) -> None:
-    """Compare files of other tools with each other or with runs, and print that."""
-    from specbench.cli.named_runs import named_runs
-    from specbench.results.compare_others import compare_loads, read_side, to_json
-    from specbench.results.others import other_file
-    from specbench.show.compare import loads_parts
-    from specbench.show.document import show, to_markdown
-
-    if len(runs) != 2:
-        raise UsageError(f"{counted(len(runs), 'file')} or runs are named.", "Name two.")
-    first, second = (
-        read_side(path, None if other_file(path) is not None else named_runs([path])[0]) for path in runs
-    )
-    names = one_line(runs[0].resolve().name), one_line(runs[1].resolve().name)
-    compared = compare_loads((first, second), names, a=a, b=b)
-    if as_json:
-        typer.echo(json.dumps(to_json(compared), indent=1, allow_nan=False))
-    elif markdown:
-        typer.echo(to_markdown(*loads_parts(compared)), nl=False)
-    else:
-        from rich.console import Console
-
-        show(Console(highlight=False), *loads_parts(compared))
 
 
 def _show(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.results import stats
-from specbench.results.others import FIGURES, figure_text
 from specbench.show.document import Heading, Items, Paragraph, Part, Sheet, show
 from specbench.show.document import to_markdown as document_markdown
 from specbench.show.tables import verdict_text
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specbench.results.compare import Compared, Row
-    from specbench.results.compare_others import ComparedLoads, Pair
 
 
 def render_terminal(compared: Compared, console: Console, *, categories: bool) -> None:
@@ -66,30 +63,4 @@ def _sheet(compared: Compared, rows: Sequence[Row], names: Sequence[str]) -> She
         left=frozenset({*range(len(names)), len(names) + 4}),
         styles={"faster": "green", "slower": "red"},
         elsewhere="with --markdown, or on a wider terminal",
-    )
-
-
-def loads_parts(compared: ComparedLoads) -> Iterator[Part]:
-    """Yield a comparison with files of other tools: a table of figures for each pair, and notes."""
-    for pair in compared.pairs:
-        sides = [f"{each.tool}, {each.label}" for each in (pair.a, pair.b)]
-        yield Heading(" / ".join(sides))
-        yield _pair_sheet(pair)
-    yield Items([f"A: {compared.a}", f"B: {compared.b}", *compared.notes])
-
-
-def _pair_sheet(pair: Pair) -> Sheet:
-    """Return a table with a row for each figure that one of the sides has."""
-    ratios = pair.ratios
-    shown = [name for name in FIGURES if name in pair.a.figures or name in pair.b.figures]
-    return Sheet(
-        ["figure", "A", "B", "A / B"],
-        [
-            [
-                name,
-                *(figure_text(name, each.figures.get(name, math.nan)) for each in (pair.a, pair.b)),
-                stats.decimals(ratios.get(name, math.nan)),
-            ]
-            for name in shown
-        ],
     )

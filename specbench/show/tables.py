@@ -13,7 +13,6 @@ from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
-from specbench.results.others import DRAFTS, FIGURES, NOTES, LoadFigures, figure_text
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
 from specbench.results.summary import Categories, Summary, SummaryRow
@@ -447,17 +446,3 @@ def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
     ]
     said += [one_line(f"{row.drafter} is the head after {row.tokens:,} tokens.") for row in rows if row.best]
     return _sheet(rows, _TRAINING_COLUMNS, said)
-
-
-def loads_sheet(loads: Sequence[LoadFigures]) -> Sheet:
-    """Return the table of what specbench and other tools measured, a row for each load."""
-    shown = [name for name in FIGURES if any(name in each.figures for each in loads)]
-    names = [f"{each.tool}: {each.label}" for each in loads]
-    values = [[each.figures.get(name, math.nan) for name in shown] for each in loads]
-    return Sheet(
-        ["measured by", *shown],
-        [[name, *map(figure_text, shown, row)] for name, row in zip(names, values, strict=True)],
-        [[name, *row] for name, row in zip(names, values, strict=True)],
-        ranks=[0, *(2 if name not in (*DRAFTS, "output tokens/s") else 1 for name in shown)],
-        notes=[*NOTES],
-    )

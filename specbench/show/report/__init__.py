@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from specbench.base.files import file_errors, refuse_link, write_text
-from specbench.results.others import LoadFigures
 from specbench.results.results import load_results
 from specbench.show.document import to_latex
 from specbench.show.report.content import Report, make_report
@@ -16,15 +14,12 @@ from specbench.show.report.page import to_html
 __all__ = ["write_report"]
 
 
-def write_report(
-    folder: Path, out: Path | None = None, others: Sequence[LoadFigures] = (), *, latex: bool = False
-) -> tuple[Report, list[Path]]:
+def write_report(folder: Path, out: Path | None = None, *, latex: bool = False) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
-        others: What other tools measured, to be shown next to the run.
         latex: Whether to write the tables to ``tables.tex`` too.
 
     Returns:
@@ -39,7 +34,7 @@ def write_report(
     with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        report = make_report(results, folder.resolve().name, out / "plots", others)
+        report = make_report(results, folder.resolve().name, out / "plots")
         texts = {"report.html": to_html(report), "report.md": to_markdown(report)}
         if latex:
             texts["tables.tex"] = to_latex(report.tables)

@@ -7,7 +7,7 @@ of measurement and the machine. Definitions of the metrics: docs/metrics.md.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.heads import head_rows, training_rows
-from specbench.results.others import LoadFigures, own_figures
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
@@ -83,14 +82,13 @@ class Report:
     facts: dict[str, list[tuple[str, str]]]
 
 
-def make_report(results: Results, name: str, plots: Path, others: Sequence[LoadFigures] = ()) -> Report:
+def make_report(results: Results, name: str, plots: Path) -> Report:
     """Return the content of a report about one run.
 
     Args:
         results: The run.
         name: Name of the run.
         plots: An existing folder for the figures.
-        others: What other tools measured, to be shown next to it.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
@@ -105,7 +103,6 @@ def make_report(results: Results, name: str, plots: Path, others: Sequence[LoadF
         "Batches of requests": tables.request_sheet(request_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         CATEGORIES: tables.category_sheet(categories, summary),
-        "Other tools": tables.loads_sheet([*own_figures(results), *others]) if others else Sheet([], []),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),
         "Acceptance by position": tables.position_sheet(positions(results)),
