@@ -21,7 +21,6 @@ import pytest
 import torch
 from cli_runs import refusal
 from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
-from transformers import AutoTokenizer
 
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.stops import special_tokens
@@ -458,22 +457,14 @@ def test_the_copy_keeps_the_files_precision(tmp_path, kind, dtype, error):
         assert (ours - original).abs().max() <= error * original.abs().max()
 
 
-@pytest.mark.parametrize(("pre", "alone"), [("smollm", True), ("gpt-2", False)])
-def test_digits_are_split_where_the_file_says_so(tmp_path, pre, alone):
-    folder = prepare_gguf(write_gguf(tmp_path / "model.gguf", pre=pre))
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    pieces = [
-        piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 1984, it's")
-    ]
-    assert pieces == (
-        ["in", "Ġ", "1", "9", "8", "4", ",", "Ġit", "'s"] if alone else ["in", "Ġ1984", ",", "Ġit", "'s"]
-    )
-
-
 def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, cache):
     content = tiny_gguf.read_bytes()
     header = read_gguf_header(tiny_gguf)
-    assert (header.architecture, header.pre_tokenizer, header.dtype) == ("llama", "smollm", "float32")
+    assert (header.architecture, header.keys["tokenizer.ggml.pre"], header.dtype) == (
+        "llama",
+        "smollm",
+        "float32",
+    )
     assert header.elements == sum(parameter.numel() for parameter in tiny_llama().parameters())
     path = tmp_path / "model.gguf"
     for kept in [4, 8, 23, 24, 30, 200, 1000, 5000, 8000, len(content) // 2, len(content) - 1]:
@@ -509,19 +500,13 @@ def test_one_part_of_a_gguf(tmp_path):
     assert "is one part of several" in refusal(load_model, str(path), CPU, kind=UsageError)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "says"),
-    [
-        ("t5", "encoder-decoder"),
-        ("no-such-architecture", "(architecture 'no-such-architecture') cannot be converted"),
-    ],
-)
-def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture, says):
+@pytest.mark.parametrize("architecture", ["t5", "no-such-architecture"])
+def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture):
     path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
     monkeypatch.setattr(
         gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
     )
-    assert says in refusal(load_model, str(path), CPU, kind=UsageError)
+    assert repr(architecture) in refusal(load_model, str(path), CPU, kind=UsageError)
     assert left_in(cache) == []
 
 

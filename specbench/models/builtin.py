@@ -29,7 +29,7 @@ from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size, is
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
-MANIFEST_FORMAT = 1  # 1: first release
+MANIFEST_FORMAT = 2  # 1: first release; 2: tokenizers split as llama.cpp does
 
 
 # -- the cache -------------------------------------------------------------------------------------

@@ -6,25 +6,22 @@ import mmap
 import shutil
 import struct
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGML_QUANT_SIZES
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
+from specbench.models.gguf_tokenizers import build_tokenizer
 
-# llama.cpp's names for vocabularies that split every digit off before the usual byte-level rules.
-DIGIT_SPLITTERS = frozenset(
-    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4  # of a tensor; ggml's GGML_MAX_DIMS
@@ -37,13 +34,13 @@ class GgufHeader:
 
     Attributes:
         architecture: llama.cpp's name, such as "llama" or "qwen2".
-        pre_tokenizer: llama.cpp's name for the pre-tokenizer, which splits the text; ``None`` if the file has none.
+        keys: What the file says of the model and its tokenizer.
         elements: Total number of weights.
         dtype: Dtype of the converted copy: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
-    pre_tokenizer: str | None
+    keys: Mapping[str, Any]
     elements: int
     dtype: str
 
@@ -95,12 +92,12 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
         if kind != _ARRAY:
             return take(_SCALARS[kind])
         element, count = take("I"), take("Q")
-        if element in _SCALARS:
-            at += count * struct.calcsize(f"<{_SCALARS[element]}")
-            return None
-        for _ in range(count):  # strings or arrays: nothing to do but walk them; none are needed here
-            take_value(element)
-        return None
+        if element not in _SCALARS:
+            return [take_value(element) for _ in range(count)]
+        begin, at = at, at + count * struct.calcsize(f"<{_SCALARS[element]}")
+        if at > len(data):
+            raise ValueError("an array reaches beyond the end")
+        return list(struct.unpack(f"<{count}{_SCALARS[element]}", data[begin:at]))
 
     version, tensor_count, key_count = take("I"), take("Q"), take("Q")
     if version not in (2, 3):
@@ -139,7 +136,7 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
     dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
-    return GgufHeader(architecture, keys.get("tokenizer.ggml.pre"), elements, dtype)
+    return GgufHeader(architecture, keys, elements, dtype)
 
 
 def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
@@ -176,7 +173,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             check_config(config, name)
             # the weights as they are read, in float32, and the model they go into
             check_memory(header.elements * (4 + header.stored_itemsize), name=name)
-            tokenizer = AutoTokenizer.from_pretrained(**place)
+            tokenizer = build_tokenizer(header.keys, name)
             model = AutoModelForCausalLM.from_pretrained(
                 config=config,
                 dtype=getattr(torch, header.dtype),
@@ -193,23 +190,12 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
                 f" {excerpt(error).rstrip('.')}.",
                 "Use the model's safetensors instead.",
             ) from error
-        if header.pre_tokenizer in DIGIT_SPLITTERS:
-            _split_digits(tokenizer)
         for trace in ("_model_name_or_path", "quantization_config"):  # of the file, and of how it was read
             if hasattr(model.config, trace):
                 delattr(model.config, trace)
         model.config.name_or_path = tokenizer.name_or_path = name
-        for trace in ("gguf_file", "local_files_only"):
-            tokenizer.init_kwargs.pop(trace, None)
         announce(progress, f"writing the copy of {name}")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     for path in folder.iterdir():  # the weights are written for their owner only, which a shared cache is not
         shutil.copymode(folder / "config.json", path)
-
-
-def _split_digits(tokenizer: Any) -> None:
-    """Make a tokenizer split numbers into single digits, which the file requires and `transformers` does not do."""
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )

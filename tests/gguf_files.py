@@ -1,0 +1,469 @@
+"""Tiny GGUF files of every family that can be converted, written tensor by tensor with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD, EXPERTS, CONTEXT = 2, 32, 48, 4, 2, 8, 4, 256
+Q, KV = HEADS * HEAD, KV_HEADS * HEAD
+WORDS = [
+    "in",
+    "at",
+    "th",
+    "the",
+    "he",
+    "an",
+    "Ġth",
+    "Ġthe",
+    "12",
+    "123",
+    "ĠĠ",
+    "ĠĠĠĠ",
+    "ing",
+    "er",
+    "re",
+    "on",
+]
+VOCABULARY = [*bytes_to_unicode().values(), *WORDS, "<|end|>"]
+SIZE = len(VOCABULARY)
+WORDLESS = {
+    "ggml.model": "gpt2",
+    "ggml.pre": "gpt-2",
+    "ggml.tokens": ["t", "1", *(f"t{token}" for token in range(1, SIZE - 1))],
+    "ggml.merges": ["t 1"],
+    "ggml.eos_token_id": SIZE - 1,
+}
+"""A tokenizer for models that are given token ids, whose tokens are words of their own."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a tiny file of an architecture holds: keys (without the architecture's name), and tensors by name."""
+
+    keys: Mapping[str, Any]
+    layer: Mapping[str, tuple[int, ...]]
+    model: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def with_bias(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The weights of linear layers and norms, each with its bias."""
+    return {
+        f"{name}.{part}": shape if part == "weight" else shape[:1]
+        for name, shape in tensors.items()
+        for part in ("weight", "bias")
+    }
+
+
+def weights(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape for name, shape in tensors.items()}
+
+
+NORM = (HIDDEN,)
+RMS = {"attention.layer_norm_rms_epsilon": 1e-5}
+LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
+ROPE = {"rope.freq_base": 10000.0, "rope.dimension_count": HEAD}
+HEADED = weights(attn_q=(Q, HIDDEN), attn_k=(KV, HIDDEN), attn_v=(KV, HIDDEN), attn_output=(HIDDEN, Q))
+GATED = weights(ffn_gate=(INNER, HIDDEN), ffn_up=(INNER, HIDDEN), ffn_down=(HIDDEN, INNER))
+PLAIN_MLP = {"ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
+NORMS = weights(attn_norm=NORM, ffn_norm=NORM)
+QK_NORMS = weights(attn_q_norm=(HEAD,), attn_k_norm=(HEAD,))
+QKV_BIAS = {"attn_q.bias": (Q,), "attn_k.bias": (KV,), "attn_v.bias": (KV,)}
+MIXED = weights(
+    ffn_gate_inp=(EXPERTS, HIDDEN),
+    ffn_gate_exps=(EXPERTS, INNER, HIDDEN),
+    ffn_up_exps=(EXPERTS, INNER, HIDDEN),
+    ffn_down_exps=(EXPERTS, HIDDEN, INNER),
+)
+EXPERT_KEYS = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER}
+LENGTHS = {"attention.key_length": HEAD, "attention.value_length": HEAD}
+LAST = weights(output_norm=NORM)
+LAST_BIASED = with_bias(output_norm=NORM)
+HEAD_TENSOR = weights(output=(SIZE, HIDDEN))
+POST_NORMS = weights(post_attention_norm=NORM, post_ffw_norm=NORM)
+FUSED = {"attn_qkv": (3 * HIDDEN, HIDDEN), "attn_output": (HIDDEN, HIDDEN)}
+GPT = with_bias(
+    attn_norm=NORM, ffn_norm=NORM, **FUSED, ffn_up=(4 * HIDDEN, HIDDEN), ffn_down=(HIDDEN, 4 * HIDDEN)
+)
+GEMMA_LAYER = {**NORMS, **POST_NORMS, **HEADED, **GATED}
+
+FAMILIES = {
+    "llama": Family({**RMS, **ROPE}, {**NORMS, **HEADED, **GATED}, LAST | HEAD_TENSOR),
+    "qwen2": Family(RMS | {"rope.freq_base": 1e6}, {**NORMS, **HEADED, **QKV_BIAS, **GATED}, LAST),
+    "qwen3": Family(
+        {**RMS, **LENGTHS, "rope.freq_base": 1e6}, {**NORMS, **HEADED, **QK_NORMS, **GATED}, LAST | HEAD_TENSOR
+    ),
+    "qwen2moe": Family(
+        {**RMS, **EXPERT_KEYS, "expert_shared_feed_forward_length": INNER, "rope.freq_base": 1e6},
+        NORMS | HEADED | QKV_BIAS | MIXED
+        | weights(ffn_gate_inp_shexp=(HIDDEN,), ffn_gate_shexp=(INNER, HIDDEN), ffn_up_shexp=(INNER, HIDDEN),
+                  ffn_down_shexp=(HIDDEN, INNER)),
+        LAST | HEAD_TENSOR,
+    ),
+    "qwen3moe": Family(
+        {**RMS, **EXPERT_KEYS, **LENGTHS, "rope.freq_base": 1e6},
+        {**NORMS, **HEADED, **QK_NORMS, **MIXED},
+        LAST | HEAD_TENSOR,
+    ),
+    "phi3": Family(
+        {**RMS, **ROPE, "rope.scaling.original_context_length": CONTEXT},
+        {**NORMS, **weights(attn_qkv=(Q + 2 * KV, HIDDEN), attn_output=(HIDDEN, Q), ffn_up=(2 * INNER, HIDDEN),
+                            ffn_down=(HIDDEN, INNER))},
+        LAST | HEAD_TENSOR,
+    ),
+    "falcon": Family(
+        LAYER_NORM | {"attention.head_count_kv": 1, "feed_forward_length": 4 * HIDDEN, "tensor_data_layout": "jploski"},
+        with_bias(attn_norm=NORM)
+        | weights(attn_qkv=(Q + 2 * HEAD, HIDDEN), attn_output=(HIDDEN, Q), ffn_up=(4 * HIDDEN, HIDDEN),
+                  ffn_down=(HIDDEN, 4 * HIDDEN)),
+        LAST_BIASED,
+    ),
+    "bloom": Family(
+        LAYER_NORM | {"attention.head_count_kv": HEADS, "feed_forward_length": 4 * HIDDEN},
+        GPT,
+        LAST_BIASED | with_bias(token_embd_norm=NORM),
+    ),
+    "gpt2": Family(
+        LAYER_NORM | {"attention.head_count_kv": HEADS, "feed_forward_length": 4 * HIDDEN},
+        GPT,
+        LAST_BIASED | weights(position_embd=(CONTEXT, HIDDEN)),
+    ),
+    "stablelm": Family(
+        LAYER_NORM | {"rope.dimension_count": 4, "use_parallel_residual": True},
+        {**with_bias(attn_norm=NORM, ffn_norm=NORM), **HEADED, **GATED},
+        LAST_BIASED | HEAD_TENSOR,
+    ),
+    "starcoder2": Family(
+        LAYER_NORM | {"rope.freq_base": 100000.0},
+        with_bias(attn_norm=NORM, ffn_norm=NORM, attn_q=(Q, HIDDEN), attn_k=(KV, HIDDEN), attn_v=(KV, HIDDEN),
+                  attn_output=(HIDDEN, Q), **PLAIN_MLP),
+        LAST_BIASED,
+    ),
+    "nemotron": Family(
+        LAYER_NORM | {"rope.dimension_count": 4, "rope.freq_base": 10000.0},
+        {**with_bias(attn_norm=NORM, ffn_norm=NORM), **HEADED, **weights(**PLAIN_MLP)},
+        LAST_BIASED | HEAD_TENSOR,
+    ),
+    "mamba": Family(
+        RMS | {"attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": 4, "ssm.inner_size": 64,
+               "ssm.state_size": 16, "ssm.time_step_rank": 2},
+        weights(attn_norm=NORM, ssm_in=(128, HIDDEN), ssm_x=(34, 64), ssm_out=(HIDDEN, 64))
+        | {"ssm_conv1d.weight": (64, 4), "ssm_conv1d.bias": (64,), "ssm_dt.weight": (64, 2), "ssm_dt.bias": (64,),
+           "ssm_a": (64, 16), "ssm_d": (64,)},
+        LAST,
+    ),
+    "gemma2": Family(
+        {**RMS, **LENGTHS, "attention.sliding_window": 64, "attn_logit_softcapping": 50.0,
+         "final_logit_softcapping": 30.0},
+        GEMMA_LAYER,
+        LAST,
+    ),
+    "gemma3": Family(
+        {**RMS, "block_count": 6, **LENGTHS, "attention.sliding_window": 64, "rope.freq_base": 1e6},
+        {**GEMMA_LAYER, **QK_NORMS},
+        LAST,
+    ),
+    "lfm2": Family(
+        RMS | {"attention.head_count_kv": [0, KV_HEADS], "shortconv.l_cache": 3, "rope.freq_base": 1e6},
+        {},
+        weights(token_embd_norm=NORM)
+        | {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in (NORMS | GATED).items()}
+        | {f"blk.1.{name}": shape for name, shape in (HEADED | QK_NORMS).items()}
+        | {f"blk.0.shortconv.{name}.weight": shape for name, shape in
+           {"conv": (HIDDEN, 3), "in_proj": (3 * HIDDEN, HIDDEN), "out_proj": (HIDDEN, HIDDEN)}.items()},
+    ),
+    "gpt-oss": Family(
+        {**RMS, **EXPERT_KEYS, **LENGTHS, "attention.sliding_window": 64, "rope.freq_base": 150000.0,
+         "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 64},
+        weights(attn_norm=NORM, post_attention_norm=NORM) | HEADED | QKV_BIAS | MIXED
+        | {"attn_output.bias": NORM, "attn_sinks.weight": (HEADS,), "ffn_gate_inp.bias": (EXPERTS,),
+           "ffn_gate_exps.bias": (EXPERTS, INNER), "ffn_up_exps.bias": (EXPERTS, INNER),
+           "ffn_down_exps.bias": (EXPERTS, HIDDEN)},
+        LAST | HEAD_TENSOR,
+    ),
+    "minimax-m2": Family(
+        {**RMS, **EXPERT_KEYS, **LENGTHS, "rope.dimension_count": 4, "rope.freq_base": 5e6, "expert_gating_func": 2},
+        NORMS | HEADED | MIXED
+        | weights(attn_q_norm=(Q,), attn_k_norm=(KV,)) | {"exp_probs_b.bias": (EXPERTS,)},
+        LAST | HEAD_TENSOR,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that a file says beside its family's usual keys.
+
+    Attributes:
+        architecture: The family.
+        name: The fact as the documentation names it.
+        keys, tensors: As for ``write_tiny``.
+        refused: A word of the refusal, if the file is refused.
+    """
+
+    architecture: str
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.architecture}: {self.name}"
+
+
+def llama3_factors(theta: float, factor: float = 8.0, original: int = 8192) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.1."""
+    waves = 2 * np.pi * theta ** (np.arange(0, HEAD, 2) / HEAD)
+    blend = np.clip((original / waves - 1) / 3, 0, 1)
+    return np.asarray(1 / ((1 - blend) / factor + blend), dtype=np.float32)
+
+
+_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+_WIDE = {"attention.key_length": 16, "attention.value_length": 16}
+_WIDE_HEADS = {"blk.*.attn_q.weight": (64, HIDDEN), "blk.*.attn_k.weight": (32, HIDDEN),
+               "blk.*.attn_v.weight": (32, HIDDEN), "blk.*.attn_output.weight": (HIDDEN, 64)}  # fmt: skip
+_WIDE_NORMS = {"blk.*.attn_q_norm.weight": (16,), "blk.*.attn_k_norm.weight": (16,)}
+_OUTPUT, _TIED = {"output.weight": (SIZE, HIDDEN)}, {"output.weight": None}
+_BIASES = {f"blk.*.{name}": shape for name, shape in QKV_BIAS.items()}
+_FACTORS = {"rope_factors_long.weight": (4,), "rope_factors_short.weight": (4,)}
+_BASE = {"rope.freq_base": 500000.0}
+_LONG = {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
+_SCALE, _NO_NORM = {"expert_weights_scale": 2.0}, {"expert_weights_norm": True}
+
+FACTS = [
+    *(Fact(architecture, "its usual keys") for architecture in FAMILIES if architecture != "gpt-oss"),
+    *(Fact(each, "`rope.scaling`: linear", _LINEAR) for each in
+      ("llama", "qwen2", "qwen3", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
+    *(Fact(each, "`rope.scaling`: YaRN", _YARN) for each in
+      ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "falcon", "nemotron", "gemma3", "minimax-m2")),
+    *(Fact(each, "`rope.freq_base`", _BASE) for each in
+      ("llama", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
+    *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "starcoder2", "gemma3")),
+    *(Fact(each, "`output.weight`", tensors=_OUTPUT) for each in
+      ("qwen2", "falcon", "bloom", "gpt2", "starcoder2", "mamba", "gemma3", "lfm2")),
+    *(Fact(each, "no `output.weight`", tensors=_TIED) for each in ("llama", "qwen3", "phi3")),
+    Fact("llama", "`rope_freqs.weight`", tensors={"rope_freqs.weight": (4,)}),
+    Fact("llama", "`rope_freqs.weight` of Llama 3.1", _BASE, {"rope_freqs.weight": llama3_factors(500000.0)}),
+    Fact("llama", "`rope.scale_linear`", {"rope.scale_linear": 4.0}),
+    Fact("llama", "`rope.scaling.factor` alone", {"rope.scaling.factor": 4.0}),
+    Fact("llama", "`rope.scaling.type`: none", _LINEAR | {"rope.scaling.type": "none"}),
+    Fact("llama", "`rope.scaling.attn_factor`", _YARN | {"rope.scaling.attn_factor": 1.3}),
+    Fact("llama", "YaRN without its context", _YARN | {"rope.scaling.original_context_length": None}),
+    Fact("llama", "`rope.scaling.type`: longrope", {"rope.scaling.type": "longrope"} | _LONG, _FACTORS),
+    Fact("llama", "`attention.key_length`", _WIDE | {"rope.dimension_count": 16}, _WIDE_HEADS),
+    Fact("llama", "biases", tensors=_BIASES | {"blk.*.attn_output.bias": (HIDDEN,)}),
+    Fact("llama", "`attention.sliding_window` as wide as the context", {"attention.sliding_window": CONTEXT}),
+    Fact("llama", "`attention.sliding_window`", {"attention.sliding_window": 16}, refused="attention.sliding_window"),
+    Fact("llama", "YaRN's `beta_fast`", _YARN | {"rope.scaling.yarn_beta_fast": 16.0}, refused="yarn_beta_fast"),
+    Fact("llama", "`attn_factor` alone", {"rope.scaling.attn_factor": 1.3}, refused="rope.scaling.attn_factor"),
+    Fact("llama", "some biases", tensors=_BIASES, refused="o_proj.bias"),
+    Fact("llama", "the output's bias", tensors={"blk.*.attn_output.bias": (HIDDEN,)}, refused="attn_output.bias"),
+    Fact("llama", "biases of the MLP", tensors={"blk.*.ffn_up.bias": (INNER,)}, refused="ffn_up.bias"),
+    Fact("llama", "experts", {"expert_count": 4, "expert_used_count": 2}, refused="expert_count"),
+    Fact("llama", "an unknown key", {"attention.scale": 0.7}, refused="attention.scale"),
+    Fact("llama", "an unknown tensor", tensors={"blk.*.attn_q.scale": (1,)}, refused="attn_q.scale"),
+    Fact("llama", "a missing tensor", tensors={"blk.1.attn_q.weight": None}, refused="q_proj.weight"),
+    Fact("llama", "other values than keys", {"attention.value_length": 4}, refused="attention.value_length"),
+    Fact("llama", "`rope.dimension_count` below the head's", {"rope.dimension_count": 4}, refused="dimension_count"),
+    Fact("qwen2", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
+    Fact("qwen2", "no biases", tensors={f"blk.{at}.{name}": None for at in range(LAYERS) for name in QKV_BIAS},
+         refused="bias"),
+    Fact("qwen3", "`attention.key_length`", _WIDE, _WIDE_HEADS | _WIDE_NORMS),
+    Fact("qwen2moe", "`expert_used_count`", {"expert_used_count": 1}),
+    Fact("qwen2moe", "`expert_weights_scale`", _SCALE, refused="expert_weights_scale"),
+    Fact("qwen2moe", "`expert_weights_norm`", _NO_NORM, refused="expert_weights_norm"),
+    Fact("qwen3moe", "`expert_weights_scale`", _SCALE, refused="expert_weights_scale"),
+    Fact("phi3", "`rope_factors_long`", _LONG, _FACTORS),
+    Fact("phi3", "`rope_factors_short`", {"rope.scaling.attn_factor": 1.2}, _FACTORS),
+    Fact("phi3", "`rope.dimension_count`", {"rope.dimension_count": 4}),
+    Fact("phi3", "`rope.scaling`: linear", _LINEAR, refused="rope.scaling.factor"),
+    Fact("falcon", "several key heads", {"attention.head_count_kv": 2}, {"blk.*.attn_qkv.weight": (64, HIDDEN)},
+         refused="head_count_kv"),
+    Fact("falcon", "two norms a layer", tensors={"blk.*.attn_norm_2.weight": (HIDDEN,)}, refused="attn_norm_2"),
+    Fact("stablelm", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
+    Fact("stablelm", "biases", tensors=_BIASES),
+    Fact("stablelm", "parallel layers", tensors={f"blk.{at}.ffn_norm.{part}": None for at in range(LAYERS)
+                                                 for part in ("weight", "bias")}),
+    Fact("stablelm", "norms of heads", tensors={"blk.*.attn_q_norm.weight": (HEADS, HEAD)}, refused="attn_q_norm"),
+    Fact("starcoder2", "`attention.sliding_window`", {"attention.sliding_window": 16}, refused="sliding_window"),
+    Fact("nemotron", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
+    Fact("mamba", "`ssm.dt_b_c_rms` (Falcon-Mamba)", {"ssm.dt_b_c_rms": True}, refused="ssm.dt_b_c_rms"),
+    Fact("gemma2", "`attention.sliding_window`", {"attention.sliding_window": 16}),
+    Fact("gemma2", "`attn_logit_softcapping`", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    Fact("gemma2", "no window and softcapping", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                                 "attention.sliding_window": None}),
+    Fact("gemma2", "`attention.key_length`", _WIDE, _WIDE_HEADS),
+    Fact("gemma3", "`attention.sliding_window`", {"attention.sliding_window": 16}),
+    Fact("gemma3", "`rope.freq_base_swa`", {"rope.freq_base_swa": 500000.0}),
+    Fact("gemma3", "`final_logit_softcapping`", {"final_logit_softcapping": 3.0}),
+    Fact("gemma3", "`attention.key_length`", _WIDE, _WIDE_HEADS | _WIDE_NORMS),
+    Fact("gemma3", "`sliding_window_pattern`", {"attention.sliding_window_pattern": 2}, refused="window_pattern"),
+    Fact("gemma3", "no window", {"attention.sliding_window": None}, refused="attention.sliding_window"),
+    Fact("lfm2", "`shortconv.l_cache`", {"shortconv.l_cache": 4}, {"blk.0.shortconv.conv.weight": (HIDDEN, 4)}),
+    Fact("minimax-m2", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
+    Fact("minimax-m2", "`expert_gating_func`", {"expert_gating_func": 1}, refused="expert_gating_func"),
+    Fact("gpt-oss", "its usual keys", refused="cannot be converted"),
+]  # fmt: skip
+"""What is compared with llama.cpp."""
+
+PROMPT = [2 + 7 * token % 251 for token in range(100)]
+
+
+def write_tiny(
+    path: Path,
+    architecture: str,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """A file of a family; ``keys`` and ``tensors`` replace its own, and leave out those that are ``None``."""
+    family = FAMILIES[architecture]
+    shapes: dict[str, Any] = {"token_embd.weight": (SIZE, HIDDEN), **family.model}
+    layers = range((keys or {}).get("block_count", family.keys.get("block_count", LAYERS)))
+    shapes |= {f"blk.{at}.{name}": shape for at in layers for name, shape in family.layer.items()}
+    random = np.random.default_rng(seed)
+    data = {name: _values(name, shape, random) for name, shape in shapes.items()}
+    for name, given in (tensors or {}).items():
+        for at in layers if name.startswith("blk.*.") else [0]:
+            each = name.replace("*", str(at))
+            data[each] = _values(each, given, random) if isinstance(given, tuple) else given
+    facts: dict[str, Any] = {
+        "context_length": CONTEXT,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        **family.keys,
+        **(keys or {}),
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in facts.items():
+        add(writer, name if name.startswith(("general.", "split.")) else f"{architecture}.{name}", value)
+    for name, value in (WORDLESS if tokenizer is None else tokenizer).items():
+        add(writer, f"tokenizer.{name}", value)
+    for name, values in data.items():
+        if values is not None:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(pre: str | None, **keys: Any) -> dict[str, Any]:
+    """A tokenizer over bytes with a few merges, whose pre-tokenizer has this name."""
+
+    def cut(word: str) -> str:
+        at = next(at for at in range(len(word) - 1, 0, -1) if {word[:at], word[at:]} <= set(VOCABULARY))
+        return f"{word[:at]} {word[at:]}"
+
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": pre,
+        "ggml.tokens": VOCABULARY,
+        "ggml.token_type": [control if token == "<|end|>" else normal for token in VOCABULARY],
+        "ggml.merges": [cut(word) for word in WORDS],
+        "ggml.bos_token_id": SIZE - 1,
+        "ggml.eos_token_id": SIZE - 1,
+        **{f"ggml.{key}": value for key, value in keys.items()},
+    }
+
+
+def sentencepiece(**keys: Any) -> dict[str, Any]:
+    """A tokenizer with scores instead of merges."""
+    special = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|user|>": 3, "<|endoftext|>": 3, "  ": 4}
+    words = ["▁a", "▁the", "th", "er", "▁▁", "he", "in", "▁in", "the"]
+    pieces = [*words, *sorted(set("▁" + "".join(words) + "bcdfgklmsuvwxyz\n.,"))]
+    return {
+        "ggml.model": "llama",
+        "ggml.tokens": [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
+        "ggml.scores": [0.0] * (len(special) + 256) + [-float(i) for i in range(len(pieces))],
+        "ggml.token_type": [*special.values(), *[6] * 256, *[1] * len(pieces)],
+        **{f"ggml.{key}": value for key, value in keys.items()},
+    }
+
+
+TEXTS = [
+    "the in",
+    " the",
+    "  the  in",
+    "<s>the",
+    "<|user|>\n the<|end|> 12<|user|>in",
+    "été 中 123",
+    "\tthe\n\nthe",
+    "",
+]
+
+TOKENIZERS = {
+    "no BOS": byte_level("gpt-2"),
+    "BOS by default": byte_level("llama-bpe"),
+    "BOS of tekken": byte_level("tekken"),
+    "BOS switched off": byte_level("llama-bpe", add_bos_token=False),
+    "BOS switched on": byte_level("qwen2", add_bos_token=True),
+    "EOS switched on": byte_level("qwen2", add_eos_token=True),
+    "no name": byte_level(None),
+    "end of turn as a usual token": byte_level("smollm", token_type=[1] * SIZE),
+    "scores": sentencepiece(),
+    "no prefix": sentencepiece(add_space_prefix=False),
+    "scores without BOS": sentencepiece(add_bos_token=False),
+    "Phi-3": sentencepiece() | {"general.name": "Phi-3 mini"},
+}
+
+
+def tokenizer_file(name: str, folder: Path) -> Path:
+    keys = dict(TOKENIZERS[name])
+    rows = len(keys["ggml.tokens"])
+    return write_tiny(
+        folder / "tiny.gguf",
+        "llama",
+        keys={"general.name": keys.pop("general.name", None)},
+        tensors={"token_embd.weight": (rows, 32), "output.weight": None},
+        tokenizer=keys,
+    )
+
+
+def _values(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Weights that make a lively model: norms near 1, and linear layers that keep the size of what they read."""
+    values = random.standard_normal(shape)
+    if "norm" in name and name.endswith("weight"):
+        values = 1 + values / 5
+    elif name.endswith("ssm_a"):
+        values = -np.exp(values / 2)
+    elif name.startswith("rope_f"):
+        values = 1 + abs(values)
+    elif name == "token_embd.weight":
+        values = values / 3
+    elif len(shape) > 1:
+        values = values * 1.5 / np.sqrt(shape[-1])
+    elif len(shape) == 1:
+        values = values / 5
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key with the type that llama.cpp's own converter gives such values; none for ``None``."""
+    match value:
+        case None:
+            return
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)

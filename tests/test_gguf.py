@@ -1,0 +1,97 @@
+"""GGUF files mean what llama.cpp takes them for: every fact of a header, and every rule that splits text."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_runs import refusal
+from gguf_files import (
+    FACTS,
+    PROMPT,
+    TEXTS,
+    TOKENIZERS,
+    Fact,
+    byte_level,
+    tokenizer_file,
+    write_tiny,
+)
+from hard_strings import HARD_STRINGS
+from llama_cpp import (
+    ANSWERS,
+    checksums,
+    pieces,
+    rules,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specbench.base.errors import UsageError
+from specbench.models.gguf import convert_gguf
+from specbench.models.gguf_tokenizers import splitter
+
+LLAMA_CPP: dict[str, Any] = json.loads(ANSWERS.read_text(encoding="utf-8"))
+CONVERTED = [fact for fact in FACTS if fact.refused is None]
+
+
+def converted(path: Path) -> Path:
+    folder = path.parent / "converted"
+    folder.mkdir()
+    convert_gguf(path, folder, name=path.name)
+    return folder
+
+
+def written(fact: Fact, folder: Path) -> Path:
+    return write_tiny(folder / "tiny.gguf", fact.architecture, keys=fact.keys, tensors=fact.tensors)
+
+
+def after_prompt(folder: Path, prompt: list[int] = PROMPT) -> np.ndarray[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).numpy()
+
+
+# -- the tokenizer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", rules(), ids=lambda names: names[0])
+def test_text_is_split_as_in_llama_cpp(names):
+    rule = splitter(names[0])
+    splits = [[piece for piece, _ in rule.pre_tokenize_str(text)] for text in HARD_STRINGS]
+    answers = base64.b64decode(LLAMA_CPP["splits"][names[0]])
+    assert [
+        split for split, ours, its in zip(splits, checksums(splits), answers, strict=True) if ours != its
+    ] == []
+
+
+@pytest.mark.slow
+def test_llama_cpp_still_splits_so(tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
+    for names in rules():
+        for pre in names:
+            ours = [[piece for piece, _ in splitter(pre).pre_tokenize_str(text)] for text in HARD_STRINGS]
+            assert pieces(pre, tmp_path) == ours, pre
+
+
+@pytest.mark.parametrize(
+    "keys", [{"pre": "no-such-rule"}, {"pre": "gemma4"}, {"model": "t5"}, {"merges": None}]
+)
+def test_a_tokenizer_without_a_known_rule(tmp_path, keys):
+    given = byte_level("gpt-2") | {f"ggml.{key}": value for key, value in keys.items()}
+    path = write_tiny(tmp_path / "tiny.gguf", "llama", tokenizer=given)
+    ((key, value),) = keys.items()
+    assert str(value or key) in refusal(converted, path, kind=UsageError)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_becomes_the_tokens_of_llama_cpp(tmp_path, name):
+    tokenizer = AutoTokenizer.from_pretrained(converted(tokenizer_file(name, tmp_path)))
+    ids = [tokenizer.encode(text) for text in TEXTS]
+    assert ids == LLAMA_CPP["tokens"][name]
+    for text, each in zip(TEXTS, ids, strict=True):
+        shown = str(tokenizer.decode(each, skip_special_tokens=True))
+        assert "<" in text or "  " in text or shown.strip() == text.strip()
