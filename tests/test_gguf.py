@@ -13,6 +13,7 @@ import torch
 from cli_runs import refusal
 from gguf_files import (
     FACTS,
+    FAMILIES,
     PROMPT,
     TEXTS,
     TOKENIZERS,
@@ -24,15 +25,20 @@ from gguf_files import (
 from hard_strings import HARD_STRINGS
 from llama_cpp import (
     ANSWERS,
+    TABLES,
     checksums,
+    kept,
+    log_probabilities,
     pieces,
     rules,
+    tokens_of,
+    with_tables,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
 from specbench.models.gguf import convert_gguf
-from specbench.models.gguf_tokenizers import splitter
+from specbench.models.gguf_tokenizers import PRE_TOKENIZERS, splitter
 
 LLAMA_CPP: dict[str, Any] = json.loads(ANSWERS.read_text(encoding="utf-8"))
 CONVERTED = [fact for fact in FACTS if fact.refused is None]
@@ -53,6 +59,67 @@ def after_prompt(folder: Path, prompt: list[int] = PROMPT) -> np.ndarray[Any, An
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).numpy()
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fact", CONVERTED, ids=str)
+def test_the_converted_model_has_llama_cpps_probabilities(tmp_path, fact):
+    best, *values = kept(after_prompt(converted(written(fact, tmp_path))))
+    assert [best, *values] == pytest.approx(LLAMA_CPP["facts"][str(fact)], abs=3e-3)
+
+
+@pytest.mark.parametrize("fact", [fact for fact in FACTS if fact.refused], ids=str)
+def test_a_fact_that_cannot_be_converted_is_named(tmp_path, fact):
+    message = refusal(converted, written(fact, tmp_path), kind=UsageError)
+    assert fact.refused in message
+    assert "safetensors" in message
+
+
+@pytest.mark.slow
+def test_llama_cpp_still_says_so(tmp_path):
+    pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
+    for fact in CONVERTED:
+        values = kept(log_probabilities(written(fact, tmp_path)))
+        assert values == pytest.approx(LLAMA_CPP["facts"][str(fact)], abs=1e-3), fact
+    for name in TOKENIZERS:
+        assert tokens_of(tokenizer_file(name, tmp_path)) == LLAMA_CPP["tokens"][name], name
+
+
+def test_every_fact_changes_the_output():
+    """Otherwise a fact that is dropped would not be noticed."""
+    answers = {str(fact): LLAMA_CPP["facts"][str(fact)] for fact in CONVERTED}
+    same = {
+        name
+        for fact, (name, values) in zip(CONVERTED, answers.items(), strict=True)
+        if fact.keys | fact.tensors
+        if values == pytest.approx(answers[f"{fact.architecture}: its usual keys"], abs=4e-3)
+    }
+    assert same == {
+        "llama: `rope.scaling.type`: none",
+        "llama: no `rope.freq_base`",
+        "llama: `attention.sliding_window` as wide as the context",
+        "qwen2: `rope.dimension_count`",
+    }
+
+
+def test_the_window_of_phi3(tmp_path):
+    """llama.cpp ignores it; the model has it."""
+    window = Fact("phi3", "window", {"attention.sliding_window": 16})
+    (tmp_path / "other").mkdir()
+    narrow, wide = (
+        converted(written(window, tmp_path)),
+        converted(written(Fact("phi3", ""), tmp_path / "other")),
+    )
+    assert json.loads((narrow / "config.json").read_text())["sliding_window"] == 16
+    assert np.allclose(after_prompt(narrow, PROMPT[:16]), after_prompt(wide, PROMPT[:16]), atol=1e-4)
+    assert not np.allclose(after_prompt(narrow), after_prompt(wide), atol=1e-2)
+
+
+def test_a_file_that_is_no_model(tmp_path):
+    adapter = Fact("llama", "", {"general.type": "adapter"})
+    assert "adapter" in refusal(converted, written(adapter, tmp_path), kind=UsageError)
 
 
 # -- the tokenizer -------------------------------------------------------------------------------
@@ -95,3 +162,10 @@ def test_a_text_becomes_the_tokens_of_llama_cpp(tmp_path, name):
     for text, each in zip(TEXTS, ids, strict=True):
         shown = str(tokenizer.decode(each, skip_special_tokens=True))
         assert "<" in text or "  " in text or shown.strip() == text.strip()
+
+
+def test_tables_of_the_documentation_are_up_to_date():
+    page = TABLES.read_text(encoding="utf-8")
+    assert page == with_tables(page), "run tests/llama_cpp.py, or write tables() between the marks"
+    assert set(FAMILIES) == {fact.architecture for fact in FACTS}
+    assert len(PRE_TOKENIZERS) > 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import shutil
 import struct
@@ -9,23 +10,32 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from gguf import GGML_QUANT_SIZES
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.models.gguf_tokenizers import build_tokenizer
+from specbench.models.gguf_facts import is_aside, read_config
+from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4  # of a tensor; ggml's GGML_MAX_DIMS
 _FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
+
+
+class Tensor(NamedTuple):
+    """Shape (as in torch), ggml's type, and place in the file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +45,14 @@ class GgufHeader:
     Attributes:
         architecture: llama.cpp's name, such as "llama" or "qwen2".
         keys: What the file says of the model and its tokenizer.
+        tensors: Where each tensor is.
         elements: Total number of weights.
         dtype: Dtype of the converted copy: the file's own, or bfloat16 for quantized files.
     """
 
     architecture: str
     keys: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
     elements: int
     dtype: str
 
@@ -111,23 +123,24 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     if keys.get("split.count", 0) > 1:
         raise UsageError(f"The GGUF file {str(path)!r} is one part of several.", "Merge the parts first.")
 
-    elements, end, kinds = 0, 0, set()
+    tensors: dict[str, Tensor] = {}
+    elements, end = 0, 0
     for _ in range(tensor_count):
-        take_bytes()
-        size, dimensions = 1, take("I")
+        tensor, dimensions = take_bytes().decode("utf-8"), take("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError("a tensor has more dimensions than there can be")
-        for _ in range(dimensions):
-            size *= take("Q")
-        kind, offset = take("I"), take("Q")
+        shape = tuple(take("Q") for _ in range(dimensions))[::-1]
+        kind, offset = GGMLQuantizationType(take("I")), take("Q")
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        elements += size
-        end = max(end, offset + size // block * block_bytes)
-        kinds.add(int(kind))
+        elements += math.prod(shape)
+        end = max(end, offset + math.prod(shape) // block * block_bytes)
+        tensors[tensor] = Tensor(shape, int(kind), offset)
     alignment = keys.get("general.alignment", 32)
     start = -(-at // alignment) * alignment
     if start + end > len(data):
         raise ValueError("tensors reach beyond the end")
+    tensors = {name: tensor._replace(begin=start + tensor.begin) for name, tensor in tensors.items()}
+    kinds = {tensor.kind for tensor in tensors.values()}
 
     architecture = str(keys["general.architecture"])
     if keys.get(f"{architecture}.block_count", 0) > tensor_count:  # modules would be made for all of them
@@ -136,7 +149,7 @@ def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
     dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
-    return GgufHeader(architecture, keys, elements, dtype)
+    return GgufHeader(architecture, keys, tensors, elements, dtype)
 
 
 def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
@@ -169,17 +182,32 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             "local_files_only": True,
         }
         try:
-            config = AutoConfig.from_pretrained(**place)
+            config = read_config(
+                header.architecture,
+                header.keys,
+                {tensor: each.shape for tensor, each in header.tensors.items()},
+                lambda tensor: _floats(gguf, header.tensors[tensor]),
+                name,
+            )
             check_config(config, name)
             # the weights as they are read, in float32, and the model they go into
             check_memory(header.elements * (4 + header.stored_itemsize), name=name)
             tokenizer = build_tokenizer(header.keys, name)
-            model = AutoModelForCausalLM.from_pretrained(
+            answer: Any = AutoModelForCausalLM.from_pretrained(
                 config=config,
                 dtype=getattr(torch, header.dtype),
                 quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
                 **place,
             )
+            model, loaded = answer
+            if missing := sorted(loaded["missing_keys"]):
+                raise UsageError(f"The GGUF file {name!r} has no tensor for {missing[0]!r}.", SAFETENSORS)
+            if unread := _unread(header, model):
+                raise UsageError(
+                    f"The GGUF file {name!r} has {unread} numbers for which its model has no place.",
+                    SAFETENSORS,
+                )
         except SpecbenchError:
             raise
         except Exception as error:  # of many kinds: unknown architectures, vocabularies, tensor names
@@ -188,7 +216,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             raise UsageError(
                 f"The GGUF file {name!r} (architecture {header.architecture!r}) cannot be converted:"
                 f" {excerpt(error).rstrip('.')}.",
-                "Use the model's safetensors instead.",
+                SAFETENSORS,
             ) from error
         for trace in ("_model_name_or_path", "quantization_config"):  # of the file, and of how it was read
             if hasattr(model.config, trace):
@@ -199,3 +227,22 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
         tokenizer.save_pretrained(folder)
     for path in folder.iterdir():  # the weights are written for their owner only, which a shared cache is not
         shutil.copymode(folder / "config.json", path)
+
+
+def _floats(gguf: Path, tensor: Tensor) -> list[float]:
+    """Read a small tensor of float32."""
+    count = math.prod(tensor.shape)
+    if _FLOATS.get(tensor.kind) != ("float32", 4):
+        raise UsageError(
+            f"The GGUF file {gguf.name!r} has rotation factors that are not float32.", SAFETENSORS
+        )
+    with gguf.open("rb") as file:
+        file.seek(tensor.begin)
+        return list(struct.unpack(f"<{count}f", file.read(4 * count)))
+
+
+def _unread(header: GgufHeader, model: Any) -> int:
+    """How many numbers of the file's tensors are not in the model."""
+    stored = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if not is_aside(name))
+    held: dict[int, int] = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    return stored - sum(held.values())

@@ -1,0 +1,423 @@
+"""What the header of a GGUF file says of its model, as a configuration of `transformers`.
+
+Every key of the architecture and every tensor is either in the table below, or is known not to matter, or the file is
+refused: what llama.cpp reads and we do not would change the output without a word.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from specbench.base.errors import UsageError
+from specbench.models.gguf_tokenizers import SAFETENSORS
+
+_RMS, _NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_WINDOW = "attention.sliding_window"
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How files of an architecture are read.
+
+    Attributes:
+        model_type: Its name in `transformers`.
+        keys: Keys of the file, and the settings that they become; the settings of ``_SIZES`` are common to all.
+        layer: The tensors of a layer; "+" stands for a weight and a bias, "?" for a bias that not all files have.
+        model: The other tensors.
+        fixed: Settings that all files of the architecture share.
+        defaults: What llama.cpp takes for keys that a file does not have.
+        flags: Settings that are on if a tensor is in the first layer.
+        rotated: How much of a head its positions rotate: "all", "part" (the file says how much), or "none".
+        more: Sets what else follows from the facts.
+    """
+
+    model_type: str
+    keys: Mapping[str, str]
+    layer: str
+    model: str = "output_norm output"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    rotated: str = "all"
+    more: Callable[[dict[str, Any]], None] | None = None
+
+
+def _gemma_scale(layers_of_27b: int) -> Callable[[dict[str, Any]], None]:
+    """The largest Gemma of a generation scales its attention by the width of its heads before they are widened."""
+
+    def more(settings: dict[str, Any]) -> None:
+        widest = settings["num_hidden_layers"] == layers_of_27b
+        settings["query_pre_attn_scalar"] = (
+            settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
+        )
+
+    return more
+
+
+def _gemma3(settings: dict[str, Any]) -> None:
+    _gemma_scale(62)(settings)
+    local = {"rope_type": "default", "rope_theta": settings.pop("local_theta")}
+    settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
+
+
+def _lfm2(settings: dict[str, Any]) -> None:
+    """A layer without heads for keys is a convolution."""
+    heads = settings["num_key_value_heads"]
+    settings["layer_types"] = ["full_attention" if each else "conv" for each in heads]
+    settings["num_key_value_heads"] = max(heads)
+
+
+def _minimax(settings: dict[str, Any]) -> None:
+    if settings["scoring_func"] != 2:
+        raise _UnknownError("expert_gating_func")
+    settings["scoring_func"] = "sigmoid"
+
+
+def _phi3(settings: dict[str, Any]) -> None:
+    rope = settings["rope_parameters"]
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise _UnknownError("rope.scaling.factor")
+    settings["original_max_position_embeddings"] = rope.get(
+        "original_max_position_embeddings", settings["max_position_embeddings"]
+    )
+
+
+def _falcon(settings: dict[str, Any]) -> None:
+    """Falcon-7B: one key head. The fused tensors of larger ones have another order."""
+    del settings["head_dim"]
+    if settings.pop("num_key_value_heads") != 1:
+        raise _UnknownError("attention.head_count_kv")
+
+
+def _all_heads(settings: dict[str, Any]) -> None:
+    """Every query head has its own keys: no setting."""
+    if settings.pop("num_key_value_heads") != settings["num_attention_heads"]:
+        raise _UnknownError("attention.head_count_kv")
+
+
+def _no_heads(settings: dict[str, Any]) -> None:
+    for name in ("num_key_value_heads", "num_attention_heads", "head_dim"):
+        del settings[name]
+
+
+_HEADS = "attn_q attn_k attn_v attn_output"
+_BIASED_HEADS = "attn_q+ attn_k+ attn_v+ attn_output"
+_GATED = "ffn_gate ffn_up ffn_down"
+_MIXED = "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
+_QK_NORMS = "attn_q_norm attn_k_norm"
+_GPT = "attn_norm+ attn_qkv+ attn_output+ ffn_norm+ ffn_up+ ffn_down+"
+_GEMMA = f"attn_norm post_attention_norm ffn_norm post_ffw_norm {_HEADS} {_GATED}"
+_RMS_NORM = {_RMS: "rms_norm_eps"}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "llama", _RMS_NORM, f"attn_norm {_HEADS} attn_q? attn_k? attn_v? attn_output? ffn_norm {_GATED}",
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "qwen2": Family("qwen2", _RMS_NORM, f"attn_norm {_BIASED_HEADS} ffn_norm {_GATED}"),
+    "qwen2moe": Family(
+        "qwen2_moe",
+        {**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
+         "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        f"attn_norm {_BIASED_HEADS} ffn_norm {_MIXED} ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp",
+    ),
+    "qwen3": Family("qwen3", _RMS_NORM, f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED}"),
+    "qwen3moe": Family(
+        "qwen3_moe", {**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED}", fixed={"norm_topk_prob": True},
+    ),
+    "phi3": Family(
+        "phi3", {**_RMS_NORM, _WINDOW: "sliding_window"}, "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+        defaults={_WINDOW: None}, rotated="part", more=_phi3,
+    ),
+    "falcon": Family(
+        "falcon", {_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"},
+        "attn_norm+ attn_qkv attn_output ffn_up ffn_down", "output_norm+ output",
+        fixed={"alibi": False, "parallel_attn": True, "bias": False, "multi_query": True}, more=_falcon,
+    ),
+    "bloom": Family(
+        "bloom", {_NORM: "layer_norm_epsilon"}, _GPT, "token_embd_norm+ output_norm+ output",
+        rotated="none", more=_all_heads,
+    ),
+    "gpt2": Family(
+        "gpt2", {_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, _GPT,
+        "position_embd output_norm+ output",
+        rotated="none", more=_all_heads,
+    ),
+    "stablelm": Family(
+        "stablelm", {_NORM: "layer_norm_eps"}, f"attn_norm+ {_HEADS} attn_q? attn_k? attn_v? ffn_norm+ {_GATED}",
+        "output_norm+ output", flags={"use_qkv_bias": "attn_q.bias", "use_parallel_residual": "!ffn_norm.weight"},
+        rotated="part",
+    ),
+    "starcoder2": Family(
+        "starcoder2", {_NORM: "norm_epsilon"},
+        "attn_norm+ attn_q+ attn_k+ attn_v+ attn_output+ ffn_norm+ ffn_up+ ffn_down+", "output_norm+ output",
+    ),
+    "nemotron": Family(
+        "nemotron", {_NORM: "norm_eps"}, f"attn_norm+ {_HEADS} ffn_norm+ ffn_up ffn_down", "output_norm+ output",
+        rotated="part",
+    ),
+    "lfm2": Family(
+        "lfm2", {_RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED} shortconv.conv shortconv.in_proj shortconv.out_proj",
+        "token_embd_norm output", fixed={"block_auto_adjust_ff_dim": False}, more=_lfm2,
+    ),
+    "minimax-m2": Family(
+        "minimax_m2", {**_RMS_NORM, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+                       "expert_feed_forward_length": "intermediate_size", "expert_gating_func": "scoring_func"},
+        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED} exp_probs_b?", fixed={"use_routing_bias": True},
+        rotated="part", more=_minimax,
+    ),
+    "mamba": Family(
+        "mamba",
+        {_RMS: "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.inner_size": "intermediate_size",
+         "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank"},
+        "attn_norm ssm_in ssm_conv1d+ ssm_x ssm_dt+ ssm_a ssm_d ssm_out", rotated="none", more=_no_heads,
+    ),
+    "gemma2": Family(
+        "gemma2",
+        {**_RMS_NORM, _WINDOW: "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+         "final_logit_softcapping": "final_logit_softcapping"},
+        _GEMMA, defaults={_WINDOW: 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        more=_gemma_scale(46),
+    ),
+    "gemma3": Family(
+        "gemma3_text",
+        {**_RMS_NORM, _WINDOW: "sliding_window", "rope.freq_base_swa": "local_theta",
+         "final_logit_softcapping": "final_logit_softcapping"},
+        f"{_GEMMA} {_QK_NORMS}", defaults={"rope.freq_base_swa": 10000.0, "final_logit_softcapping": None},
+        more=_gemma3,
+    ),
+}  # fmt: skip
+
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+}
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_weights_norm": (False,),
+    "feed_forward_length": (0,),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "ssm.dt_b_c_rms": (False,),
+}
+"""Keys whose meaning is not known here, with the values that mean nothing."""
+
+_MEANINGLESS = {
+    "vocab_size",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "use_parallel_residual",
+    "rope.dimension_count",
+}
+"""Keys that llama.cpp does not read, or that say what the tensors say too."""
+
+
+_ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class _UnknownError(Exception):
+    """A key with a value that cannot be converted."""
+
+
+class _Facts:
+    """The keys of an architecture, and which of them have been read."""
+
+    def __init__(self, architecture: str, keys: Mapping[str, Any], file: str) -> None:
+        start, self._file = f"{architecture}.", file
+        self._values = {
+            key.removeprefix(start): value for key, value in keys.items() if key.startswith(start)
+        }
+        self.unread = set(self._values)
+
+    def take(self, key: str, *default: Any) -> Any:
+        """Return a key's value, or the default; a list of equal values, one for each layer, is one value."""
+        self.unread.discard(key)
+        if key not in self._values and not default:
+            raise UsageError(f"The GGUF file {self._file!r} does not say its {key!r}.", SAFETENSORS)
+        value = self._values.get(key, *default)
+        return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+
+    def refuse_others(self) -> None:
+        """Raise if a key is unread that could mean something."""
+        for key in sorted(self.unread - _MEANINGLESS):
+            if self._values[key] not in _NEUTRAL.get(key, ()):
+                raise _UnknownError(key)
+
+
+def read_config(
+    architecture: str,
+    keys: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    numbers: Callable[[str], list[float]],
+    file: str,
+) -> PreTrainedConfig:
+    """Return the configuration of the model in a file.
+
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        keys: What the header says.
+        shapes: The shapes of the tensors.
+        numbers: Reads a small tensor.
+        file: The file as messages name it.
+
+    Raises:
+        UsageError: The architecture, a key or a tensor is not known.
+    """
+    family = FAMILIES.get(architecture)
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise UsageError(
+            f"The GGUF file {file!r} (architecture {architecture!r}) cannot be converted; those of {known} can.",
+            SAFETENSORS,
+        )
+    if keys.get("general.type", "model") != "model":
+        raise UsageError(f"The GGUF file {file!r} is no model: its type is {keys['general.type']!r}.")
+    facts = _Facts(architecture, keys, file)
+    try:
+        settings = _settings(family, facts, shapes, numbers)
+        facts.refuse_others()
+    except _UnknownError as unknown:
+        raise UsageError(
+            f"The GGUF file {file!r} has the key '{architecture}.{unknown}' ="
+            f" {keys.get(f'{architecture}.{unknown}')!r}, which decides the output and cannot be converted.",
+            SAFETENSORS,
+        ) from None
+    known = _known_tensors(family, settings)
+    for name in shapes:
+        if not is_aside(name) and not known.fullmatch(name):
+            raise UsageError(
+                f"The GGUF file {file!r} has the tensor {name!r}, which cannot be converted.", SAFETENSORS
+            )
+    for kind in ("bos", "eos", "padding"):
+        settings[f"{'pad' if kind == 'padding' else kind}_token_id"] = keys.get(
+            f"tokenizer.ggml.{kind}_token_id"
+        )
+    return AutoConfig.for_model(family.model_type, **settings)
+
+
+def _settings(
+    family: Family, facts: _Facts, shapes: Mapping[str, Sequence[int]], numbers: Callable[[str], list[float]]
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {name: facts.take(key) for key, name in _SIZES.items()}
+    if "feed_forward_length" not in family.keys:
+        settings["intermediate_size"] = facts.take("feed_forward_length", None)
+    heads = settings["num_attention_heads"]
+    settings["num_key_value_heads"] = facts.take("attention.head_count_kv", heads)
+    head_dim = facts.take("attention.key_length", settings["hidden_size"] // max(heads, 1))
+    if facts.take("attention.value_length", head_dim) != head_dim:
+        raise _UnknownError("attention.value_length")
+    settings["head_dim"] = head_dim
+    for key, name in family.keys.items():
+        settings[name] = facts.take(key, *([family.defaults[key]] if key in family.defaults else []))
+    window = facts.take(_WINDOW, 0)
+    if _WINDOW not in family.keys and 0 < window < settings["max_position_embeddings"]:
+        raise _UnknownError(_WINDOW)
+    if family.rotated != "none":
+        settings["rope_parameters"] = _rotation(family, facts, settings, shapes, numbers)
+    for name, tensor in family.flags.items():
+        settings[name] = (f"blk.0.{tensor.lstrip('!')}" in shapes) != tensor.startswith("!")
+    settings["vocab_size"] = shapes["token_embd.weight"][0]
+    settings["tie_word_embeddings"] = "output.weight" not in shapes
+    settings |= family.fixed
+    if family.more:
+        family.more(settings)
+    return settings
+
+
+def is_aside(tensor: str) -> bool:
+    """Whether a tensor becomes a setting, or means nothing."""
+    return tensor in _ROTATIONS or tensor.endswith(".attn_rot_embd.weight")
+
+
+def _rotation(
+    family: Family,
+    facts: _Facts,
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    numbers: Callable[[str], list[float]],
+) -> dict[str, Any]:
+    """How positions rotate the heads."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.take("rope.freq_base", 10000.0)}
+    share = facts.take("rope.dimension_count", settings["head_dim"]) / settings["head_dim"]
+    if share != 1 and family.rotated != "part":
+        raise _UnknownError("rope.dimension_count")
+    if family.rotated == "part":
+        rope["partial_rotary_factor"] = share
+    kind = facts.take("rope.scaling.type", "linear")
+    factor = facts.take("rope.scaling.factor", 0.0) or facts.take("rope.scale_linear", 0.0) or 1.0
+    original = facts.take("rope.scaling.original_context_length", settings["max_position_embeddings"])
+    attention = facts.take("rope.scaling.attn_factor", 1.0)
+    freqs, long, short = (numbers(name) if name in shapes else None for name in _ROTATIONS)
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise _UnknownError("rope.scaling.type")
+    if factor != 1 and (kind == "longrope" or freqs or long):
+        raise _UnknownError("rope.scaling.factor")
+    if long and short:
+        rope |= {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "attention_factor": attention,
+        }
+        rope["original_max_position_embeddings"] = original
+    elif freqs:
+        rope |= _llama3(freqs, rope["rope_theta"]) or {
+            "rope_type": "longrope",
+            "long_factor": freqs,
+            "short_factor": freqs,
+            "attention_factor": attention,
+            "original_max_position_embeddings": settings["max_position_embeddings"],
+        }
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        rope["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    elif kind == "linear" and factor != 1:
+        rope |= {"rope_type": "linear", "factor": factor}
+    if attention != 1 and rope["rope_type"] not in ("yarn", "longrope"):
+        raise _UnknownError("rope.scaling.attn_factor")
+    return rope
+
+
+def _llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
+    """The settings of Llama 3.1 and its successors, if the factors of the frequencies follow from them."""
+    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    for i, given in enumerate(factors):
+        turns = original / (2 * math.pi * theta ** (i / len(factors)))
+        between = min(max((turns - low) / (high - low), 0.0), 1.0)
+        if not math.isclose(given, 1 / ((1 - between) / factor + between), rel_tol=1e-4):
+            return None
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def _known_tensors(family: Family, settings: Mapping[str, Any]) -> re.Pattern[str]:
+    """The names of the tensors that a file has, whose layers have the biases of ``settings``."""
+    biased = any(
+        settings.get(flag, True) for flag in ("attention_bias", "use_qkv_bias") if flag in family.flags
+    )
+    parts = {"+": "(weight|bias)", "?": "bias" if biased or not family.flags else "-"}
+
+    def names(words: str) -> str:
+        return "|".join(
+            word if word in ("ssm_a", "ssm_d") else rf"{word.rstrip('+?')}\.{parts.get(word[-1], 'weight')}"
+            for word in words.split()
+        )
+
+    return re.compile(rf"{names(f'token_embd {family.model}')}|blk\.\d+\.({names(family.layer)})")
