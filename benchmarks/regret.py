@@ -3,9 +3,6 @@
     python benchmarks/regret.py --simulated 200                       # races over made-up speeds: seconds
     python benchmarks/regret.py --simulated 100 --spreads results/    # over the scatter of stored runs: minutes
     python benchmarks/regret.py --stored results/                     # over the generations of stored runs: seconds
-    python benchmarks/regret.py --times 10 --sweep FOLDER --resume regret.jsonl                        # for real: hours
-    python benchmarks/regret.py --times 10 --sweep FOLDER --resume busy.jsonl --busy --hours 0.5       # in parts
-    python benchmarks/regret.py --target MODEL --drafter SMALL --minutes 30 --sweep OTHER --resume pair.jsonl
 
 ``--spreads`` draws prompts of a stored run, by category, with the times of every configuration, and generations
 around them with the scatter of the run's repeats, or of ``NOISE``. Mean speeds are those of the run, all equal, all
@@ -14,29 +11,18 @@ others. Machines are quiet, or used by others in three of ten generations, which
 Races have the time that six minutes leave, or thirty for other models than the built-in one. Reported are choices
 within 5% of the best by the truth, decided races, wrongly decided ones, and the median minutes to a decision.
 
-For real, `tune` runs several times with different seeds, and every configuration that it raced, or predicted to be
-close, is then swept on the same prompts, interleaved. The regret of a choice is 1 less its speed over that of the
-sweep's fastest, paired, with its 95% interval over prompts. The fastest is flattered by having won on these prompts;
-``held_out`` compares each prompt with the fastest by all others. With ``--busy`` another process keeps a core busy
-while `tune` runs, but not during the sweep; a quiet run's sweep is reused. ``--hours`` limits a call, and the same
-call continues; a `tune` that would end later is not begun, and an interrupted one starts over.
-
-Goal: choices within 5% of the best: all over stored and simulated runs and for real, nine of ten next to a busy core;
-over scatter 95 of 100 with the run's speeds, and every planted one found, both on a quiet machine; nowhere surely
-more than 5 of 100 decided wrongly, by binomial tests of each line and of all runs together that share these 5%.
-Prints one line of JSON at the end; exit code 1 if the goal is missed, 3 if something is left to do.
+Goal: choices within 5% of the best: all over stored and simulated runs; over scatter 95 of 100 with the run's speeds,
+and every planted one found, both on a quiet machine; nowhere surely more than 5 of 100 decided wrongly, by binomial
+tests of each line and of all runs together that share these 5%. Prints one line of JSON at the end; exit code 1 if the
+goal is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import math
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,31 +31,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from msgspec import structs
-from parts import Parts, busy_core
 from scipy.stats import binom
 
 from specbench.base.record import Estimate
-from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.manifest import open_run
-from specbench.bench.prompts import load_prompts
-from specbench.bench.runner import CellDone, Event, run_sweep
-from specbench.cli import run
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.options import DecodingOptions, ModelOptions
-from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results, load_results
-from specbench.results.run import Run
-from specbench.results.store import RunStore, find_runs, read_run
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
-from specbench.tune.candidates import GAMMAS, rules_to_try
-from specbench.tune.loading import configurations, load_candidates
+from specbench.results.store import find_runs, read_run
 from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, relative_slowdown, run_race
 
 PLAIN = "plain"
-BUSY_GOAL, SPREAD_GOAL = 0.9, 0.95
+SPREAD_GOAL = 0.95
 
 NOISE = 0.03
 """Scatter of the log speed of a generation, where a run has no repeats to tell."""
@@ -402,145 +375,11 @@ def regret_in(results: Results, choice: str, names: Sequence[str]) -> tuple[str,
     return best, ratio
 
 
-def held_out_in(results: Results, choice: str, names: Sequence[str]) -> Estimate:
-    """Return the speed of a choice over that of the fastest by all other prompts.
-
-    Of the prompts that all were measured on, with repeats of a prompt taken together.
-    """
-    df = results.generations
-    rows = df[(df["status"] == "ok") & df["config"].isin(names) & (df["tokens_per_second"] > 0)]
-    rows = rows.assign(log=np.log(rows["tokens_per_second"]))
-    logs = rows.pivot_table(index="prompt", columns="config", values="log").dropna()
-    others = (logs.sum() - logs).to_numpy()
-    best = logs.to_numpy()[np.arange(len(logs)), others.argmax(axis=1)]
-    return stats.geometric_mean(np.exp(logs[choice].to_numpy() - best), list(logs.index))
-
-
-# --- For real -------------------------------------------------------------------------------------
-
-
-class _TimeUpError(Exception):
-    """Raised when the time limit is reached."""
-
-
-def tuned(given: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the answer of `specbench tune --json`; no choice if it has none.
-
-    Args:
-        given: The command line.
-        seed: Of the search.
-        folder: Where it measures. With ``--resume``, what one that was broken off has left there goes.
-    """
-    if given.resume is not None and folder.exists():
-        shutil.rmtree(folder)
-    words: list[object] = ["tune", "--target", given.target, "--minutes", given.minutes, "--seed", seed]
-    words += ["-n", given.tokens, "--results", folder, "--json", "--quiet"]
-    words += ["--out", folder.with_suffix(".toml"), "--overwrite"]
-    words += [word for drafter in given.drafter for word in ("--drafter", drafter)]
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), busy_core(given.busy):
-        code = run([str(word) for word in words])
-    if code not in (0, 1):
-        sys.exit(code)
-    if not out.getvalue():
-        return {"winner": None, "leader": None, "headline": "no answer"}
-    answer: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
-    return answer
-
-
-def swept(given: argparse.Namespace, wanted: set[str], cache: Any, until: float) -> Results:
-    """Run the exhaustive sweep, or the rest of it."""
-    options = SweepOptions(
-        gammas=GAMMAS,
-        policies=rules_to_try(greedy=True, chained=False),
-        decoding=DecodingOptions(max_new_tokens=given.tokens),
-        repeats=given.repeats,
-        turns=1,
-        seed=given.seed,
-        cache=cache,
-    )
-    prompts = tuple(load_prompts(["all"], limit=given.limit))
-    target = parse_model(given.target)
-    drafters = [parse_drafter(drafter) for drafter in given.drafter]
-    empty = Sweep(options, prompts, ())
-    loaded = load_candidates(target, drafters, ModelOptions(), empty, cache=cache)
-    engine = loaded.engine
-    configs = configurations(options, engine, Recipe(target, decoding=options.decoding))
-    sweep = Sweep(options, prompts, tuple(c for c in configs if c.kind == "plain" or c.id in wanted))
-
-    def watch(event: Event) -> None:
-        if isinstance(event, CellDone):
-            print(f"\r{event.done} of {event.total} generations", end="", file=sys.stderr, flush=True)
-            if time.monotonic() > until:
-                raise _TimeUpError
-
-    with open_run(
-        given.sweep,
-        sweep,
-        target=engine.describe_target(sweep.options.decoding),
-        sources={},
-        heads=engine.heads,
-        advice="Name another folder.",
-        accept_changes=True,  # of the configurations, which hang on what was predicted
-    ) as store:
-        run_sweep(sweep, store, engine, on_event=watch)
-    return load_results(given.sweep)
-
-
-def _for_real(given: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
-    """Return choices with their regret; fewer if the time is over."""
-    names = ("target", "drafter", "minutes", "tokens", "busy", "seed")
-    parts = Parts(given.resume, {name: getattr(given, name) for name in names})
-    place = Path(f"{given.sweep}-{'busy' if given.busy else 'tuned'}")
-    for number in range(len(parts.done), given.times):
-        if time.monotonic() + 60 * given.minutes > until:
-            return
-        parts.add(tuned(given, given.seed + number, place / str(number)))
-        print(f"{number + 1}: {parts.done[-1]['headline']}", flush=True)
-    folders = [place / str(number) for number in range(given.times)]
-    runs = [read_run(folder) for folder in folders if RunStore.exists(folder)]
-    wanted = {name for stored_run in runs for name in in_question(stored_run, given.least)}
-    if not wanted:
-        return
-    if RunStore.exists(given.sweep):
-        runs = [read_run(given.sweep)]
-        wanted |= {config.id for config in runs[0].configs}
-    try:
-        df = swept(given, wanted, runs[0].configs[0].cache, until)
-    except _TimeUpError:
-        return
-    for part in parts.done[: given.times]:
-        choice = part["winner"] or part["leader"]
-        if choice is None:
-            yield {"choice": None, "ratio": 0.0}
-        else:
-            if choice not in set(df.generations["config"]):
-                sys.exit(
-                    f"{choice} was chosen and is not in the sweep: its drafter no longer fits into memory."
-                )
-            held_out = _regret(held_out_in(df, choice, [PLAIN, *wanted]), "held_out")
-            yield {**_row(choice, *regret_in(df, choice, [PLAIN, *wanted])), **held_out}
-
-
-def in_question(tune_run: Run, least: float) -> set[str]:
-    """Return the ids that `tune` raced, or predicted close to its best."""
-    tuning = tune_run.tuning
-    if tuning is None:
-        return set()
-    best = max(tuning.predicted.values(), default=0.0)
-    near = {name for name, speedup in tuning.predicted.items() if speedup >= least * best}
-    return near | set(tuning.raced)
-
-
 def _row(choice: str, best: str, ratio: Estimate) -> dict[str, Any]:
     """Return the speed of a choice over the best, and its regret with the interval."""
-    return {"choice": choice, "best": best, "ratio": ratio.value, **_regret(ratio, "regret")}
-
-
-def _regret(ratio: Estimate, name: str) -> dict[str, float | None]:
-    """Return 1 less a ratio of speeds, with the ends of its interval."""
     ends = [None if end is None else round(1.0 - end, 4) for end in (ratio.value, ratio.high, ratio.low)]
-    return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+    regret = dict(zip(("regret", "regret_low", "regret_high"), ends, strict=True))
+    return {"choice": choice, "best": best, "ratio": ratio.value, **regret}
 
 
 # --- All of it ------------------------------------------------------------------------------------
@@ -556,24 +395,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--spreads", type=Path, nargs="+", metavar="RUN", help="over the scatter of these runs"
     )
     parser.add_argument("--stored", type=Path, nargs="+", metavar="RUN", help="races over these runs")
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", action="append", default=[], help="for tune, repeatable")
-    parser.add_argument("--times", type=int, default=1, help="how often tune is run")
-    parser.add_argument("--minutes", type=float, default=6.0, help="of each")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--busy", action="store_true", help="another process keeps a core busy during tune")
-    parser.add_argument("--sweep", type=Path, help="folder of the exhaustive sweep, begun or not")
-    parser.add_argument(
-        "--least",
-        type=float,
-        default=0.6,
-        help="not raced, and predicted below so much of the best: is not swept",
-    )
-    parser.add_argument("--limit", type=int, default=36, help="its prompts")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--hours", type=float, default=math.inf, help="time limit; the same call continues")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
     return parser.parse_args(arguments)
 
 
@@ -603,14 +424,10 @@ def _spread(given: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     given = parse(arguments)
-    goal, expected = 1.0, 0
-    if 60 * given.hours < given.minutes:
-        sys.exit(f"A search takes {given.minutes:g} minutes: give it more --hours.")
     if given.spreads:
         return _spread(given)
     rows: list[dict[str, Any]] = []
     if given.simulated:
-        expected = given.simulated
         for number in range(given.simulated):
             made = simulated(number)
             race, _ = made.race()
@@ -619,25 +436,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append({"choice": choice_of(race), "best": best, "ratio": ratio, "blocks": race.blocks})
     elif given.stored:
         folders = find_runs(given.stored)
-        expected = len(folders)
         for folder in folders:
             df = load_results(folder)
             race = race_over(df)
             best, ratio_in = regret_in(df, choice_of(race), race.names)
             rows.append({"run": folder.name, "blocks": race.blocks, **_row(choice_of(race), best, ratio_in)})
-    elif given.sweep:
-        expected, goal = given.times, BUSY_GOAL if given.busy else 1.0
-        rows = list(_for_real(given, time.monotonic() + 3600 * given.hours))
     else:
-        sys.exit("Give --simulated N, --stored RUN, or --sweep FOLDER.")
+        sys.exit("Give --simulated N, --spreads RUN, or --stored RUN.")
     for row in rows:
         print(json.dumps(row))
     close = sum(row["ratio"] >= 1.0 - MARGIN for row in rows)
     worst = min((row["ratio"] for row in rows), default=None)
     print(json.dumps({"benchmark": "regret", "races": len(rows), "within_5_percent": close, "worst": worst}))
-    if len(rows) < expected:
-        return 3
-    return 0 if close >= goal * len(rows) else 1
+    return 0 if close == len(rows) else 1
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@
     python benchmarks/vs_transformers.py --target FOLDER --assistant SMALL --setting SMALL@5 --setting self:int8@auto
     python benchmarks/vs_transformers.py ... --resume vs.jsonl --minutes 6                # in parts
 
-For every prompt, in random order: `generate`; assisted generation with --assistant, with its defaults, with 5 tokens
-in every step and no threshold, and with the assistant in int8 (--assistant-int8: specbench's own drafter models are
-int8 on a CPU); prompt lookup; specbench plain, with its defaults and with every --setting, written DRAFTER@γ or
-DRAFTER@POLICY; and other decoders with --peer (see peers.py). All greedy with a fixed length. Times are of the whole
-call with the prompt; decode speeds are given too. Outputs are compared with those of `generate`: identical, different
-after a numerical tie, or different. With --dtype int8 or int4 `generate` decodes the stored weights, and outputs are
-compared with specbench's plain ones. Ratios are geometric means over prompts with 95% intervals, over `generate`, the
-best assisted setting and the best peer. Prints one line of JSON at the end; exit code 1 if an output (not of a peer,
-nor of `transformers` with int8 and int4) differs beyond a tie, 3 if prompts are left.
+For every prompt, in random order: `generate`; assisted generation with --assistant, with its defaults and with 5
+tokens in every step and no threshold; prompt lookup; specbench plain, with its defaults and with every --setting,
+written DRAFTER@γ or DRAFTER@POLICY. All greedy with a fixed length. Times are of the whole call with the prompt; decode
+speeds are given too. Outputs are compared with those of `generate`: identical, different after a numerical tie, or
+different. With --dtype int8 or int4 `generate` decodes the stored weights, and outputs are compared with specbench's
+plain ones. Ratios are geometric means over prompts with 95% intervals, over `generate` and the best assisted setting.
+Prints one line of JSON at the end; exit code 1 if an output (not of `transformers` with int8 and int4) differs beyond a
+tie, 3 if prompts are left.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ import json
 import math
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import parts
 import torch
-from peers import PEER_NAMES, PEERS, PeerError, Taken, check_peer, check_python, load_peer
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specbench.backends.torch.parity import find_difference
@@ -60,8 +57,24 @@ CONSTANT_5 = {
 }  # fmt: skip
 OURS = "specbench"
 PLAIN = f"{OURS} plain"
-RATIOS = ("over_generate", "decode_over_generate", "over_best_assisted", "over_best_peer")
+RATIOS = ("over_generate", "decode_over_generate", "over_best_assisted")
 WARMUP_TOKENS = 12
+
+
+class Taken(NamedTuple):
+    """An answer.
+
+    Attributes:
+        tokens: Of the output.
+        seconds: Of the whole call.
+        decode_s: After the first emission.
+        first: Tokens of the first emission.
+    """
+
+    tokens: list[int]
+    seconds: float
+    decode_s: float
+    first: int
 
 
 Way = Callable[[list[int], int], Taken]
@@ -120,25 +133,6 @@ def transformers_way(
     return run
 
 
-def int8_assistant(spec: str, backend: str) -> PreTrainedModel:
-    """Return an assistant whose linear layers are int8.
-
-    Args:
-        spec: The model.
-        backend: "torch", torch's own dynamic quantization, which no option of `transformers` names; or "quanto", one
-            of its backends (`optimum-quanto`, installed separately).
-    """
-    if backend == "quanto":
-        from transformers import AutoModelForCausalLM, QuantoConfig
-
-        settings = QuantoConfig(weights="int8")
-        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(spec, quantization_config=settings)
-        return found.eval()
-    model = load_model(spec, LoadOptions(dtype="float32", device="cpu"), tokenizer=False).model
-    quantized: PreTrainedModel = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
-    return quantized
-
-
 def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions) -> tuple[str, Way]:
     """Return specbench with a drafter and a draft policy, and its name."""
     loaded_drafter = load_drafter(drafter, target, options)
@@ -165,11 +159,8 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
     return f"{OURS} {loaded_drafter.name}@{rule}", run
 
 
-def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], Target]:
-    """Load everything to be timed, by name, and the target that judges outputs; peers convert into ``folder``.
-
-    A peer that cannot be had is left out, with its reason on stderr.
-    """
+def load_ways(given: argparse.Namespace) -> tuple[dict[str, Way], Target]:
+    """Load everything to be timed, by name, and the target that judges outputs."""
     options = LoadOptions(dtype=given.dtype, device="cpu")
     target = load_target(given.target, options)
     model = load_model(given.target, options, tokenizer=False)
@@ -179,11 +170,6 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
         assistant = load_model(given.assistant, LoadOptions(device="cpu"), tokenizer=False).model
         ways[ASSISTED] = transformers_way(model.model, pad, assistant)
         ways[ASSISTED_5] = transformers_way(model.model, pad, assistant, CONSTANT_5)
-        for backend in given.assistant_int8:
-            assistant = int8_assistant(given.assistant, backend)
-            name = f"{backend} int8 assistant"
-            ways[f"{ASSISTED}, {name}"] = transformers_way(model.model, pad, assistant)
-            ways[f"{ASSISTED_5}, {name}"] = transformers_way(model.model, pad, assistant, CONSTANT_5)
     ways[LOOKUP] = transformers_way(model.model, pad, prompt_lookup_num_tokens=10)
     _, ways[PLAIN] = specbench_way(target, "none", "1", options)
     drafter_options = LoadOptions(dtype=given.drafter_dtype)  # a head goes where its target is
@@ -191,14 +177,7 @@ def load_ways(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Way], 
         drafter, _, rule = setting.rpartition("@")
         name, way = specbench_way(target, drafter, rule, drafter_options)
         ways[name] = way
-    for peer in given.peer:
-        model.tokenizer = target.tokenizer
-        name = peer.partition("=")[0]
-        try:
-            ways[name] = load_peer(peer, model, folder, torch.get_num_threads(), dict(given.peer_python))
-        except PeerError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-    return {name: way for name, way in ways.items() if name not in given.without}, target
+    return ways, target
 
 
 # --- Measuring ------------------------------------------------------------------------------------
@@ -256,7 +235,6 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return max(some, key=lambda name: over(total, name, GENERATE).value, default=None)
 
     assisted = fastest([name for name in names if name.startswith((ASSISTED, ASSISTED_5))])
-    peer = fastest([name for name in names if name in PEER_NAMES])
     lines = []
     for name in names:
         agreements = [part["rows"][name]["agreement"] for part in done if name in part["rows"]]
@@ -268,7 +246,6 @@ def summary(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "decode_tokens_per_second": stats.geometric_mean(decode[name], prompts, repeats),
                 "decode_over_generate": over(decode, name, GENERATE),
                 "over_best_assisted": None if assisted is None else over(total, name, assisted),
-                "over_best_peer": None if peer is None else over(total, name, peer),
                 **{kind: agreements.count(kind) for kind in ("identical", "tie", "differs")},
             }
         )
@@ -279,7 +256,7 @@ def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """Print the table."""
     width = max(len(line["name"]) for line in lines)
     print(f"\n{'':{width}} {'tokens/s':>9} {'over generate':>20} {'after the first':>20} {'over assisted':>20}"
-          f" {'over the best peer':>20}  identical/tie/differs")  # fmt: skip
+          "  identical/tie/differs")  # fmt: skip
     for line in lines:
         ratios = [line[name] for name in RATIOS]
         texts = ["" if ratio is None else ratio_text(ratio, "") for ratio in ratios]
@@ -297,16 +274,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--assistant", help="a small model, for assisted generation")
-    parser.add_argument("--assistant-int8", action="append", default=[], choices=["torch", "quanto"],
-                        help="the assistant also in int8 by this backend, repeatable")  # fmt: skip
-    parser.add_argument("--without", action="append", default=[], metavar="NAME",
-                        help="leave out a way by its name in the table, repeatable")  # fmt: skip
     parser.add_argument("--setting", action="append", default=[], metavar="DRAFTER@RULE",
                         help="of specbench, repeatable: lookup@5, self:int8@auto, FOLDER@egag:max=8")  # fmt: skip
-    parser.add_argument("--peer", action="append", default=[], type=check_peer, metavar="PEER",
-                        help=f"another decoder that is installed, repeatable: {', '.join(PEERS)}")  # fmt: skip
-    parser.add_argument("--peer-python", action="append", default=[], type=check_python, metavar="PACKAGE=PATH",
-                        help="the interpreter that has it, repeatable; else this one")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="of the target, here and there")
     parser.add_argument("--drafter-dtype", default="auto", help="of specbench's drafter models; auto is int8")
     parser.add_argument("--prompts", nargs="+", default=["all"], help="sets or files")
@@ -317,10 +286,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     given = parser.parse_args(arguments)
-    if GENERATE in given.without:
-        parser.error(f"{GENERATE!r} is what the others are compared with")
-    if quantized(given.dtype) is not None and PLAIN in given.without:
-        parser.error(f"with --dtype {given.dtype}, {PLAIN!r} is what outputs are compared with")
     for setting in given.setting:
         drafter, _, rule = setting.rpartition("@")
         if not drafter:
@@ -337,10 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = (
         "target",
         "assistant",
-        "assistant_int8",
-        "without",
         "setting",
-        "peer",
         "dtype",
         "drafter_dtype",
         "prompts",
@@ -350,7 +312,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     # By name: a path is nobody else's business.
     settings = {name: _without_folders(getattr(given, name)) for name in kept}
-    settings["peer"] = others = [peer.partition("=")[0] for peer in given.peer]
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     done, complete = decoded(given, parts.Parts(given.resume, settings), until)
     if not done:
@@ -372,10 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
         )
     )
-    judged = [line for line in lines if line["name"] not in others]
-    if quantized(given.dtype) is not None:
-        judged = [line for line in judged if line["name"].startswith(OURS)]
-    if any(line["differs"] for line in judged):
+    ours = quantized(given.dtype) is not None
+    if any(line["differs"] for line in lines if line["name"].startswith(OURS) or not ours):
         return 1
     return 0 if complete else 3
 
@@ -386,9 +345,8 @@ def decoded(
     """Decode every prompt in every way within the time limit; return what was measured, and whether that is all."""
     prompts = load_prompts(given.prompts, limit=given.limit)
     jobs = [(prompt, repeat) for repeat in range(given.repeats) for prompt in prompts]
-    with tempfile.TemporaryDirectory() as place:
-        if len(progress.done) < len(jobs):
-            _run(given, progress, jobs, Path(place), until)
+    if len(progress.done) < len(jobs):
+        _run(given, progress, jobs, until)
     done = progress.done[: len(jobs)]
     return done, len(done) == len(jobs)
 
@@ -397,11 +355,10 @@ def _run(
     given: argparse.Namespace,
     progress: parts.Parts,
     jobs: Sequence[tuple[Prompt, int]],
-    folder: Path,
     until: float,
 ) -> None:
     """Run the missing jobs within the time limit."""
-    ways, target = load_ways(given, folder)
+    ways, target = load_ways(given)
     assert target.tokenizer is not None
     encoded = {p.id: encode_prompt(target.tokenizer, p.turns[0], system=p.system) for p, _ in jobs}
     if time.monotonic() < until:

@@ -5,53 +5,35 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import aa
-import aa_servers
 import auto_regret
-import batch
-import crowd
-import engines
 import gpu
-import many
 import overhead
 import parts
 import passes
 import pytest
-import soak
 import torch
-import verdicts
 import vs_transformers
-from footprint import Footprint
-from scripted import enumerate_outcomes
 from scripted_engine import TARGET, ScriptedEngine
-from scripted_server import Manner, ScriptedServer
 from tiny import save_tiny, tiny_llama
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
-from specbench.decoding.distributions import Scores
-from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
+from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
-from specbench.decoding.verdicts import METHODS, Method, without_replacement
 from specbench.drafters.plain import NoDraft
-from specbench.export.start import EngineDrafter
-from specbench.models.target import load_target
-from specbench.options import DecodingOptions, LoadOptions
+from specbench.options import DecodingOptions
 from specbench.policies import FixedLength
 from specbench.results.results import load_results
-from specbench.specs.drafters import parse_drafter
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -116,59 +98,6 @@ def test_the_gpu_benchmark_names_what_it_has_no_time_for(capsys):
 
 
 # --- Passes ---------------------------------------------------------------------------------------
-
-
-def test_passes_over_several_requests_are_timed_against_single_ones(models, capsys):
-    sizes = ["--dtype", "float32", "--contexts", "24", "--rounds", "2", "--requests", "1", "3"]
-    assert batch.main(["--target", str(models / "target"), *sizes]) == 0
-    rows = last_json(capsys)["passes"]
-    assert [(row["requests"], row["rows"]) for row in rows] == [(1, 1), (1, 5), (3, 1), (3, 5)]
-    for row in rows:
-        assert row["slotted_ratio"] == pytest.approx(row["separate_ms"] / row["slotted_ms"], rel=0.1)
-
-
-def test_ways_to_decode_many_prompts_are_timed_in_turn(models, capsys):
-    arguments = (
-        "--dtype float32 --drafter ngram --sets chat --prompts 4 --tokens 6 --batch 3 --group 2 --rounds 1"
-    )
-    more = ["--spread", "0.5", "--rules", "auto", "fixed:gamma=2"]
-    assert many.main(["--target", str(models / "target"), *arguments.split(), *more]) == 0
-    found = last_json(capsys)
-    assert found["parted"] == 0
-    assert found["tokens_per_second"].keys() == {*many.WAYS, "auto", "fixed:gamma=2"}
-    assert found["ratios"].keys() == {
-        "one / alone", "plain / one", "plain / transformers", "auto / plain", "fixed:gamma=2 / plain",
-    }  # fmt: skip
-    assert found["requests"]["auto"].keys() == {"all", "chat"}
-
-
-def test_a_soak_accounts_for_every_request(models, capsys):
-    arguments = ["--target", str(models / "target"), "--drafters", "none", "lookup", "self:layers=1"]
-    sizes = ["--minutes", "0", "--requests", "25", "--rate", "500", "--sigterm", "0", "--cancel", "0.02"]
-    assert soak.main([*arguments, *sizes, "--prompts", "6"]) == 0
-    found = last_json(capsys)
-    assert found["rounds"] == 1
-    assert sum(found["ends"][kind] for kind in ("done", "cancelled", "failed")) == 25
-    assert found["ends"]["compared"] > 5
-
-
-def test_a_footprint_counts_tensors_but_not_fake_ones():
-    before = Footprint.now().tensors
-    real = torch.zeros(1 << 20)
-    with FakeTensorMode():
-        fake = torch.zeros(1 << 20)
-    assert Footprint.now().tensors - before == real.nbytes == fake.nbytes
-
-
-def test_a_crowd_of_clients_leaves_nothing_behind(models, capsys):
-    arguments = ["--target", str(models / "target"), "--drafter", "self:layers=1", "--pool-tokens", "2048"]
-    assert crowd.main([*arguments, "--requests", "200", "--rounds", "2", "--at-once", "40"]) == 0
-    found = last_json(capsys)
-    assert found["requests"] == sum(found["ends"].values()) == 200
-    assert found["ends"].keys() - {"sent away"} == {
-        "whole", "stream", "left", "vanished", "half", "rubbish", "wrong request", "large", "slow", "late"
-    }  # fmt: skip
-    assert found["engine"].keys() == {"length", "cancelled"}
 
 
 def test_passes_are_measured_against_memory(models, capsys, monkeypatch):
@@ -335,92 +264,6 @@ def test_aa_continues_from_its_file(models, tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
 
 
-# --- Exports to engines -----------------------------------------------------------------------------
-
-
-def test_the_last_step_is_complete_beside_engines_that_draft_beyond_the_end(models):
-    target = load_target(str(models / "target"), LoadOptions(dtype="float32", device="cpu"))
-    itself = EngineDrafter(parse_drafter(str(models / "target")))
-    prompts = load_prompts(("all",), (), 2)
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for beyond, kept in ((False, [1, 1, 0, 0]), (True, [1, 1, 1, 1])):
-        for each in engines.ours(target, itself, "", prompts, 4, 4, beyond=beyond):
-            assert (each.tokens, each.kept_at) == (4, kept)
-            texts[beyond].append(each.text)
-    assert texts[False] == texts[True]
-
-
-# --- A/A over servers ------------------------------------------------------------------------------
-
-
-def test_aa_over_a_server_continues_from_its_file(tmp_path, capsys):
-    with ScriptedServer(Manner(owner="llamacpp")) as server:
-        common = ["--server", server.url, "--limit", "3", "--tokens", "6", "--repeats", "2",
-                  "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
-        assert aa_servers.main([*common, "--sweeps", "2", "--minutes", "0"]) == 3
-        assert not last_json(capsys)["complete"]
-        assert aa_servers.main([*common, "--sweeps", "1"]) in (0, 1)
-        first = last_json(capsys)
-        assert (first["sweeps"], first["failed_generations"]) == (1, 0)
-        answers = [body for body in server.asked if body["max_tokens"] == 6 and body.get("ignore_eos")]
-        # Warm-ups of a process are its own, and the first one was interrupted after one of them.
-        assert len(answers) == 3 * 2 * 2 + 2 + 1
-        assert aa_servers.main([*common, "--sweeps", "2"]) in (0, 1)
-        second = last_json(capsys)
-        assert (second["sweeps"], second["complete"], second["server"]) == (2, True, server.url)
-        asked = len(server.asked)
-        assert aa_servers.main([*common, "--sweeps", "2"]) in (0, 1)
-        assert last_json(capsys) == second
-        assert len(server.asked) == asked
-    assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
-
-
-def test_aa_over_conversations_says_who_is_named(tmp_path, capsys):
-    forgets = {"timings": {"draft_n": 0, "draft_n_accepted": 0, "cache_n": 0}}
-    arguments = ["--conversations", "--sweeps", "1", "--limit", "3", "--tokens", "6", "--repeats", "1"]
-    for facts, quiet in (({}, 1), (forgets, 0)):
-        with ScriptedServer(Manner(owner="llamacpp", facts=facts)) as server:
-            code = aa_servers.main(["--server", server.url, *arguments])
-            assert max(len(body["messages"]) for body in server.asked) > 1
-        printed = capsys.readouterr().out.splitlines()
-        assert json.loads(printed[-1])["quiet"] == quiet
-        assert ("cache-lost" in printed[0]) == (quiet == 0)
-        assert quiet or code == 1
-
-
-def test_aa_over_a_server_that_is_none_is_one_sentence(tmp_path):
-    with ScriptedServer(Manner(models=b"<html>")) as server, pytest.raises(SystemExit) as ended:
-        aa_servers.main(["--server", server.url, "--sweeps", "1"])
-    assert "does not speak the OpenAI protocol" in str(ended.value)
-
-
-def test_aa_over_servers_counts_intervals_that_cover_1():
-    def part(low: float | None, high: float | None, failed: int = 0) -> dict[str, Any]:
-        judged = {"ratio": 1.0, "low": low, "high": high, "verdict": "cannot tell"}
-        return {aa.ITSELF: judged, "failed": failed, "named": [], "warnings": []}
-
-    figures = aa.coverage([part(0.9, 1.1), part(1.01, 1.2), part(None, None, failed=2)])
-    assert (figures["sweeps"], figures["covered"], figures["failed_generations"]) == (3, 2, 2)
-    assert "MISSES 1" in aa.line_of(0, part(1.01, 1.2))
-
-
-def test_a_server_that_is_started_ends_with_its_block():
-    import psutil
-
-    says = (
-        "import sys; print('as tiny on http://127.0.0.1:81/v1 (Ctrl-C', file=sys.stderr, flush=True); input()"
-    )
-    before = set(psutil.Process().children())
-    with aa_servers.started([sys.executable, "-c", says]) as address:
-        assert address == "http://127.0.0.1:81/v1"
-        (child,) = set(psutil.Process().children()) - before
-    assert not child.is_running()
-    refuses = "import sys; sys.exit('specbench: Nothing can listen there.')"
-    ended = pytest.raises(SystemExit, match="has not started: specbench: Nothing can listen there")
-    with ended, aa_servers.started([sys.executable, "-c", refuses]):
-        pytest.fail("it has started")
-
-
 # --- Overhead -------------------------------------------------------------------------------------
 
 
@@ -475,29 +318,6 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
     assert last_json(capsys) == result
 
 
-def test_the_assistant_is_measured_in_int8_too_and_a_way_can_be_left_out(compared, capsys, monkeypatch):
-    quantized: list[Any] = []
-    honest = vs_transformers.int8_assistant
-    monkeypatch.setattr(
-        vs_transformers, "int8_assistant", lambda *given: quantized.append(honest(*given)) or quantized[-1]
-    )
-    more = ["--limit", "1", "--assistant-int8", "torch", "--without", "prompt lookup"]
-    assert vs_transformers.main([*compared[:-2], *more]) == 0
-    rows = {row["name"]: row for row in last_json(capsys)["rows"]}
-    assert "prompt lookup" not in rows
-    assert {name for name in rows if "int8" in name} == {
-        "assisted, defaults, torch int8 assistant", "assisted, 5 and no threshold, torch int8 assistant",
-    }  # fmt: skip
-    # Assisted generation is compared with at its best, in whatever precision that is.
-    best = max(row["over_generate"][0] for name, row in rows.items() if name.startswith("assisted"))
-    plain = rows["specbench plain"]
-    assert plain["over_best_assisted"][0] == pytest.approx(plain["over_generate"][0] / best, rel=0.01)
-    (assistant,) = quantized
-    linears = [module for module in assistant.modules() if type(module).__name__ == "Linear"]
-    assert linears
-    assert {type(module).__module__ for module in linears} == {"torch.ao.nn.quantized.dynamic.modules.linear"}
-
-
 def test_outputs_that_differ_are_reported(compared, capsys, monkeypatch):
     honest = vs_transformers.specbench_way
 
@@ -522,74 +342,10 @@ def test_it_stops_when_the_time_is_over(compared, capsys):
     assert "Traceback" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--setting", "lookup"], ["--peer", "nobody"], ["--without", "generate"]]
-)
-def test_a_setting_or_peer_that_is_none_is_refused(arguments):
+def test_a_setting_that_is_none_is_refused():
     with pytest.raises(SystemExit) as stopped:
-        vs_transformers.parse(arguments)
+        vs_transformers.parse(["--setting", "lookup"])
     assert stopped.value.code == 2
-
-
-# --- Verdicts -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_verdict_keeps_as_many_tokens_as_expected(seed):
-    """Against the verdicts themselves, over all tosses of a drawn tree."""
-    generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.randn(6, 4, generator=generator).mul(1.5).softmax(-1) for _ in range(2))
-    for parents in ((-1, 0, 1), (-1, -1, 0, 0, 1)):
-        tree, random = GrowingTree(), Randomness(seed)
-        for node in range(-1, len(parents)):
-            children = parents.count(node)
-            if children:
-                tree.add(node, without_replacement(Scores(q[node + 1], normalized=True), children, random))
-        draft = tree
-        for way in ("naive", "recursive", "traversal"):
-            found = enumerate_outcomes(partial(_kept_by, METHODS[way], draft, p))
-            expected = sum(length * weight for (length,), weight in found.items())
-            rows = partial(_row, p)
-            assert verdicts.KEPT[way](draft, rows) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_capped_hsd_keeps_exactly_what_block_verification_keeps(length):
-    generator = torch.Generator().manual_seed(length)
-    for _ in range(20):
-        p = torch.randn(length + 1, 5, generator=generator).mul(2).softmax(-1)
-        q = torch.randn(length, 5, generator=generator).mul(2).softmax(-1)
-        draft = Draft([int(row.multinomial(1, generator=generator)) for row in q], q=q)
-        kept = {way: verdicts.KEPT[way](draft, partial(_row, p)) for way in ("hsd", "block")}
-        assert kept["hsd"] == pytest.approx(kept["block"], abs=1e-5)
-        assert kept["hsd"] <= length
-
-
-def _row(p: torch.Tensor, node: int) -> torch.Tensor:
-    return p[node + 1]
-
-
-def _kept_by(method: Method, draft: Draft, p: torch.Tensor, dice: Any) -> tuple[int]:
-    return (len(method.walk(draft, partial(_row, p), dice).path),)
-
-
-def test_verdicts_are_compared_on_the_same_drafts(tmp_path, capsys):
-    save_tiny(tmp_path / "target")
-    save_tiny(tmp_path / "small", seed=1, layers=1)
-    arguments = [
-        "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "small"), "--tokens", "12", "--gamma", "3",
-        "--drafter-dtype", "float32", "--tree", "static-tree:nodes=4,depth=2", "--out", str(tmp_path / "kept"),
-    ]  # fmt: skip
-    assert verdicts.main([*arguments, "--steps", "6"]) == 0
-    first = last_json(capsys)
-    assert verdicts.main([*arguments, "--steps", str(first["chain/steps"] + 1)]) == 0
-    more = last_json(capsys)
-    assert more["prompts"] > first["prompts"]
-    assert more["chain/block"]["ratio"] >= 1
-    assert more["tree/traversal"]["tokens_per_step"] > more["chain/rejection"]["tokens_per_step"] > 1
-    arguments[-1] += "-chain"
-    assert verdicts.main([*arguments, "--shape", "chain", "--steps", "6"]) == 0
-    assert not any(key.startswith("tree") for key in last_json(capsys))
 
 
 # --- auto beside fixed draft lengths ----------------------------------------------------------------

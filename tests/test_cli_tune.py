@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
@@ -10,11 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import regret
 from cli_runs import Result, write_prompts
 from scripted_engine import cost_lines
 from stored_runs import run_json
@@ -29,7 +26,6 @@ from specbench.base.files import try_lock
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepConfig
-from specbench.bench.prompts import load_prompts
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
@@ -498,35 +494,3 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
     return [config for path in folder.glob("*/run.json") for config in run_json(path.parent)["configs"]]
-
-
-def test_real_choices_are_held_against_a_sweep_in_parts(tune, models, tmp_path, monkeypatch, capsys):
-    """A search that was broken off begins anew; a sweep that was goes on; what is done is not measured again."""
-    few = load_prompts([Path("mine.jsonl")])
-    for module in (specbench.bench.prompts, regret):
-        monkeypatch.setattr(module, "load_prompts", lambda *_, **__: few)
-    monkeypatch.setattr(loading, "drafters_to_try", lambda *_, **__: [Lookup()])
-    (tmp_path / "sweep-tuned" / "0").mkdir(parents=True)
-    (tmp_path / "sweep-tuned" / "0" / "generations.jsonl").write_text("no line of a run\n")
-    arguments = ["--target", models / "target", "--times", 1, "--minutes", 1, "--tokens", 4, "--repeats", 1]
-    arguments += ["--sweep", "sweep", "--resume", "parts.jsonl", "--hours", 1]
-    words = [str(argument) for argument in arguments]
-    seconds = itertools.chain([0.0] * 2, itertools.repeat(1e9))  # from the sweep on there is no time left
-    with monkeypatch.context() as patch:
-        patch.setattr(regret, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-        assert regret.main(words) == 3
-    lines = tmp_path / "sweep" / "generations.jsonl"
-    begun = lines.read_text()
-    assert regret.main(words) == 0
-    *said, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last) == {"benchmark": "regret", "races": 1, "within_5_percent": 1, "worst": 1.0}
-    facts = json.loads(said[-1])
-    assert (facts["choice"], facts["regret"], facts["held_out"]) == ("lookup@auto", 0.0, 0.0)
-    df = load_results("sweep")
-    assert len(df.generations) == 4 * df.generations["config"].nunique()
-    whole = lines.read_text()
-    assert whole.startswith(begun)
-    assert regret.main([*words, "--least", "0.99"]) == 0
-    assert lines.read_text() == whole
-    with pytest.raises(SystemExit, match="give it more --hours"):
-        regret.main([*words, "--hours", "0.01"])

@@ -716,21 +716,3 @@ def test_what_auto_noticed_is_told_unless_it_was_a_single_prompt(tmp_path, share
         "d was rejected so often from 1,002 tokens of context on that auto stopped asking it there."
         in warning.message
     )
-
-
-def test_predictions_and_auto_are_held_against_measurements(falls, tmp_path, capsys):
-    import contexts
-
-    assert contexts.main([str(falls)]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert list(found["drafters"]["d"]) == ["16", "64", "128"]
-    summary = summarize(load_results(falls))
-    here = [summary.row(f"d@{gamma},c=64") for gamma in (1, 2)]
-    errors = [row.predicted_speedup.value / row.speedup.value for row in here]
-    assert found["drafters"]["d"]["64"]["range"] == pytest.approx([min(errors), max(errors)])
-    assert found["drafters"]["d"]["64"]["best γ"] == max(here, key=lambda row: row.speedup.value).config.gamma
-    assert lines[0] == "d"
-    assert "fit f(n) + k(n) · context within 0.0%" in lines[-1]
-    measure(tmp_path, make_sweep())
-    assert contexts.main([str(tmp_path)]) == 2

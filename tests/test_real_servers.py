@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import engines
 import httpx2
 import pytest
 import torch
@@ -306,27 +305,6 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, 
     assert rate == pytest.approx(since.accepted / since.drafted, rel=0.1)
     shown = capsys.readouterr().out
     assert "drafted" in shown
-
-
-def test_llama_cpp_does_what_is_exported(llama_cpp_files, capsys):
-    """The benchmark in small: started with exported options, it accepts as many tokens as specbench does."""
-    command = f"{llama_cpp_files.python} {CONSTRAINTS.parent / 'benchmarks' / 'llama_server.py'}"
-    words = ["--engine", "llama.cpp", "--engine-command", command, "--target", str(llama_cpp_files.target)]
-    words += [
-        "--drafter",
-        "ngram-simple",
-        "--drafter",
-        str(llama_cpp_files.draft),
-        "--limit",
-        "3",
-        "--new",
-        "24",
-    ]
-    engines.main([*words, "--", "--threads", "1"])
-    ngram, draft, _ = map(json.loads, capsys.readouterr().out.splitlines())
-    assert draft["right"]
-    assert ngram["ratio"][0] == pytest.approx(1.0, abs=0.15)
-    assert min(ngram["as_its_plain"], draft["as_its_plain"]) >= 0.5
 
 
 def test_llama_cpp_is_tuned(llama_cpp_files, tmp_path, capsys):

@@ -1,13 +1,11 @@
-"""The prompts that heads are trained on: varied, as their script writes them, and none that is measured on."""
+"""The prompts that heads are trained on: varied, and none that is measured on."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 
 import pytest
-import training_prompts as script
 
 from specbench.base.errors import UsageError
 from specbench.bench.prompts import ALL_SETS, TRAINING_SET, Prompt, load_prompts, prompt_sets, set_names
@@ -19,11 +17,6 @@ IN_A_ROW = 8
 def runs_of_words(text: str) -> set[tuple[str, ...]]:
     words = re.findall(r"\w+", text.casefold())
     return {tuple(words[i : i + IN_A_ROW]) for i in range(len(words) - IN_A_ROW + 1)}
-
-
-def test_the_set_is_what_its_script_writes():
-    written = [json.loads(line) for line in script.FILE.read_text(encoding="utf-8").splitlines()]
-    assert written == script.rows()
 
 
 def test_the_set_is_large_and_varied_and_never_measured_on():
