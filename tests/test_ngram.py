@@ -139,16 +139,6 @@ def test_a_prompt_of_one_token(sample):
     assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
 
 
-def test_a_vocabulary_of_one_token():
-    drafter = NGramDrafter(NGram(sample=True, top_k=5))
-    drafter.begin([0, 0])
-    drafter.update(StepOutcome([0, 0, 0], 1, torch.zeros(1, 1)))
-    result = draft(drafter, [0, 0, 0], gamma=2, sampling=SAMPLING, random=Randomness(0))
-    assert result.tokens == [0, 0]
-    assert result.q is not None
-    assert result.q.tolist() == [[1.0], [1.0]]
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
 def test_no_room(sampling):
     drafter = NGramDrafter(NGram(sample=True))
@@ -168,16 +158,6 @@ def test_the_rule_is_asked_once_for_the_limit_and_before_every_draw():
     assert policy.asked == [0, 1, 2]
 
 
-def test_learns_what_is_emitted():
-    drafter = NGramDrafter(NGram(order=2))
-    context = [1, 2, 1]
-    assert drafted(drafter, context, gamma=1) == [2]
-    for token in (3, 1):  # now as frequent as 2, and more recent
-        context.append(token)
-        drafter.update(StepOutcome(context, 1, torch.zeros(1, 4)))
-    assert draft(drafter, context, gamma=1).tokens == [3]
-
-
 def test_a_commit_before_the_first_proposal_reads_the_prompt_too():
     drafter = NGramDrafter(NGram(order=3))
     drafter.begin([1, 2, 3])
@@ -187,105 +167,6 @@ def test_a_commit_before_the_first_proposal_reads_the_prompt_too():
     assert draft(drafter, [1, 2, 3, 1, 2], gamma=4).tokens == [3, 1, 2, 3]
     drafter.update(StepOutcome([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5)))
     assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
-
-
-def test_a_tie_made_by_forgetting_goes_to_the_most_recent():
-    # In the last five tokens 1 is followed by 5 and by 6 once each; 6 is newer, though 5 was ahead before.
-    assert drafted(NGramDrafter(NGram(order=2, window=5)), [1, 5, 1, 5, 1, 6, 1], gamma=1) == [6]
-    drafter = NGramDrafter(NGram(order=2, window=6))
-    assert drafted(drafter, [1, 5, 1, 6, 1, 5, 1], gamma=1) == [5]
-    drafter.update(StepOutcome([1, 5, 1, 6, 1, 5, 1, 9, 1], 2, torch.zeros(2, 10)))
-    assert draft(drafter, [1, 5, 1, 6, 1, 5, 1, 9, 1], gamma=1).tokens == [9]
-
-
-def test_a_window_holds_no_more_than_it_says():
-    drafter = NGramDrafter(NGram(window=8, top_k=2))
-    context = list(range(50))
-    drafter.begin(context)
-    for token in range(50, 100):
-        context.append(token)
-        drafter.update(StepOutcome(context, 1, torch.zeros(1, 100)))
-    assert len(drafter._continuations) == 8 * 3
-    assert len(drafter._recent) == 8
-
-
-def test_a_new_prompt_leaves_nothing_of_the_last():
-    drafter = NGramDrafter(NGram(sample=True, window=100))
-    drafter.begin([1, 2, 1, 2])
-    drafter.update(StepOutcome([1, 2, 1, 2, 1], 1, torch.zeros(1, 3)))
-    assert drafted(drafter, [3, 1], sampling=SAMPLING) == []
-    # The size of the vocabulary is forgotten as well: a prompt gives the same drafts whatever came before.
-    assert drafted(drafter, [1, 1], gamma=1, sampling=SAMPLING) == [1]
-
-
-def test_counts_kept_between_prompts():
-    drafter = NGramDrafter(NGram(order=3, keep=True))
-    assert drafted(drafter, [1, 2, 3]) == []
-    assert drafted(drafter, [4, 1], gamma=2) == [2, 3]
-    # Neither 3 4 nor 3 -> 4 was ever seen: they stood in different prompts.
-    assert drafted(drafter, [9, 3]) == []
-
-
-def test_the_window_of_kept_counts_spans_prompts():
-    drafter = NGramDrafter(NGram(order=2, keep=True, window=3))
-    drafted(drafter, [1, 2])
-    assert drafted(drafter, [8, 1], gamma=1) == [2]
-    assert drafted(drafter, [8, 1], gamma=1) == []
-
-
-def test_the_filler_counts_the_targets_best_tokens():
-    drafter = NGramDrafter(NGram(order=3, top_k=3))
-    drafter.begin([1, 2])
-    context = [1, 2, 5]
-    drafter.update(StepOutcome(context, 1, ranking([[6, 5, 7, 8]], 9)))
-    assert drafter._continuations[(2,)].counts == {5: 1, 6: 1, 7: 1}
-    assert drafter._continuations[(1, 2)].counts == {5: 1, 6: 1, 7: 1}
-    # All once: the emitted one counts as the last one seen.
-    assert draft(drafter, [*context, 2], gamma=1).tokens == [5]
-
-
-def test_the_filler_prefers_the_more_probable_of_equals():
-    drafter = NGramDrafter(NGram(order=2, top_k=2, window=3))
-    drafter.begin([1])
-    drafter.update(
-        StepOutcome([1, 5], 1, ranking([[6, 7, 5]], 8))
-    )  # 1 -> 5, 6, 7, although 5 is not among the best two
-    assert list(drafter._continuations[(1,)].counts) == [7, 6, 5]
-    drafter.update(StepOutcome([1, 5, 1, 6], 2, ranking([[1, 2], [6, 5]], 8)))  # 1 -> 6, 5 on top of it
-    assert drafter._continuations[(1,)].counts == {5: 2, 6: 2, 7: 1}
-    assert draft(drafter, [1, 5, 1, 6, 1], gamma=1).tokens == [6]
-    drafter.update(
-        StepOutcome([1, 5, 1, 6, 3], 1, ranking([[3]], 8))
-    )  # the first 1 -> leaves the window, fillers and all
-    assert drafter._continuations[(1,)].counts == {5: 1, 6: 1}
-
-
-def test_the_filler_reads_only_the_rows_of_emitted_tokens():
-    drafter = NGramDrafter(NGram(order=2, top_k=2))
-    drafter.begin([1])
-    drafter.update(StepOutcome([1, 2, 3], 2, ranking([[2, 4], [3, 5], [6, 7], [8, 9]], 10)))
-    counts = {context: dict(known.counts) for context, known in drafter._continuations.items()}
-    assert counts == {(1,): {4: 1, 2: 1}, (2,): {5: 1, 3: 1}}
-
-
-def test_a_filler_of_one_is_the_plain_rule():
-    drafter = NGramDrafter(NGram(order=2, top_k=1))
-    drafter.begin([1])
-    drafter.update(
-        StepOutcome([1, 2], 1, ranking([[3, 2]], 4))
-    )  # sampled: the target's best token was another one
-    assert drafter._continuations[(1,)].counts == {2: 1}
-
-
-def test_sampling_looks_at_the_longest_known_context_only():
-    drafter = NGramDrafter(NGram(order=3, sample=True))
-    context = [1, 5, 1, 6, 1, 6, 1]
-    drafter.begin(context[:-1])
-    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
-    # 1 alone was followed by 5 as well, 6 1 by nothing but 6.
-    result = draft(drafter, context, gamma=1, sampling=SAMPLING, random=Randomness(0))
-    assert result.q is not None
-    assert result.q.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0]]
 
 
 def test_sampling_draws_from_the_normalized_counts_and_keeps_them():
@@ -304,29 +185,6 @@ def test_sampling_draws_from_the_normalized_counts_and_keeps_them():
     assert result.q.dtype == torch.float32
     assert torch.equal(result.q, expected)
     assert torch.equal(torch.stack(random.drawn_from), expected)
-
-
-def test_sampled_drafts_follow_the_counts():
-    drafter = NGramDrafter(NGram(order=2, sample=True))
-    context = [1, 5, 1, 6, 1, 6, 1, 6, 1]
-    drafter.begin(context[:-1])
-    drafter.update(StepOutcome(context, 1, torch.zeros(1, 8)))
-    random = Randomness(0)
-    drawn = Counter(
-        draft(drafter, context, gamma=1, sampling=SAMPLING, random=random).tokens[0] for _ in range(2000)
-    )
-    assert set(drawn) == {5, 6}
-    assert abs(drawn[5] / 2000 - 0.25) < 0.05  # five standard deviations
-
-
-def test_sampling_stops_at_a_miss_with_a_row_for_each_draft():
-    drafter = NGramDrafter(NGram(order=2, sample=True, window=2))
-    drafter.begin([2, 3, 4])
-    drafter.update(StepOutcome([2, 3, 4, 2], 1, torch.zeros(1, 5)))
-    result = draft(drafter, [2, 3, 4, 2, 3], sampling=SAMPLING, random=Randomness(0))
-    assert result.tokens == [4, 2]
-    assert result.q is not None
-    assert result.q.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
 
 
 def test_greedy_decoding_takes_the_most_frequent_and_draws_nothing():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,14 +106,6 @@ def test_the_weight_comes_back(dtype):
     assert (packed.in_features, packed.out_features) == (100, 257)
 
 
-def test_a_trial_ends_as_soon_as_the_rest_cannot_change_it():
-    for ratios in itertools.product((0.8, 1.0, 1.2), repeat=5):
-        taken = next(count for count in range(6) if module.median_is_decided(ratios[:count], 1.0, 5))
-        assert taken >= 3
-        assert (statistics.median(ratios[:taken]) < 1) == (statistics.median(ratios) < 1)
-    assert not module.median_is_decided((0.8, 0.8), 1.0, 5)
-
-
 def test_what_cannot_be_packed():
     assert not can_pack(torch.float64, "cpu")
     assert not can_pack(torch.int8, "cpu")
@@ -140,32 +129,6 @@ def test_a_packed_model_computes_the_same(tied):
     packed = logits(model)
     pack_linears(model)
     assert torch.equal(logits(model), packed)
-
-
-@pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
-def test_a_layer_is_gone_before_the_next_is_replaced(replace, monkeypatch):
-    model: Any = nn.Sequential(*(linear(8, 8, False) for _ in range(4)))
-    weights = [weakref.ref(layer.weight) for layer in model]
-    there: list[int] = []
-    build = surgery._make_layers
-
-    def counted(*arguments: Any) -> list[nn.Module]:
-        there.append(sum(weight() is not None for weight in weights))
-        return build(*arguments)
-
-    monkeypatch.setattr(surgery, "_make_layers", counted)
-    if replace is pack_linears and not can_pack(torch.float32, "cpu"):
-        pytest.skip("no packed layers here")
-    assert replace(model)
-    assert there == [4, 3, 2, 1]
-
-
-def test_rows_are_quantized_some_at_a_time(monkeypatch):
-    weight = random_rows(10, 7)
-    quantized, scales = module.quantize_int8(weight)
-    assert torch.equal(quantized, (weight / scales[:, None]).round().to(torch.int8))
-    monkeypatch.setattr(module, "_CHUNK_NUMBERS", 4 * 7)
-    assert all(map(torch.equal, module.quantize_int8(weight), (quantized, scales)))
 
 
 @needs_packing

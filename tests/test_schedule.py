@@ -614,13 +614,6 @@ def test_one_that_never_fits_says_so():
     assert house.room.taken == 0
 
 
-def test_memory_that_others_hold_is_a_reason_too():
-    house = House(Room(40))
-    house.room.reserved[ScriptedCache()] = 30
-    found = run(Scheduler(), [Case((1,) * 20)], house)
-    assert "too small for this request" in str(found[0][0])
-
-
 def test_cancelling_frees_the_place():
     house = House()
     scheduler = Scheduler(max_batch=1)
@@ -633,16 +626,6 @@ def test_cancelling_frees_the_place():
             scheduler.cancel(number)
             scheduler.cancel(1)
     assert seen == {0, 2}
-    assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
-
-
-def test_whoever_leaves_off_ends_them_all():
-    house = House()
-    scheduler = Scheduler(max_batch=2)
-    for case in drafting(3):
-        scheduler.add(partial(case.request, house))
-    for _ in scheduler:
-        break
     assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
 
 
@@ -677,16 +660,3 @@ def test_times_are_those_of_the_batch_without_the_consumer_s():
         assert {step.times.verify_s for step in steps} == {1}
         assert {step.times.total_s for step in steps} == {1}
     assert records[2][0].queued_s == 30
-
-
-def test_a_prompt_is_not_read_for_longer_than_is_drafted():
-    watch = Stopwatch(Ticking())
-    watch.start()
-    watch.lap("draft")
-    assert [watch.times(seconds).draft_prefill_s for seconds in (0.5, 3.0)] == [0.5, 1.0]
-
-
-@pytest.mark.parametrize("options", [{"max_batch": 0}, {"max_tokens_per_pass": 0}])
-def test_limits_are_at_least_one(options):
-    with pytest.raises(UsageError, match="Give at least 1"):
-        Scheduler(**options)

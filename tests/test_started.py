@@ -240,15 +240,6 @@ def test_every_own_option_is_known_to_the_engine():
                 assert written.keys() <= {*known[name]["names"], "--speculative-config"}, kind
 
 
-def test_words_for_another_machine_are_quoted_once_more():
-    engine = started_engine("vllm")
-    words = engine.command_line(
-        TARGET, {"--speculative-config": {"method": "ngram"}}, 81, (), "ssh -tt -L {port}:x host"
-    )
-    assert words[:5] == ["ssh", "-tt", "-L", "81:x", "host"]
-    assert shlex.split(" ".join(words[5:]))[-3] == '{"method": "ngram"}'
-
-
 def test_keys_are_not_stored():
     assert command_line(["--", "--api-key", "secret", "--tp", "2"]) == ["--", "--api-key", "KEY", "--tp", "2"]
 
@@ -559,11 +550,3 @@ def kill(models: tuple[Path, Path], number: int, seconds: float) -> None:
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_nothing_is_left_after_a_kill(models, number):
     kill(models, number, 1.5)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_after_many_kills(models):
-    chance = random.Random(0)
-    for number in range(50):
-        kill(models, number, chance.uniform(0.1, 1.2))
-    assert [*records_folder().glob("server-*")] == []

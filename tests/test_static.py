@@ -14,9 +14,9 @@ from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
-from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled, cuda_capture
+from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.scorer import DeviceTokens, Scorer
+from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
@@ -133,23 +133,6 @@ def test_trees_are_verified_in_it(captured):
     both(scorer, other, lambda each: each.logits([*CONTEXT, 12, 7]))
 
 
-@pytest.mark.real
-def test_the_built_in_model_takes_it_in_bfloat16():
-    from specbench.models.target import load_target
-    from specbench.options import LoadOptions
-
-    target = load_target("smollm2-135m", LoadOptions(dtype="bfloat16", device="cpu"), cache="static")
-    plain = load_target("smollm2-135m", LoadOptions(dtype="float32", device="cpu"), cache="static")
-    assert target.scorer.cache.length == plain.scorer.cache.length == 0
-
-
-def test_a_model_in_bfloat16_is_tried_in_float32():
-    before = tiny_llama().to(torch.bfloat16)
-    weights = {name: (id(each), each.dtype) for name, each in before.named_parameters()}
-    Scorer(before, "static")
-    assert {name: (id(each), each.dtype) for name, each in before.named_parameters()} == weights
-
-
 def test_models_it_cannot_hold_are_refused():
     sliding = hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)).eval()
     with pytest.raises(UsageError, match="cannot hold layers of the kind"):
@@ -237,67 +220,6 @@ def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):
     late = [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]]
     monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ())
     assert [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]] == late
-
-
-def test_nothing_is_read_before_the_target_has_verified(read_late, monkeypatch):
-    seen: list[Any] = []
-    original = Scorer.score
-
-    def watched(self: Scorer, asked: ForwardRequest) -> ForwardOutput:
-        found = original(self, asked)
-        if isinstance(asked.tokens, DeviceTokens):
-            seen.append(asked.tokens._read)
-        return found
-
-    monkeypatch.setattr(Scorer, "score", watched)
-    output("self:layers=1", "fixed:gamma=4")
-    assert len(seen) > 10
-    assert all(each is None for each in seen)
-
-
-def test_rules_that_read_and_sampling_draft_as_ever(read_late, monkeypatch):
-    def never(*_: Any) -> None:
-        raise AssertionError("drafted unread")
-
-    monkeypatch.setattr(
-        importlib.import_module("specbench.drafters.model").ModelDrafter, "_propose_unread", never
-    )
-    for rule in ("auto", "svip", "heuristic"):
-        output("self:layers=1", rule)
-    output("self:layers=1", "fixed", sampling=Sampling(0.9))
-    output("self:layers=1", "fixed", sampling=Greedy(1.2))
-
-
-def test_device_tokens_are_a_sequence():
-    tokens = DeviceTokens()
-    assert (len(tokens), list(tokens), [*tokens[:3]]) == (0, [], [])
-    for token in (4, 7, 9):
-        tokens.append(torch.tensor(token))
-    assert tokens._read is None
-    assert len(tokens) == 3
-    assert tokens.tensor.tolist() == [4, 7, 9]
-    assert tokens._read is None, "neither length nor tensor waits"
-    assert isinstance(tokens[1:], DeviceTokens)
-    assert list(tokens[1:]) == [7, 9]
-    assert (tokens[0], tuple(tokens), 7 in tokens) == (4, (4, 7, 9), True)
-    tokens.append(torch.tensor(1))
-    assert list(tokens) == [4, 7, 9, 1]
-
-
-def test_a_pass_that_cannot_be_captured_says_so(monkeypatch):
-    class Stream:
-        def wait_stream(self, _: Any) -> None: ...
-
-    def fails(_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", fails)
-    words = "cannot be captured as a CUDA graph: operation not permitted when"
-    with pytest.raises(RunError, match=words) as caught:
-        cuda_capture(lambda: torch.zeros(1))
-    assert "--cache dynamic" in str(caught.value)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -416,15 +338,6 @@ def test_layers_that_cannot_be_replaced_are_refused(compiler, missing):
         model.model.layers[1].forward = model.model.layers[1].forward
     with pytest.raises(UsageError, match=r"were not found|layers are wrapped"):
         compiled(model, torch.device("cpu"))
-
-
-def test_a_model_is_as_before_after_compiled_passes(compiler):
-    model = tiny_llama()
-    scorer = Scorer(model, "compiled")
-    scorer.begin()
-    scorer.logits(CONTEXT)
-    assert compiler.graphs > 0
-    assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
 def test_a_cpu_compiles_nothing():

@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from msgspec import structs
 from stored_runs import config_from_recipe, finished, line_of, measurement, run_json, run_of, steps_of
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import write_text
 from specbench.base.record import to_dict
 from specbench.decoding.records import Step, StepTimes
 from specbench.results.format import RECORDS, with_tables
-from specbench.results.lines import STEP_FIGURES, StepLists, TargetTimes
+from specbench.results.lines import STEP_FIGURES, StepLists
 from specbench.results.results import load_results
-from specbench.results.store import RunStore, find_runs, write_csv
+from specbench.results.store import RunStore, find_runs
 
 pytestmark = pytest.mark.smoke
 
@@ -150,18 +148,6 @@ def test_a_packed_run_that_is_damaged_is_refused(tmp_path, content, said):
         load_results(tmp_path)
 
 
-def test_a_last_line_that_lacks_only_its_break_counts(tmp_path):
-    fill(tmp_path)
-    whole = lines(tmp_path)
-    (tmp_path / "generations.jsonl").write_bytes(b"".join(whole)[:-1])
-    assert len(load_results(tmp_path).generations) == 3
-    with RunStore.open(tmp_path) as store:
-        assert len(store.done_keys()) == 3
-        store.append(measurement(row(repeat=3)))
-    assert lines(tmp_path)[:3] == whole
-    assert len(load_results(tmp_path).generations) == 4
-
-
 @pytest.mark.parametrize(
     "damage", [b"\0" * 40, b"{}", b"[1]", b'{"schema": 1}', b"\xff\xfe", b"[" * 100_000, b""]
 )
@@ -235,14 +221,6 @@ def test_fields_of_run_json_change_all_or_nothing(tmp_path, monkeypatch):
             store.update(finished="tomorrow")
     assert (tmp_path / "run.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "generations.jsonl", "run.json"]
-
-
-def test_costs_stand_beside_the_generations(tmp_path):
-    with RunStore.create(tmp_path, RUN) as store:
-        store.append_costs([TargetTimes(tokens=1, seconds=[0.5], context_tokens=8)])
-        store.append_costs([TargetTimes(tokens=2, seconds=[0.6], context_tokens=8)])
-    written = (tmp_path / "costs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["tokens"] for line in written] == [1, 2]
 
 
 # -- a full disk, a locked or read-only folder -----------------------------------------------------
@@ -535,25 +513,6 @@ def test_where_there_are_no_results(tmp_path):
 
 
 # -- derived files ---------------------------------------------------------------------------------
-
-
-def test_csv_cells_never_begin_a_formula(tmp_path):
-    frame = pd.DataFrame(
-        {"=name": ["=1+1", "+x", "-x", "@x", "\tx", "x=1", "plain"], "number": [-1.5, 2, 3, 4, 5, 6, 7]}
-    )
-    write_csv(frame, tmp_path / "summary.csv")
-    assert (tmp_path / "summary.csv").read_text().splitlines() == [
-        "'=name,number", "'=1+1,-1.5", "'+x,2.0", "'-x,3.0", "'@x,4.0", "'\tx,5.0", "x=1,6.0", "plain,7.0",
-    ]  # fmt: skip
-    assert frame["=name"][0] == "=1+1"
-
-
-def test_text_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    write_text(tmp_path / "x.md", "old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    with pytest.raises(OSError, match="broken"):
-        write_text(tmp_path / "x.md", "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.md", "old")]
 
 
 def test_every_record_has_its_table():

@@ -28,11 +28,10 @@ from scripted_engine import (
     quiet,
     specs_of,
 )
-from stored_runs import read_lines, run_json, run_of
+from stored_runs import read_lines, run_json
 
 from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import to_dict
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -153,15 +152,6 @@ def test_beam_search_stands_beside_greedy_decoding_alone():
     assert {(config.temperature, config.cache, config.baseline) for config in searched} == {
         (0.0, "dynamic", "plain")
     }
-
-
-def test_a_run_from_before_there_were_beams_goes_on(tmp_path):
-    now = describe(make_sweep(prompts(2)))
-    before = to_dict(now)
-    del before["options"]["beams"]
-    for config in before["configs"]:
-        del config["beams"]
-    assert changes(run_of(before), now) == []
 
 
 def test_other_answers_of_beam_search_are_no_differences(tmp_path):
@@ -494,22 +484,6 @@ def test_a_generation_during_which_the_process_was_stopped_is_measured_again(tmp
     assert marked == (list(range(planned)) if always else [0] if stops == 2 else [])
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
-def test_passes_that_were_timed_while_the_process_was_stopped_are_timed_again(tmp_path):
-    class Stopped(ScriptedEngine):
-        def measure_costs(self, *arguments: Any) -> Any:
-            if not self.cost_calls:
-                os.kill(os.getpid(), signal.SIGCONT)
-            return super().measure_costs(*arguments)
-
-    sweep, counts = make_sweep(prompts(1), repeats=1, warmup=0), []
-    for name, engine in (("usual", ScriptedEngine()), ("stopped", Stopped())):
-        with new_store(tmp_path / name, sweep) as store:
-            run_sweep(sweep, store, engine)
-            counts.append((len(engine.cost_calls), len(store.costs())))
-    assert counts[1] == (counts[0][0] + 1, counts[0][1])
-
-
 def test_disturbances_are_noted_line_by_line(tmp_path):
     looks = 0
 
@@ -548,11 +522,6 @@ def test_the_time_left_comes_from_measured_times():
 
 
 # -- going on with another run ---------------------------------------------------------------------
-
-
-def test_the_same_sweep_on_the_same_machine_goes_on():
-    sweep = make_sweep()
-    assert changes(describe(sweep), describe(sweep)) == []
 
 
 def test_what_has_changed_is_said():

@@ -16,17 +16,16 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from msgspec import structs
 from scripted import Ticking
-from scripted_engine import ScriptedEngine, describe, make_sweep, measure, new_store, prompts, specs_of
-from stored_runs import read_lines, run_json, run_of
+from scripted_engine import ScriptedEngine, make_sweep, measure, new_store, prompts
+from stored_runs import read_lines, run_json
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate, to_dict
+from specbench.base.record import Estimate
 from specbench.bench.axes import parse_batches
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs, check_batches, make_groups
-from specbench.bench.manifest import changes
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
@@ -95,14 +94,6 @@ def test_batches_are_spelled_as_draft_lengths_are():
 def test_what_a_batch_cannot_do(options, fragment):
     with pytest.raises(UsageError, match=fragment):
         SweepOptions(**options)
-
-
-def test_more_clients_than_prompts_are_refused():
-    options = SweepOptions(batches=(2, 8), turns=1)
-    check_batches(options, 8)
-    with pytest.raises(UsageError, match="There are only 7 prompts for 8 requests at a time"):
-        check_batches(options, 7)
-    check_batches(SweepOptions(batches=(8,), turns=1, arrivals=("poisson:1",)), 3)
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -249,15 +240,6 @@ def test_what_a_request_raises_ends_the_group(target):
         served(target, wrong, batch=2)
 
 
-def test_a_clock_that_is_put_forward():
-    clock = SkippingClock(Ticking(1.0))
-    assert clock.now() == 1.0
-    clock.skip_to(10.0)
-    assert clock.now() == 11.0  # a reading took a second, too
-    clock.skip_to(5.0)
-    assert clock.now() == 13.0
-
-
 # -- carrying it out -------------------------------------------------------------------------------
 
 
@@ -379,16 +361,6 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
     assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
     summary = summarize(load_results(tmp_path)).frame
     assert summary["identical_share"].iloc[1] == 0
-
-
-def test_a_run_from_before_batches_goes_on(tmp_path):
-    sweep = make_sweep()
-    old = to_dict(describe(sweep))
-    for name in ("batches", "arrivals"):
-        del old["options"][name]
-    for config in old["configs"]:
-        del config["batch"], config["arrivals"]
-    assert changes(run_of(old), describe(sweep)) == []
 
 
 # -- what theory says ------------------------------------------------------------------------------
@@ -607,14 +579,6 @@ def test_where_it_stops_paying_in_words(points, words):
     assert words in where_it_stops(line(*points))
 
 
-def test_a_disturbed_run_gives_provisional_verdicts_in_words():
-    why = "Verdicts are provisional: others used the processor."
-    said = where_it_stops(line((1, "cannot tell")), why)
-    assert said.startswith(f"{why} At batch 1 it measured 1.05×")
-    said = where_it_stops(line((1, "faster"), (2, "cannot tell")), why)
-    assert said.startswith(f"{why} The largest batch at which it pays is 1, 1.50×")
-
-
 def test_the_answer_of_batches(falls):
     frame = load_results(falls)
     summary = summarize(frame)
@@ -627,18 +591,6 @@ def test_the_answer_of_batches(falls):
     assert answer.command.endswith("--prompts PROMPTS.jsonl --batch 2")
     assert answer.details[0].startswith("d with γ = 1: ")
     assert any(part.startswith("Plain decoding gives ") for part in answer.details)
-
-
-def test_the_answer_of_requests_by_the_clock(tmp_path):
-    folder = write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3"))
-    frame = load_results(folder)
-    (answer,) = find_answers(frame, summarize(frame), categorize(frame))
-    (said,) = (part for part in answer.details if part.startswith("poisson:3 at batch 2: "))
-    assert "with d with γ = 3" in said
-    only = load_results(write_batches(tmp_path / "only", batches=(2,), arrivals=("poisson:3",)))
-    (answer,) = find_answers(only, summarize(only), categorize(only))
-    assert answer.verdict is None
-    assert "closed loop" in answer.headline
 
 
 def test_figures_of_batches(falls, tmp_path):
@@ -659,12 +611,6 @@ def test_figures_of_batches(falls, tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     both = load_results(write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3")))
     assert len(draw_figures(both, ["latency"]).figures["latency"].axes[0].lines) == 4
-
-
-def test_figures_of_one_prompt_after_the_other_have_no_batches(tmp_path):
-    frame = load_results(write_batches(tmp_path / "run", batches=(), turns=None))
-    drawn = draw_figures(frame, ["speedup", "batches", "latency"])
-    assert drawn.skipped["batches"] == drawn.skipped["latency"] == "requests were decoded one after the other"
 
 
 def test_the_report_tells_of_batches(falls, tmp_path):
@@ -745,13 +691,3 @@ def test_what_cannot_be_measured_side_by_side(sweep, arguments, fragment):
     code, out, err = sweep(*arguments)
     assert (code, out) == (2, "")
     assert fragment in " ".join(err.split())
-
-
-def test_a_drafter_gets_the_configurations_it_is_asked_for():
-    options = SweepOptions(gammas=(1,), batches=(4,), turns=1, policies=("fixed", "auto"))
-    configs = build_configs(options, specs_of("lookup"))
-    assert [config.label for config in configs] == [
-        "plain, batch 4",
-        "lookup γ=1, batch 4",
-        "lookup auto, batch 4",
-    ]

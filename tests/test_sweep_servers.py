@@ -33,7 +33,7 @@ from specbench.policies import build_policy
 from specbench.results.acceptance import PositionRow, positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
-from specbench.results.requests import RequestRow, request_rows
+from specbench.results.requests import request_rows
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize, to_frame
@@ -256,16 +256,6 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     assert summarize(frame).frame.set_index("config").loc["b", "identical_share"] == 1.0
 
 
-def test_one_server_under_two_names_cannot_help_itself(sweep, tmp_path):
-    with ScriptedServer() as one:
-        assert sweep(a=one, b=one).code == 0
-        prompts = [prompt_of(body) for body in one.asked if "Question" in prompt_of(body)]
-    assert len(set(prompts)) == len(prompts)
-    summary = summarize(load_results(tmp_path / "run")).frame
-    assert summary["identical_share"].isna().all(), "they were asked other things"
-    assert run_json(tmp_path / "run")["differences"] == []
-
-
 def test_vllm_names_its_tokens_and_gets_salt(sweep, tmp_path):
     with ScriptedServer(Manner(owner="vllm", per_piece=3, named=True)) as server:
         assert sweep(a=server).code == 0
@@ -285,23 +275,6 @@ def counters(drafts: int, drafted: int, accepted: int) -> str:
         f"vllm:spec_decode_num_draft_tokens_total {drafted}\n"
         f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
     )
-
-
-def test_acceptance_from_counters(sweep, tmp_path):
-    with ScriptedServer(Manner(owner="vllm")) as server:
-
-        def count(body: dict[str, Any]) -> None:
-            n = len(server.asked)
-            server.manner.metrics = counters(4 * n, 12 * n, 9 * n)
-
-        count({})
-        server.manner.wrong = count
-        assert sweep("--batch", "1,2", a=server).code == 0
-    rows = stored(tmp_path)
-    assert {row["requests"][0]["server"]["drafted"] for row in rows} == {None}
-    assert all(row["speculation"]["accepted"] / row["speculation"]["drafted"] == 0.75 for row in rows)
-    requests = to_frame(request_rows(load_results(tmp_path / "run")), RequestRow)
-    assert requests["acceptance_rate"].tolist() == [0.75, 0.75]
 
 
 def counting(
@@ -597,15 +570,6 @@ def test_servers_that_are_none(sweep, tmp_path):
 def test_options_that_servers_have_not(sweep, plain, words, fragment):
     sweep(*words, base=plain).refused(2, fragment)
     assert not plain.asked
-
-
-def test_results_that_are_there_are_kept(sweep, plain):
-    assert sweep(base=plain).code == 0
-    sweep(base=plain).refused(2, "holds results already")
-    with ScriptedServer(Manner(models=("other",))) as server:
-        refused = sweep("--resume", base=server)
-        assert refused.code == 2
-        assert "base: tiny → base: other" in refused.err
 
 
 # -- the engine, by a clock of its own ---------------------------------------------------------------

@@ -150,21 +150,6 @@ def test_a_character_appears_with_its_last_byte(kind, character):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_before_an_incomplete_character_does_not_wait(kind):
-    released, _ = stream_of(tokenizer_of(kind), [*ids_of(kind, "a", "b"), *byte_ids(kind, b"\xf0\x9f")])
-    assert released[:2] == ["a", "b"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_output_may_end_within_a_character(kind):
-    ids = [*ids_of(kind, "a"), *byte_ids(kind, "😀".encode()[:3])]
-    released, _ = stream_of(tokenizer_of(kind), ids)
-    assert released[:-1] == ["a", "", "", ""]
-    assert "".join(released) == decode(tokenizer_of(kind), ids)
-    assert released[-1].strip("\ufffd") == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_make_no_character(kind):
     """They become replacement characters as soon as it is certain, and spoil nothing behind them."""
     ids = [*ids_of(kind, "a"), *byte_ids(kind, b"\xff\xf0\x9f"), *ids_of(kind, "b", "c")]
@@ -198,13 +183,6 @@ def test_special_tokens_leave_no_gap(kind):
     ids = ids_of(kind, "<s>", "▁the", "</s>", "▁world", "<unk>", "<s>", "b", "<s>", "▁", "<s>", "▁a")
     released, _ = stream_of(tokenizer_of(kind), ids)
     assert "".join(released) == decode(tokenizer_of(kind), ids) == "the worldb  a"
-
-
-def test_finishing_twice_adds_nothing_and_no_tokens_give_no_text():
-    assert stream_of(tokenizer_of("bytes"), [])[0] == [""]
-    stream = TextStream(tokenizer_of("bytes"), ["ab"])
-    stream.push(*ids_of("bytes", "a"))
-    assert (stream.finish(), stream.finish(), stream.text) == ("a", "", "a")
 
 
 # -- stop strings ---------------------------------------------------------------------------------
@@ -277,39 +255,6 @@ def test_what_each_letter_releases(text, stops, released):
     assert found == released
     assert stream.text == "".join(released)
     assert stream.stopped is any(stop in text for stop in stops)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "before"),
-    [
-        ("aaab", ["aab"], "a"),
-        ("ababac", ["abac"], "ab"),
-        ("say END or STOP", ["STOP", "END"], "say "),  # the one that is complete first counts
-        ("xabcd", ["bc", "abcd"], "xa"),
-        ("xabcd", ["cd", "abcd"], "x"),
-    ],
-)
-def test_the_text_before_a_stop_string(text, stops, before):
-    assert "".join(shown(text, *stops)) == before
-
-
-@pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_how_the_text_is_cut_into_tokens_does_not_matter(kind):
-    for names in (("hello", "a", "b", "c"), ("hello", "ab", "c")):
-        assert "".join(stream_of(tokenizer_of(kind), ids_of(kind, *names), ["b", "ab"])[0]) == "hello"
-    whole = stream_of(tokenizer_of("bytes"), tokenizer_of("bytes")("and")["input_ids"], ["n", "and"])[0]
-    assert "".join(whole) == "".join(shown("and", "n", "and")) == "a"
-
-
-def test_a_stop_string_within_one_token():
-    (token,) = ids_of("bytes", "tion")
-    assert stream_of(tokenizer_of("bytes"), [token, token], ["io"])[0] == ["t", "", ""]
-
-
-def test_a_stop_string_beyond_ascii():
-    released, stream = stream_of(tokenizer_of("llama"), byte_ids("llama", "x。y".encode()), ["。"])
-    assert released == ["", "", "", "x", "", ""]
-    assert stream.stopped
 
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
@@ -453,13 +398,3 @@ def test_a_prompt_of_tokens_that_the_target_lacks_is_refused(prompt):
         UsageError, match=f"holds the token {min(prompt) if min(prompt) < 0 else max(prompt)}, "
     ):
         speculative_generate(prompt, target, None, max_new_tokens=2)
-
-
-def test_letters_of_one_stop_string_are_no_stop_strings():
-    target = wrap_target(tiny_llama(), tiny_tokenizer())
-    whole = speculative_generate("the thing", target, None, max_new_tokens=60, chat=False)
-    assert whole.text
-    letter = next(letter for letter in whole.text if letter.isalpha())
-    stop = f"{letter}¤¤"  # nowhere in the text, as a whole
-    again = speculative_generate("the thing", target, None, max_new_tokens=60, chat=False, stop=stop)
-    assert again.token_ids == whole.token_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -413,77 +412,3 @@ def test_a_response_format_holds_from_the_request_to_the_parsed_object(serving, 
 
 
 # -- many calls --------------------------------------------------------------------------------------
-
-
-def function_calling_prompts(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Questions with one function each, in the form of function-calling benchmarks."""
-    units = ["metric", "imperial"]
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("unit", {"type": "string", "enum": units}),
-        ("count", {"type": "integer", "minimum": 0, "maximum": 99}),
-        ("exact", {"type": "boolean"}),
-        ("name", {"type": "string", "maxLength": 6}),
-        ("tags", {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}),
-    ]
-    for number in range(count):
-        chosen = [kinds[(number + i) % len(kinds)] for i in range(1 + number % 4)]
-        properties = {
-            f"{name}_{number % 7}": {**schema, "description": f"The {name}."} for name, schema in chosen
-        }
-        function = {
-            "name": f"service_{number}.find",
-            "description": f"Finds entry {number}.",
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": [*properties],
-                "additionalProperties": False,
-            },
-        }
-        yield f"Find entry {number} with {', '.join(properties)}.", {"type": "function", "function": function}
-
-
-@pytest.mark.slow
-def test_a_hundred_function_calls_are_the_same_with_and_without_speculation(serving):
-    def ask(case: tuple[str, dict[str, Any]], **more: Any) -> Any:
-        question, tool = case
-        body = {
-            "messages": [{"role": "user", "content": question}],
-            "tools": [tool],
-            "tool_choice": "required",
-        }
-        answer = serving.post(
-            "/v1/chat/completions", **body, parallel_tool_calls=False, max_tokens=300, **more
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    cases = list(function_calling_prompts(100))
-    with ThreadPoolExecutor(8) as threads:
-        drafted = list(threads.map(ask, cases))
-        plain = list(threads.map(lambda case: ask(case, speculation="off"), cases))
-    accepted = 0
-    for (_, tool), one, other in zip(cases, drafted, plain, strict=True):
-        first, second = (each["choices"][0] for each in (one, other))
-        (call,), (same,) = first["message"]["tool_calls"], second["message"]["tool_calls"]
-        assert call["function"] == same["function"]
-        assert first["finish_reason"] == second["finish_reason"] == "tool_calls"
-        arguments, schema = json.loads(call["function"]["arguments"]), tool["function"]["parameters"]
-        assert {*arguments} == {*schema["required"]}
-        for name, value in arguments.items():
-            fits(value, schema["properties"][name])
-        accepted += one["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
-        assert other["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-    assert accepted > 1000
-
-
-def fits(value: Any, schema: dict[str, Any]) -> None:
-    if "enum" in schema:
-        assert value in schema["enum"]
-    elif schema["type"] == "array":
-        assert len(value) <= schema["maxItems"]
-        for each in value:
-            fits(each, schema["items"])
-    else:
-        assert type(value) is {"integer": int, "boolean": bool, "string": str}[schema["type"]]
-        assert len(str(value)) <= schema.get("maxLength", 10)

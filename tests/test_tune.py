@@ -20,7 +20,6 @@ from stored_runs import run_json, step_lists
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
-from specbench.bench.runner import find_differences
 from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
@@ -418,35 +417,6 @@ def test_without_time_for_a_block_nothing_is_said(tmp_path):
     assert found.race.leader == "d@auto"
 
 
-def test_rounding_is_looked_at_as_long_as_there_is_time(tmp_path):
-    clock, sweep = FakeClock(), grid("d")
-    engine = TimedEngine(FAST, clock, spoils=lambda config: config.kind != "plain", tie=True)
-    search(tmp_path, engine, sweep, clock)
-    with RunStore.open(tmp_path) as store:
-        told = store.run.differences
-        untold = find_differences(sweep, store.measurements(), engine, in_time=lambda: False)
-    assert {each.numerical_tie for each in told or ()} == {True}
-    assert {each.numerical_tie for each in untold} == {None}
-    assert [(each.config, each.prompt, each.position) for each in untold] == [
-        (each.config, each.prompt, each.position) for each in told or ()
-    ]
-
-
-def test_a_machine_that_others_use_is_named_as_the_reason(tmp_path):
-    looks = 0
-
-    def busy() -> LoadSnapshot:
-        nonlocal looks
-        looks += 1
-        return replace(quiet(), busy_s=10.0 * looks, total_s=20.0 * looks)
-
-    clock, sweep = FakeClock(), grid("d")
-    engine = TimedEngine(FAST, clock)
-    options = {"seconds": 0.5, "snapshot": busy}
-    message = refusal(search, tmp_path, engine, sweep, clock, **options, kind=RunError)
-    assert "too busy: other programs used the processor during 3 of 3 generations" in message
-
-
 def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(tmp_path):
     clock, sweep = FakeClock(), grid("d", "e")
     broken = TimedEngine(
@@ -492,18 +462,6 @@ def test_where_it_stops_paying_is_told(tmp_path):
     assert as_json(answer, found)["batches"].keys() == set(map(str, found.batches))
 
 
-def test_passes_that_cannot_be_shared_leave_it_unsaid(tmp_path):
-    class Alone(TimedEngine):
-        def measure_shared_costs(self, *_: object) -> list[CostLine]:
-            raise RuntimeError("no memory")
-
-    clock, sweep = FakeClock(), grid("d")
-    found = search(tmp_path, Alone(FAST, clock), sweep, clock)
-    assert found.batches == {}
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
-    assert not any("batch" in each for each in answer.details)
-
-
 # -- the answer ------------------------------------------------------------------------------------
 
 
@@ -521,15 +479,6 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
     assert answer.winner.kind == "plain"
     config, note = config_from_recipe(Recipe(parse_model("smollm2-135m")).plain)
     assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
-
-
-def test_where_it_makes_no_difference_too(tmp_path):
-    same = dict.fromkeys(("d@8", "d@heuristic", "d@dynamic-tree"), 0.7) | {"d@auto": 1.01}
-    answer, found = answered(tmp_path, same)
-    assert found.race.verdict in ("equal", "faster")
-    if found.race.verdict == "equal":
-        assert answer.headline.startswith("Speculation gains less than 5% here")
-        assert answer.winner.kind == "plain"
 
 
 def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
@@ -564,35 +513,6 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
     assert config.provisional
     assert run_json(tmp_path)["finished"] is None
-
-
-def test_days_are_not_advised(tmp_path):
-    found, sweep = undecided(tmp_path, FakeClock())
-    results = load_results(tmp_path)
-    for block_s, expected in ((0.1, "About "), (1e9, "More than 8 hours would be needed")):
-        answer = find_answer(replace(found, block_s=block_s), sweep.configs, results)
-        (advice,) = (each for each in answer.details if "decide it" in each)
-        assert advice.startswith(expected)
-
-
-def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
-    """Many are in question as long as plain decoding may be the fastest: those that may beat the leader are named."""
-    found, sweep = undecided(tmp_path, FakeClock())
-    race = found.race
-    race.open = [name for name in race.names if name != race.leader]  # as if all kept it open
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
-    (maybe,) = (each for each in answer.details if each.startswith("Possibly more than 5% faster"))
-    bounds = [float(each) for each in re.findall(r"at most ([\d.]+) ×", maybe)]
-    assert min(bounds) > 1 / 0.95
-    assert len(bounds) == len(race.rivals) > 0
-    assert "γ = 8" not in maybe  # never more than 0.4 of the leader's speed
-    rows = {each.label: each.outcome for each in answer.tried if each.blocks is not None}
-    assert rows["d heuristic"] == "leads"
-    assert "may be faster" not in rows["d γ=8"]
-    assert all(
-        ("may be faster" in rows[label]) == (name in race.rivals)
-        for name, label in (("d@auto", "d auto"), ("d@8", "d γ=8"))
-    )
 
 
 def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
@@ -635,15 +555,6 @@ def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_pa
     assert answer.headline == "Plain decoding is the provisional choice: all drafters in the race failed."
     assert (answer.winner.kind, answer.provisional) == ("plain", True)
     assert {each.outcome for each in answer.tried if each.blocks == 0} == {"failed"}
-
-
-def test_going_on_without_time_says_what_was_found(tmp_path):
-    clock = FakeClock()
-    first, sweep = undecided(tmp_path, clock)
-    again = search(tmp_path, TimedEngine({}, clock), sweep, clock, seconds=0.0)
-    assert (again.ending, again.race.blocks) == ("time", first.race.blocks)
-    assert again.race.eliminated == first.race.eliminated
-    assert again.block_s > 0
 
 
 def test_one_answer_is_stored_and_everything_says_it(tmp_path):
