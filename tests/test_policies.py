@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, fixed_script, random_table
+from scripted import ScriptedScorer, enumerate_outcomes, fixed_script, random_table
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
@@ -25,11 +25,9 @@ from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
-from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import (
     AutoLength,
@@ -208,64 +206,6 @@ def test_so_it_is_with_what_was_learnt_before(rule, new):
     assert gap(found) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        lambda: LookupDrafter(clock=UnsteadyClock()),
-        lambda: NGramDrafter(clock=UnsteadyClock()),
-        lambda: NGramDrafter(NGram(sample=True), clock=UnsteadyClock()),
-    ],
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_drafters_without_logits(rule, drafter):
-    found, _ = distribution(RULES[rule], drafter)
-    assert gap(found) < 1e-6
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_a_target_that_drafts_for_itself(rule):
-    def run(replay: Any) -> tuple[int, ...]:
-        target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-        cheaper = ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False)
-        drafter = SelfDrafter(cheaper, "self", UnsteadyClock())
-        tokens, _ = decode(RULES[rule](), drafter, random=replay, target=target, max_new_tokens=NEW)
-        return tuple(tokens)
-
-    assert gap(enumerate_outcomes(run, NEW)) < 1e-6
-
-
-@pytest.mark.parametrize(
-    "free",
-    [
-        lambda: LookupDrafter(Lookup(min=2), clock=UnsteadyClock()),
-        lambda: NGramDrafter(NGram(sample=True), clock=UnsteadyClock()),
-    ],
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_with_a_cascade(rule, free):
-    found, _ = distribution(RULES[rule], lambda: CascadeDrafter(free(), model()), 3)
-    assert gap(found) < 1e-6
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_behind_sampling_transforms(rule):
-    sampling = Sampling(temperature=1.4, top_k=2, repetition_penalty=1.5)
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NEW):
-        grown: dict[tuple[int, ...], float] = {}
-        for tokens, weight in expected.items():
-            context = [*PROMPT, *tokens]
-            p = sampling.probabilities(TARGET(context).unsqueeze(0), context)[0].double()
-            grown |= {(*tokens, t): weight * float(p[t] / p.sum()) for t in range(VOCAB) if p[t] > 0}
-        expected = grown
-
-    def run(replay: Any) -> tuple[int, ...]:
-        return tuple(decode(RULES[rule](), random=replay, sampling=sampling, max_new_tokens=NEW)[0])
-
-    found = enumerate_outcomes(run, NEW)
-    assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-6
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_throwing_an_improbable_draft_away_would_show(rule):
     found, _ = distribution(RULES[rule], lambda: Discarding(ScriptedScorer(DRAFT, VOCAB), "mistaken"), 3)
@@ -299,30 +239,6 @@ def test_greedy_output_is_the_targets_own(rule, draft):
         )
         assert tokens == (SCRIPT * 4)[:length]
         assert all(step.gamma < length for step in steps)
-
-
-@pytest.mark.parametrize("end", [5, 7, 9])
-@pytest.mark.parametrize("rule", RULES)
-def test_an_end_token_ends_the_output(rule, end):
-    tokens, _ = decode(
-        RULES[rule](),
-        ModelDrafter(scripted(SCRIPT), "model"),
-        sampling=Greedy(),
-        prompt=[1, 2, 3],
-        target=scripted(SCRIPT),
-        stops=StopRules([end]),
-    )
-    assert tokens == SCRIPT[: SCRIPT.index(end) + 1]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_self_drafter_leaves_nothing_of_its_own_in_the_cache(rule):
-    target = scripted(SCRIPT, cache=ScriptedCache())  # asserts that it reads its own entries only
-    cheaper = scripted([4, 5, 0, 7, 8, 9], cache=target.cache, own_entries_only=False)
-    tokens, _ = decode(
-        RULES[rule](), SelfDrafter(cheaper, "self"), sampling=Greedy(), prompt=[1, 2, 3], target=target
-    )
-    assert tokens == (SCRIPT * 7)[:40]
 
 
 # -- limits, passes, questions -----------------------------------------------------------------------
