@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -27,12 +26,7 @@ from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
-from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import run_to_end
-from specbench.decoding.sampling import Greedy, Randomness
-from specbench.drafters.plain import NoDraft
 from specbench.options import DecodingOptions
-from specbench.policies import FixedLength
 from specbench.results.results import load_results
 
 
@@ -194,59 +188,6 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verd
     assert set(results.generations["new_tokens"]) == {9}
 
 
-def test_an_interval_too_wide_to_be_given_misses_nothing():
-    wide = {"ratio": 1.5, "low": None, "high": None, "verdict": "cannot tell"}
-    part = {aa.ITSELF: wide, aa.SLOWED: wide, "failed": 0, "named": [], "warnings": []}
-    figures = aa.summary([part])
-    assert (figures["covered"], figures["slower"], figures["median_width"]) == (1, 0, None)
-    assert "1.50× [too few to say]" in aa.line_of(0, part)
-    assert "covers 1" in aa.line_of(0, part)
-
-
-def test_sweeps_differ_in_prompts_and_order():
-    given = aa.parse([])
-    prompts = load_prompts(["all"])
-    first, again, second = (aa.make_sweep(number, prompts, given) for number in (0, 0, 1))
-    assert first.plan() == again.plan()
-    assert [prompt.id for prompt in first.prompts] != [prompt.id for prompt in second.prompts]
-
-
-def test_a_sweep_that_ran_out_of_time_continues(tmp_path, monkeypatch):
-    sweep = aa.make_sweep(
-        0, load_prompts(["all"]), aa.parse(["--tokens", "5", "--limit", "2", "--repeats", "2"])
-    )
-    engine = SlowedEngine(0.1)
-    looks = itertools.count(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(aa, "time", SimpleNamespace(monotonic=lambda: next(looks)))
-        with pytest.raises(aa.TimeUpError):
-            aa.run_one(sweep, engine, TARGET, tmp_path, until=9)  # looks at the clock after each generation
-    assert len(engine.calls) == 10
-    aa.run_one(sweep, engine, TARGET, tmp_path)
-    assert len(load_results(tmp_path).generations) == 16
-    assert len(engine.calls) == 16 + 4 + 4  # the warm-ups of a process are its own
-
-
-def test_the_pause_is_a_share_of_the_step(monkeypatch):
-    clock = SimpleNamespace(t=0.0)
-
-    def tick() -> float:
-        clock.t += 0.0001  # waiting awake takes time as well
-        return float(clock.t)
-
-    def sleep(seconds: float) -> None:
-        clock.t += seconds
-
-    monkeypatch.setattr(aa, "time", SimpleNamespace(perf_counter=tick, sleep=sleep))
-    slowed = aa.Slowed(NoDraft(), 0.1)
-    slowed.begin([1])
-    run_to_end(slowed.propose([1], 4, FixedLength(2), Greedy(), Randomness(0)))
-    began = clock.t
-    clock.t += 5.0
-    slowed.update(StepOutcome([1], 0, torch.empty(0)))
-    assert clock.t - began == pytest.approx(5.5, abs=0.002)
-
-
 def test_aa_continues_from_its_file(models, tmp_path, capsys, monkeypatch):
     common = ["--target", str(models / "target"), "--limit", "2", "--tokens", "5", "--repeats", "1",
               "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
@@ -335,11 +276,6 @@ def test_outputs_that_differ_are_reported(compared, capsys, monkeypatch):
     rows = {row["name"]: row for row in last_json(capsys)["rows"]}
     assert rows["specbench lookup@heuristic"]["differs"] == 2
     assert rows["specbench plain"]["differs"] == 0
-
-
-def test_it_stops_when_the_time_is_over(compared, capsys):
-    assert vs_transformers.main([*compared, "--minutes", "0"]) == 3
-    assert "Traceback" not in capsys.readouterr().out
 
 
 def test_a_setting_that_is_none_is_refused():
