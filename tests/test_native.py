@@ -8,7 +8,6 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
-from weakref import ref
 
 import pytest
 import torch
@@ -245,11 +244,6 @@ def test_long_sums_are_as_exact_as_short_ones():
     weight = 1 + torch.rand(64, 16384, generator=torch.Generator().manual_seed(0))
     x = torch.full((1, 16384), 0.1)
     assert relative(numbers(weight).product(x), x.double() @ weight.double().T) < 5e-7
-
-
-def test_a_weight_in_halves_comes_back():
-    weight = torch.randn(70, 45, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(native.Panels.from_bfloat16(weight).dense(), weight)
 
 
 def spread(outputs: int, inputs: int) -> torch.Tensor:
@@ -499,26 +493,6 @@ def test_a_slower_way_is_not_taken(monkeypatch):
         assert type(Scorer(model).forward) is way
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_around_those_left_out_are_timed_at_their_own_places(kind, monkeypatch):
-    monkeypatch.setattr(timings, "measured", {})
-    target = wrap_target(target_of(kind, torch.float32))
-    drafter = load_drafter("self:skip=1", target)
-    assert sum(name.startswith("native over fused") for name in timings.measured) == 2
-    runs = [
-        speculative_generate(CONTEXT, target, each, gamma=4, max_new_tokens=24, ignore_eos=True)
-        for each in (None, drafter)
-    ]
-    assert runs[0].token_ids == runs[1].token_ids
-
-
-def test_as_many_layers_are_timed_as_fill_no_cache():
-    stack = chosen(target_of("Llama", torch.float32)).forward.stack()  # type: ignore[attr-defined]
-    layer = 4 * (48 * 160 + 96 * 48 + 3 * 48 * 128)
-    head = 4 * 48 * 301
-    assert [stack.layers_of(size) for size in (1, head, head + 1, head + layer + 1, 10**9)] == [1, 1, 1, 2, 3]
-
-
 # -- of several requests -----------------------------------------------------------------------------
 
 
@@ -583,19 +557,6 @@ def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
             relative(found[i].logits, own.score(ForwardRequest(own, CONTEXT[: 5 + i], [1, 2])).logits) < 0.05
         )
     assert seen == [True, True]
-
-
-def test_more_rows_than_are_read_in_one_call_go_another_way(monkeypatch):
-    scorer = chosen(target_of("Llama", torch.float32))
-    batch = BatchedModel(scorer, KVPool(scorer.model.config, "paged", 1024))
-    scorers = [batch.open() for _ in range(2)]
-    batch.score([ForwardRequest(each, CONTEXT[:2]) for each in scorers])
-    seen = in_one_call(monkeypatch)
-    rows = batch.score([ForwardRequest(each, CONTEXT[: 80 - i], rows=1) for i, each in enumerate(scorers)])
-    assert seen == [False]
-    for i, found in enumerate(rows):
-        expected = Scorer(scorer.model, "none").logits(CONTEXT[: 80 - i])
-        assert relative(found.logits, expected) < 1e-4
 
 
 def test_rows_attend_to_what_their_requests_hold(level):
@@ -893,16 +854,6 @@ def test_passes_of_other_kinds_in_between_find_and_leave_the_same():
         assert {layer.get_seq_length() for layer in layers_of(mixed)} == {end + 3}
 
 
-def test_a_context_that_has_ended_takes_no_memory():
-    scorer = scorer_of(quantized_copy(build("Llama")), ways.NativeForward)
-    scorer.begin()
-    scorer.logits(CONTEXT, CONTEXT[:3])
-    keys = [ref(layer.keys) for layer in layers_of(scorer)]
-    assert all(each() is not None for each in keys)
-    scorer.begin()
-    assert all(each() is None for each in keys)
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
@@ -925,18 +876,6 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
             assert relative(tree[node], scorer.logits(CONTEXT, branch)[-1]) < (0.1 if copied else 1e-5)
 
 
-def test_hidden_states_of_copies_are_given_too():
-    copy, found = quantized_copy(build("Llama")), []
-    for way in (ways.NativeForward, ways.FusedForward):
-        scorer = scorer_of(copy, way)
-        scorer.begin()
-        scorer.logits(CONTEXT)
-        found.append(scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], layers=(1, 3))).hidden)
-    assert found[0] is not None
-    assert found[0].shape == found[1].shape
-    assert relative(*found) < 0.1
-
-
 @pytest.mark.parametrize("sizes", OTHER_SIZES)
 def test_models_of_other_sizes_are_fused(sizes):
     scorer = Scorer(quantized_copy(build("Llama", **sizes)))
@@ -950,27 +889,6 @@ def test_what_comes_out_differently_is_not_taken(monkeypatch):
     monkeypatch.setattr(native.DecoderStack, "__call__", lambda *given: (run(*given)[0].roll(1, -1), None))
     assert type(Scorer(copy).forward) is ways.FusedForward
     assert type(choose_head_forward(head)) is HeadForward
-
-
-def test_hooks_see_every_pass():
-    copy = quantized_copy(build("Llama"))
-    scorer = Scorer(copy)
-    scorer.begin()
-    scorer.logits(CONTEXT)
-    seen: list[int] = []
-    handle = copy.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
-    scorer.logits([*CONTEXT, 5])
-    handle.remove()
-    scorer.logits([*CONTEXT, 5, 6])
-    assert seen == [1]
-
-
-@pytest.mark.parametrize("spec", ["self:int8", "self:int4", "self:int4,layers=2", "lookup+self:int4"])
-def test_drafts_change_nothing_of_the_output(spec):
-    target = wrap_target(build("Llama"))
-    plain = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
-    drafted = speculative_generate(CONTEXT, target, load_drafter(spec, target), gamma=4, max_new_tokens=24)
-    assert drafted.token_ids == plain.token_ids
 
 
 # -- trained heads ---------------------------------------------------------------------------------
@@ -1091,34 +1009,6 @@ def test_a_head_reads_a_context_in_parts_as_token_by_token(ends):
         return list(torch.cat(found))
 
     assert deviation(read(ends), read(range(1, 111))) < 1e-3
-
-
-@torch.inference_mode()
-def test_a_long_reading_beside_other_requests_gives_what_it_gives_alone(monkeypatch):
-    monkeypatch.setattr(head_forward, "LONG_READING", 20)
-    way = choose_head_forward(head_of(8, layers=2).bfloat16())
-    random_ = torch.Generator().manual_seed(6)
-    beside, alone = ([[PreallocatedLayer() for _ in range(2)] for _ in range(3)] for _ in range(2))
-    for lengths in ((7, 40, 3), (25, 1, 2), (1, 1, 1)):
-        inputs = [
-            HeadInput(*torch.randn(2, n, 48, generator=random_), range(c[0].used, c[0].used + n), None, c, 1)
-            for c, n in zip(beside, lengths, strict=True)
-        ]
-        for found, each, caches in zip(way(inputs), inputs, alone, strict=True):
-            (expected,) = way([each._replace(caches=caches)])
-            assert torch.equal(found.features, expected.features)
-            assert torch.equal(found.logits, expected.logits)
-
-
-def test_without_native_caches_a_head_reads_on_in_operators(monkeypatch):
-    way = choose_head_forward(head_of(8).bfloat16())
-    assert type(way) is NativeHeadForward
-    expected, extended, calls = head_rows(way), head_forward.LayerGroup.extended, itertools.count()
-    monkeypatch.setattr(
-        head_forward.LayerGroup, "extended", lambda *given: extended(*given) if next(calls) == 0 else None
-    )
-    for found, row in zip(head_rows(way), expected, strict=True):
-        assert relative(found, row) < 0.02
 
 
 def long_head(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, HeadDrafter, list[int]]:

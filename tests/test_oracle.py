@@ -119,13 +119,6 @@ def test_steps_tell_what_was_tested():
     assert oracle.right_ranks([row, longer], tokens) == [None, 0, -1, 0, 0, 0, -1, None]
 
 
-def test_outputs_that_part_tell_of_what_they_share():
-    right = [True, True, True, True, True, True]
-    row = row_of(course_of(right, itertools.repeat(5)), [0, 1, 2, 30, 40, 50], 5)
-    assert oracle.right_ranks([row], [0, 1, 2, 3, 4, 5, 6]) == [None, 0, 0, None, None, None, None]
-    assert oracle.right_ranks([row], [0, 1]) == [None, 0]
-
-
 def test_a_drafter_that_finds_nothing_has_no_draft_there():
     tokens = [0, 1, 2, 3]
     nothing = [(0, 0, 1)] * 3
@@ -164,12 +157,6 @@ def test_costs_are_medians_on_a_line_that_never_falls():
     assert costs.rest_s[7:] == pytest.approx([2.0, 2.0 + 0.75 / 4, 2.0 + 2 * 0.75 / 4])
 
 
-def test_the_reading_of_a_prompt_is_no_draft():
-    tokens = list(range(12))
-    line = measured([(3, 3, 4), (3, 3, 4), (2, 2, 3)], tokens, prefill_s=40.0)
-    assert oracle.step_costs([{**line, **columns_of(line)}], 4).draft_s == DRAFT_S
-
-
 # -- a whole run -------------------------------------------------------------------------------------
 
 
@@ -206,13 +193,6 @@ def test_the_bound_is_what_one_reaches_who_knows(tmp_path, prefill_s):
     assert found["unknown"] < 0.1
     assert found["oracle"]["speedup"] == pytest.approx(rows[WISE]["speedup"], rel=0.002)
     assert found["oracle"]["tokens_per_step"] == pytest.approx(rows[WISE]["tokens_per_step"], rel=0.03)
-
-
-def test_a_shorter_longest_draft_gives_a_lower_bound(tmp_path):
-    frame = load_results(write_run(tmp_path / "run"))
-    bounds = [oracle.study(frame, gamma_max=longest)[0]["oracle"]["speedup"] for longest in (1, 2, 4, 8)]
-    assert bounds == sorted(bounds)
-    assert bounds[0] < bounds[-1]
 
 
 # -- trees -------------------------------------------------------------------------------------------
@@ -345,20 +325,3 @@ def test_the_oracles_of_a_run_with_trees(tmp_path, capsys):
         "each prompt with its best tree of a size",
     ):
         assert what in out
-
-
-def test_it_prints_a_table_and_ends_with_json(tmp_path, capsys):
-    path = write_run(tmp_path / "run")
-    assert oracle.main([str(path)]) == 0
-    out = capsys.readouterr().out
-    assert json.loads(out.splitlines()[-1])[0]["drafter"] == "d"
-    for line in ("oracle  ", "each prompt with its best fixed γ", "d wise  ", "tested by no step"):
-        assert line in out
-
-
-def test_a_run_without_a_baseline_has_no_oracle(tmp_path, capsys):
-    path = write_exact(tmp_path / "run", {"plain": {"a-1": [1.0]}})
-    with pytest.raises(SystemExit) as left:
-        oracle.main([str(path)])
-    assert left.value.code == 2
-    assert "No drafter has a greedy generation" in capsys.readouterr().err

@@ -11,12 +11,9 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench import load_drafter, speculative_generate, wrap_target
 from specbench.decoding.origins import ORIGINS, as_html
-from specbench.decoding.records import Generation, Prefill, Step, StepTimes
-from specbench.decoding.sampling import Multinomial
+from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.stops import LabeledText, TextStream
-from specbench.generate import GenerationRun
 from specbench.models.target import Target
-from specbench.policies import FixedLength, build_policy
 from specbench.show.painted import painted
 
 PROMPT = [7, 41, 7, 19, 3, 200]
@@ -115,49 +112,4 @@ def test_a_notebook_shows_the_text_escaped_and_in_the_style_of_its_origins():
         assert name in unescape(page)
 
 
-def test_what_the_interpreter_shows_is_short(target):
-    drafter = load_drafter("lookup:n=4+self:layers=1", target)
-    run = GenerationRun(PROMPT, target, drafter, max_new_tokens=120, ignore_eos=True)
-    records = list(run)
-    result = run.result()
-    assert re.fullmatch(
-        r"Generation\(120 tokens, [0-9.]+ per step, [0-9]+ of [0-9]+ drafts accepted, length: (['\"]).{1,300}\1\)",
-        repr(result),
-    )
-    assert result._repr_html_() is not None
-    assert repr(run.text_stream())
-    for shown in (*records, target, target.language_model, drafter):
-        assert len(repr(shown)) < 200, repr(shown)
-        assert "object at" not in repr(shown)
-    assert repr(step()) == "Step(3: 2 of 3 drafts accepted, 3 tokens, corrected, 250.0 ms)"
-    assert repr(drafter) == "CascadeDrafter('lookup:n=4+self:layers=1')"
-    words = [repr(load_drafter(word, target)) for word in ("none", "lookup", "ngram", "self:layers=1")]
-    assert words == [
-        "NoDraft('none')",
-        "LookupDrafter('lookup')",
-        "NGramDrafter('ngram')",
-        "SelfDrafter('self:layers=1')",
-    ]
-
-
-def test_a_generation_without_text_has_no_page():
-    bare = Generation(2, (), None, None, Prefill(2, None, 0.0), (), "t", "none", "float32", 0, True)
-    assert repr(bare) == "Generation(0 tokens, interrupted: '')"
-    assert bare._repr_html_() is None
-
-
 # -- the rule that Python takes ------------------------------------------------------------------------
-
-
-def test_python_takes_the_draft_length_rule_of_the_command_line(target):
-    drafter = load_drafter("lookup", target)
-
-    def rule(**options: Any) -> str:
-        return speculative_generate(PROMPT, target, drafter, max_new_tokens=3, **options).policy
-
-    assert rule() == build_policy("auto").name
-    assert rule(gamma=3) == FixedLength(3).name
-    assert rule(sampling=Multinomial(0.8)) == FixedLength(5).name
-    assert rule(policy=build_policy("heuristic"), gamma=2) == build_policy("heuristic").name
-    plain = GenerationRun(PROMPT, target, None, max_new_tokens=3)
-    assert isinstance(plain.policy, FixedLength), "plain decoding pays for no rule"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from specbench.bench.pairs import MAX_PAIRS, MIN_PAIRS, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.theory import SLOPE
-from specbench.results.load import LoadSnapshot, load_snapshot
 
 DRAFTS = 4
 
@@ -123,21 +121,6 @@ def test_what_is_whole_is_kept_when_a_repeat_breaks_off():
         pairs.measure()
     assert (len(pairs.speculative), len(pairs.plain)) == (1, 2)
     assert len(pairs.figures()["repeats"]) == 1
-
-
-def test_a_busy_machine_is_told_as_a_sweep_tells_it():
-    quiet = load_snapshot()
-
-    def looks() -> Iterator[LoadSnapshot]:
-        for second in itertools.count():
-            yield replace(quiet, cores=2, busy_s=2.0 * second, total_s=2.0 * second, own_s=0.0, steal_s=None)
-
-    every = looks()
-    pairs = Pairs(lambda plain: generation(1.0, plain=plain), 3, snapshot=lambda: next(every))
-    pairs.measure()
-    (warning,) = [each for each in pairs.figures()["warnings"] if each["id"] == "machine-busy"]
-    assert warning["message"] == "Other programs used the processor during 6 of 6 generations."
-    assert warning["severity"] == "warning"
 
 
 # -- what explains a speedup -------------------------------------------------------------------------

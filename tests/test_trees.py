@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from tiny import tiny_llama
 from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.decoding import distributions, verdicts, verify
-from specbench.decoding.distributions import Scores, TokenDistribution, largest
-from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
+from specbench.decoding import distributions
+from specbench.decoding.distributions import Scores, largest
+from specbench.decoding.drafts import GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
@@ -31,7 +30,6 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import DynamicTree, StaticTree, best_shapes
 from specbench.specs.drafters import Several, parse_drafter
-from specbench.specs.verification import VerificationName
 
 VOCAB, NEW = 3, 3
 PROMPT = [1, 2, 0]
@@ -51,69 +49,6 @@ SAMPLINGS: dict[str, Sampling] = {
     "nucleus": Nucleus(0.8),
     "repetition penalty": Multinomial(0.9, repetition_penalty=1.7),
 }
-DRAFTERS = {
-    "model": lambda target: ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
-    "self": lambda target: SelfDrafter(
-        ScriptedScorer(DRAFT, VOCAB, cache=target.cache, own_entries_only=False), "self"
-    ),
-}
-
-
-def loop_distribution(
-    tree: Callable[[], DraftPolicy] | None,
-    method: VerificationName,
-    sampling: Sampling,
-    drafter: str = "model",
-    tokens: tuple[int, ...] = (),
-) -> dict[tuple[int, ...], float]:
-    """The distribution of what the loop emits behind ``tokens``: of one step, and of all that may come behind it."""
-    if len(tokens) >= NEW:
-        return {(): 1.0}
-
-    def step(random: Any) -> tuple[int, ...]:
-        target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-        records = decode_steps(
-            [*PROMPT, *tokens],
-            target,
-            DRAFTERS[drafter](target),
-            policy=tree_policy(tree, method),
-            sampling=sampling,
-            random=random,
-            max_new_tokens=NEW - len(tokens),
-            first_target=False,
-        )
-        return next(record.tokens for record in records if isinstance(record, Step))
-
-    found: dict[tuple[int, ...], float] = {}
-    for emitted, weight in enumerate_outcomes(step, NEW - len(tokens)).items():
-        rest = loop_distribution(tree, method, sampling, drafter, (*tokens, *emitted))
-        for behind, chance in rest.items():
-            key = (*emitted, *behind)
-            found[key] = found.get(key, 0.0) + weight * chance
-    return found
-
-
-def tree_policy(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> DraftPlan:
-    """Two drafts in a step, or a tree."""
-    return DraftPlan(tree() if tree else FixedLength(2), verification=method)
-
-
-def target_distribution(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """By the chain rule, token by token: written without anything of the loop."""
-    growing: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NEW):
-        grown: dict[tuple[int, ...], float] = {}
-        for tokens, weight in growing.items():
-            context = [*PROMPT, *tokens]
-            p = sampling.probabilities(TARGET(context).unsqueeze(0), context)[0].double()
-            for token in range(VOCAB):
-                grown[*tokens, token] = weight * float(p[token] / p.sum())
-        growing = grown
-    return {tokens: weight for tokens, weight in growing.items() if weight > 0}
-
-
-def largest_gap(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]) -> float:
-    return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
 # --- Several drafters -----------------------------------------------------------------------------
@@ -157,111 +92,6 @@ def test_several_are_written_with_a_bar():
 
 
 # --- Planted biases -------------------------------------------------------------------------------
-
-
-def bias(tree: Callable[[], DraftPolicy] | None, method: VerificationName) -> float:
-    return largest_gap(loop_distribution(tree, method, Multinomial()), target_distribution(Multinomial()))
-
-
-class Dropping(StaticTree):
-    """Drops drawn nodes of a shape for their own low q."""
-
-    def prune(self, tree: Draft) -> Sequence[int]:
-        parents = tree.parents or ()
-        return [
-            node
-            for node in range(len(tree.tokens))
-            if tree.chance(node) > 0.3 and (parents[node] < 0 or tree.chance(parents[node]) > 0.3)
-        ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "method"), [((-1, -1), "recursive"), ((-1, 0), "traversal"), ((-1, -1), "traversal")]
-)
-def test_dropping_a_draft_for_its_own_probability_is_a_bias(shape, method, monkeypatch):
-    def pruned(tree: GrowingTree, kept: Sequence[int]) -> GrowingTree:
-        smaller = keep_certain(tree, kept)
-        place = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        smaller.candidates = {
-            place[parent]: [
-                Draws([token for token in tokens if smaller.child(place[parent], token) is not None], q)
-                for tokens, q in draws
-            ]
-            for parent, draws in tree.candidates.items()
-            if parent in place
-        }
-        return smaller
-
-    keep_certain = GrowingTree.pruned
-    monkeypatch.setattr(GrowingTree, "pruned", pruned)
-    dropping: Any = Dropping.shaped(shape)
-    assert bias(lambda: dropping, method) > 1e-3
-
-
-@pytest.mark.parametrize("method", ["recursive", "traversal"])
-def test_a_q_that_keeps_what_was_drawn_is_a_bias(method, monkeypatch):
-    monkeypatch.setattr(verdicts, "_without", lambda q, token: q)
-    assert bias(TREES["two beside"], method) > 1e-3
-
-
-def test_an_early_end_of_block_verification_is_a_bias(monkeypatch):
-    def from_the_root(draft: Draft, p: verdicts.TargetRows, random: Randomness) -> verdicts.Walked:
-        """The chances of block verification, tossed from the front until one fails."""
-        path: list[int] = []
-        chance, last = 1.0, p(-1)
-        while candidates := draft.draws(path[-1] if path else -1):
-            q, node = candidates[0].q, len(path)
-            assert q is not None
-            chance = min(1.0, chance * float(last[draft.tokens[node]] / q[draft.tokens[node]]))
-            rest = (chance * p(node) - draft.draws(node)[0].q).clamp_min(0) if draft.draws(node) else None
-            kept = chance if rest is None else float(rest.sum()) / (float(rest.sum()) + 1 - chance)
-            if not random.test(torch.tensor([kept]))[0]:
-                closing = verdicts.remainder(last, q)
-                return verdicts.Walked(path, random.draw(closing), closing)
-            path.append(node)
-            last = p(node)
-        return verdicts.Walked(path, random.draw(last), last)
-
-    broken = {**METHODS, "block": replace(METHODS["block"], walk=from_the_root)}
-    monkeypatch.setattr(verify, "METHODS", broken)
-    assert bias(None, "block") > 1e-3
-
-
-def test_a_lost_multiplicity_of_equal_drafts_is_a_bias(monkeypatch):
-    """Tested once, a token that came twice; its q says that there were two tries."""
-
-    def once(tree: GrowingTree, parent: int, draws: Sequence[Draws], distribution: TokenDistribution) -> None:
-        seen: dict[int, Draws] = {}
-        for each in draws:
-            seen.setdefault(each.tokens[0], each)
-        add(tree, parent, list(seen.values()), distribution)
-
-    add = GrowingTree.add
-    monkeypatch.setattr(GrowingTree, "add", once)
-    assert bias(lambda: StaticTree.shaped((-1, -1)), "specinfer") > 1e-3
-
-
-def test_one_draw_shared_by_several_parents_is_a_bias(monkeypatch):
-    """Both nodes of the first depth get the same token behind them, each of the right distribution."""
-    level = torch.tensor([0.5, -0.5, 0.2])
-    monkeypatch.setitem(
-        DRAFTERS,
-        "model",
-        lambda target: ModelDrafter(ScriptedScorer(lambda _: level.clone(), VOCAB), "level"),
-    )
-    shape = lambda: StaticTree.shaped((-1, -1, 0, 1))  # noqa: E731
-    assert bias(shape, "traversal") < 1e-6
-    latest: list[list[Draws]] = []
-
-    def shared(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
-        if count == 1 and latest and len(latest[-1][0].tokens) == 1:
-            return [Draws(latest.pop()[0].tokens, distribution.q)]
-        latest.append(verdicts.without_replacement(distribution, count, random))
-        return latest[-1]
-
-    broken = {**METHODS, "traversal": replace(METHODS["traversal"], drawing=shared)}
-    monkeypatch.setattr(verify, "METHODS", broken)
-    assert bias(shape, "traversal") > 1e-3
 
 
 # --- Greedy decoding, with caches of their own ----------------------------------------------------

@@ -17,7 +17,7 @@ from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, cost_lines, describe, prompts, specs_of
 from stored_runs import run_json, step_lists
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.config import Config as Configuration
@@ -33,8 +33,8 @@ from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize
 from specbench.show.report.content import make_report
-from specbench.specs.drafters import SelfForm, SmallModel, parse_drafter
-from specbench.specs.models import ModelSpec, parse_model
+from specbench.specs.drafters import SelfForm, parse_drafter
+from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
 from specbench.tune.answer import (
     as_json,
@@ -103,11 +103,6 @@ def test_candidates_are_configurations_of_the_grid():
     assert [config.id for config in probes_of(sweep.configs)] == [
         "lookup@8", "self:int8@8", "self:int8@dynamic-tree", "d@8", "d@dynamic-tree",
     ]  # fmt: skip
-
-
-def test_where_passes_are_the_same_to_the_bit_nothing_stands_beside_a_draft():
-    rules = [parse_policy(rule) for rule in rules_to_try(greedy=True, chained=True)]
-    assert not any(rule.kind.tree for rule in rules)
 
 
 def test_above_temperature_0_a_chain_may_be_verified_together():
@@ -185,14 +180,6 @@ def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried():
     assert found["e@auto"] == found["e@1"]
     assert "e@dynamic-tree" not in found
     assert "plain" not in found
-
-
-def test_a_wide_pass_that_seems_quicker_was_disturbed():
-    sweep, tries = grid("d"), {"d@8": probe([8], [8])}
-    disturbed = structs.replace(COSTS, target_s={**COSTS.target_s, 5: 0.9})
-    assert predict(sweep.configs, tries, disturbed) == predict(
-        sweep.configs, tries, structs.replace(COSTS, target_s={**COSTS.target_s, 5: 0.2})
-    )
 
 
 def chosen(predicted: dict[str, float], **options: Any) -> Selection:
@@ -430,16 +417,6 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
     assert message.startswith("Plain decoding failed: no memory.")
 
 
-def test_passes_that_cannot_be_timed_end_it(tmp_path):
-    class Untimed(TimedEngine):
-        def measure_costs(self, *_: object) -> list[CostLine]:
-            raise RunError("no clock")
-
-    clock, sweep = FakeClock(), grid("d")
-    message = refusal(search, tmp_path, Untimed(FAST, clock), sweep, clock, kind=RunError)
-    assert message == "Single passes could not be timed: no clock"
-
-
 # -- many requests ---------------------------------------------------------------------------------
 
 
@@ -542,21 +519,6 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     assert (plainly.winner.kind, plainly.provisional) == ("plain", True)
 
 
-def test_where_everything_that_drafts_fails_plain_decoding_is_provisional(tmp_path):
-    clock, sweep = FakeClock(), grid("d")
-
-    def fails(config: SweepConfig, _: object) -> Exception | None:
-        raced = len(engine.cost_calls) > 0 and config.kind != "plain"
-        return RunError("no memory") if raced else None
-
-    engine = TimedEngine(FAST, clock, fails=fails)
-    found = search(tmp_path, engine, sweep, clock)
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
-    assert answer.headline == "Plain decoding is the provisional choice: all drafters in the race failed."
-    assert (answer.winner.kind, answer.provisional) == ("plain", True)
-    assert {each.outcome for each in answer.tried if each.blocks == 0} == {"failed"}
-
-
 def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     """Where a race takes off what held generations up, its figures are not those of the times alone."""
     clock, sweep = FakeClock(), grid("d")
@@ -608,19 +570,6 @@ def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
     assert (tuning.ranking, tuning.verdict, tuning.answer) == ([], None, None)
 
 
-def test_a_search_of_an_older_version_is_shown_by_its_ranking(tmp_path):
-    found, _ = undecided(tmp_path, FakeClock())
-    df = load_results(tmp_path)
-    assert df.run.tuning is not None
-    assert df.run.tuning.answer is None
-    assert summarize(df).winners == set()  # that one was not decided
-    report = make_report(df, "run", tmp_path)
-    assert report.answers[0].headline.startswith("It is not certain")
-    (warning,) = (each for each in report.warnings if each.id == "unfinished")
-    assert re.fullmatch(r"The search is not finished: it has \d+ generations\.", warning.message)
-    assert found.race.leader == RunSettings(df).all()[0].measured.config
-
-
 def test_the_answer_as_text_markdown_and_json(tmp_path, snapshot):
     answer, found = answered(tmp_path, FAST)
     exported = exports(load_results(tmp_path), Path("run"))
@@ -631,19 +580,6 @@ def test_the_answer_as_text_markdown_and_json(tmp_path, snapshot):
     assert (facts["winner"], facts["verdict"], facts["ending"]) == ("d@auto", "faster", "decided")
     assert facts["low"] <= facts["speedup"] <= facts["high"]
     assert {each["config"] for each in facts["tried"]} >= {"plain", "d@8", "e@auto"}
-
-
-def test_the_table_fits_80_columns(tmp_path):
-    answer, _ = answered(tmp_path, FAST)
-    long = "lookup+" + 4 * "a-model-with-a-long-name-" + "7b (int8) γ=3"
-    many = replace(answer, tried=tuple(replace(each, label=long) for each in answer.tried))
-    text = full_text(many, "", None)
-    table = text[text.index("\nraced  ") : text.index("\nBound:")].strip().splitlines()
-    assert max(map(len, table)) <= 80
-    raced = [each for each in many.tried if each.blocks is not None]
-    names = [line[:28].strip() for line in table]
-    assert "".join(names).count("lookup+a-model-with-a-long-n") == len(raced)
-    assert "".join(names).replace(" ", "").count("(int8)γ=3") == len(raced) > 3
 
 
 def test_exports_name_settings_that_engines_have(tmp_path):
@@ -718,22 +654,3 @@ def test_a_configuration_says_how_to_decode(rule, says):
         **says,
     }
     assert config.policy == parse_policy(rule)
-
-
-@pytest.mark.parametrize(("actual", "dtype"), [("int4", "int4"), ("int8", "auto")])
-def test_a_recipe_has_the_dtype_that_won_unless_it_is_the_usual_one(actual, dtype):
-    spec = parse_drafter("lookup+Org/small")
-    _, config = build_configs(
-        SweepOptions(policies=("auto",)), {"a": spec}, {"a": "f"}, base=RECIPE, dtypes={"a": actual}
-    )
-    assert config.recipe is not None
-    assert (config.recipe.models.drafter_dtype, config.drafter_dtype) == (dtype, actual)
-
-
-def test_a_configuration_says_dtypes_and_no_paths():
-    recipe = recipe_of("suffix", "auto", dtype="float32", drafter_dtype="bfloat16")
-    config, note = config_from_recipe(replace(recipe, target=ModelSpec("folder", "/home/me/big")))
-    assert (config.target, config.dtype, config.drafter_dtype) == (None, "float32", "bfloat16")
-    assert note == "The target is not in it, because it is named by a path: add --target /home/me/big."
-    with pytest.raises(UsageError, match="is no name of a model"):
-        config_from_recipe(replace(RECIPE, drafter=SmallModel(ModelSpec("folder", "/home/me/small"))))
