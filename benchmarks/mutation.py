@@ -361,13 +361,7 @@ tune/search.py:StoredSearch._measure  test_tune.py -k nothing_is_measured_again
 """)
 """Bugs of caches, pools, batches and stored runs."""
 
-CONTROL = Bug(
-    "(nothing changed)",
-    "decoding/verify.py:residual",
-    "rest = p[i].clone()",
-    "rest = p[i].clone()",
-    "test_accept.py",
-)
+CONTROL = ALGORITHM[0]._replace(name="(nothing changed)", new=ALGORITHM[0].old, tests="test_accept.py")
 
 
 class LostError(Exception):
