@@ -229,14 +229,6 @@ def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, mo
     assert "tokens of context" in answer or "no context" in answer
 
 
-def test_completions_sampled_behind_the_end(sweep, plain):
-    assert sweep("--api", "completions", "--temperature", 0.7, "--ignore-eos", base=plain).code == 0
-    last = plain.asked[-1]
-    assert last["prompt"].startswith("Question")
-    assert (last["temperature"], last["ignore_eos"], last["top_k"], last["top_p"]) == (0.7, True, -1, 1.0)
-    assert isinstance(last["seed"], int)
-
-
 def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     with ScriptedServer() as one, ScriptedServer() as two:
         result = sweep(a=one, b=two)
@@ -345,13 +337,6 @@ def test_runs_of_servers_are_compared_without_plain_decoding(sweep, plain, fast,
     assert "targets differ" in capsys.readouterr().err
 
 
-def test_settings_of_servers_cannot_be_exported(sweep, plain, fast, capsys):
-    assert sweep(base=plain, drafting=fast).code == 0
-    for wanted in ([], ["--setting", "drafting"]):
-        assert run_cli(["export", "run", "--to", "vllm", *wanted]) == 2
-        assert "measured servers, whose settings are unknown" in capsys.readouterr().err
-
-
 def test_servers_over_batches(sweep, plain, fast, tmp_path):
     result = sweep("--batch", "1,2,4", base=plain, drafting=fast)
     assert result.code == 0, result.err
@@ -373,24 +358,6 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
     assert len(write_report(tmp_path / "run")[0].tables["Batches of requests"].rows) == 6
     requests = request_rows(frame)
     assert [row.config.batch for row in requests] == [1, 1, 2, 2, 4, 4]
-
-
-def test_requests_that_come_by_the_clock(sweep, plain, tmp_path):
-    assert sweep("--batch", 2, "--arrivals", "poisson:500", base=plain).code == 0
-    for row in stored(tmp_path):
-        arrived = [each["arrived_s"] for each in row["requests"]]
-        assert row["clients"] is None
-        assert arrived == sorted(arrived)
-        assert arrived[0] > 0
-
-
-def test_a_dry_run_says_what_would_be_asked(sweep, plain, tmp_path):
-    result = sweep("--dry-run", base=plain)
-    assert result.code == 0
-    assert "1 configurations: base" in result.out
-    assert "8 generations" in result.out
-    assert not (tmp_path / "run").exists()
-    assert len(plain.asked) == 1
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
