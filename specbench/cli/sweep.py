@@ -97,7 +97,7 @@ def sweep(
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, build_configs, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_run import SweepJob, run_folder, show_dry_run, tracking
+    from specbench.cli.sweep_run import SweepJob, run_folder, show_plan, tracking
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -113,12 +113,14 @@ def sweep(
         options = replace(options, context_text=text.described)
     sources = {**describe_models(base, drafters), **chosen.sources}
     folder = run_folder(results, sources, options)
-    if results.dry_run:
-        grid = build_configs(options, {str(spec): spec for spec in drafters})
-        show_dry_run(Sweep(options, chosen.prompts, tuple(grid), text=text), base, drafters, folder, start)
-        return
     from specbench.bench.engines.own import check_engine, load_engine
 
+    if results.dry_run:
+        with starting(quiet) as progress:
+            check_engine(base, drafters, options, progress)
+        grid = build_configs(options, {str(spec): spec for spec in drafters})
+        show_plan(Sweep(options, chosen.prompts, tuple(grid), text=text), folder)
+        return
     with tracking(results, folder, str(base.target)) as track:
         with starting(quiet) as progress:
             check_engine(base, drafters, options, progress)

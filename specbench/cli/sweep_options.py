@@ -254,9 +254,7 @@ class ResultsOptions:
     retry_failed: Annotated[
         bool, _results("--retry-failed", None, "With --resume, measure failed generations again.")
     ] = False
-    dry_run: Annotated[
-        bool, _results("--dry-run", None, "Show the plan with its time and memory, then exit.")
-    ] = False
+    dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, then exit.")] = False
     log_to: LogToOption = None
 
 

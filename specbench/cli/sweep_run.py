@@ -21,12 +21,10 @@ from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.base.trackers import check_tracker, open_tracker
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
-from specbench.cli.console import duration, say
-from specbench.cli.progress import StageProgress
+from specbench.cli.console import say
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
 from specbench.config import FILE_NAME
-from specbench.recipe import Recipe
 from specbench.results import advice
 from specbench.results.store import RunStore, stored_runs, write_csv
 
@@ -40,12 +38,9 @@ if TYPE_CHECKING:
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.summary import Summary
-    from specbench.specs.drafters import DrafterSpec
 
 
 FOLDER = Path("results")
-_BUSY = 1.25
-"""The slowdown by others from which on it is mentioned."""
 
 
 def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
@@ -115,32 +110,7 @@ def _unfinished(sources: dict[str, Any], options: SweepOptions, *, retry_failed:
     )
 
 
-def show_dry_run(
-    sweep: Sweep, base: Recipe, drafters: Sequence[DrafterSpec], folder: Path, start: LoadSnapshot
-) -> None:
-    """Print what would run, and the time and memory it would take."""
-    from specbench.bench.engines.own import check_engine
-    from specbench.bench.estimate import estimate_memory, estimate_time, slowdown
-
-    with StageProgress() as progress:
-        check_engine(base, drafters, sweep.options, progress)
-        need = estimate_time(sweep, base, drafters, folder.parent, progress=progress)
-        memory = estimate_memory(sweep, base, drafters, progress=progress)
-    time = f"takes about {duration(need.seconds)}"
-    if (longer := slowdown(start.load_average, start.cores)) >= _BUSY:
-        load = f"a load of {start.load_average:.1f} on {start.cores} cores"
-        time = f"takes {duration(need.seconds)} to {duration(longer * need.seconds)}, as the machine is busy ({load})"
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.parts.items())
-    lines = [
-        f"{time}, {need.source}",
-        f"memory: {memory.total / 1e9:.1f} GB ({parts}); {memory.available / 1e9:.1f} GB are free",
-    ]
-    if memory.total > memory.available:
-        lines.append("The models do not fit into memory: choose a smaller model or a narrower dtype.")
-    show_plan(sweep, folder, *lines)
-
-
-def show_plan(sweep: Sweep, folder: Path, *more: str) -> None:
+def show_plan(sweep: Sweep, folder: Path) -> None:
     """Print what would run and where it would be stored, broken between words on a terminal."""
     cells = [cell for cell in sweep.plan() if not cell.warmup]
     categories = Counter(prompt.category for prompt in sweep.prompts)
@@ -153,7 +123,6 @@ def show_plan(sweep: Sweep, folder: Path, *more: str) -> None:
         prompts if categories else "",
         f"{groups} of up to {sweep.options.decoding.max_new_tokens} tokens ({sweep.options.repeats} repeats), stored in"
         f" {folder}",
-        *more,
     ):
         console.print(Text(terminal_safe(line, console.encoding)), soft_wrap=not console.is_terminal)
 
