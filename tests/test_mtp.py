@@ -21,7 +21,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
-from specbench.bench.estimate import estimate_memory
+from specbench.bench.memory import estimate_memory
 from specbench.cli.options import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan

@@ -14,7 +14,7 @@ from specbench.backends.torch.kernels.native import is_available
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.estimate import estimate_memory
+from specbench.bench.memory import estimate_memory
 from specbench.bench.passes import time_in_turn
 from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
