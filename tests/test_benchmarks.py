@@ -278,6 +278,11 @@ def test_outputs_that_differ_are_reported(compared, capsys, monkeypatch):
     assert rows["specbench plain"]["differs"] == 0
 
 
+def test_it_stops_when_the_time_is_over(compared, capsys):
+    assert vs_transformers.main([*compared, "--minutes", "0"]) == 3
+    assert "Traceback" not in capsys.readouterr().out
+
+
 def test_a_setting_that_is_none_is_refused():
     with pytest.raises(SystemExit) as stopped:
         vs_transformers.parse(["--setting", "lookup"])
