@@ -269,7 +269,9 @@ def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
         assert torch.equal(short.dense().view(torch.int16), weight.view(torch.int16))
 
 
-@pytest.mark.skipif(native.loaded().level < 2, reason="this processor reads 12 bits too slowly")
+@pytest.mark.skipif(
+    not native.is_available() or native.loaded().level < 2, reason="this processor reads 12 bits too slowly"
+)
 def test_products_of_12_bits_are_those_of_16(monkeypatch):
     own = native.loaded()
     bias = torch.randn(192)
@@ -300,7 +302,9 @@ def test_numbers_of_too_many_sizes_are_not_shortened():
     assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
 
 
-@pytest.mark.skipif(native.loaded().highest < 3, reason="oneDNN unpacks bfloat16 here")
+@pytest.mark.skipif(
+    not native.is_available() or native.loaded().highest < 3, reason="oneDNN unpacks bfloat16 here"
+)
 def test_many_rows_are_multiplied_by_slices_where_there_are_tiles(monkeypatch):
     weight, bias = torch.randn(448, 96).bfloat16(), torch.randn(448).bfloat16()
     if linear._slice_of(128, 96) is None:
