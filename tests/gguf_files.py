@@ -91,6 +91,32 @@ FUSED = {"attn_qkv": (3 * HIDDEN, HIDDEN), "attn_output": (HIDDEN, HIDDEN)}
 GPT = with_bias(
     attn_norm=NORM, ffn_norm=NORM, **FUSED, ffn_up=(4 * HIDDEN, HIDDEN), ffn_down=(HIDDEN, 4 * HIDDEN)
 )
+DELTA = {
+    **weights(attn_qkv=(64, HIDDEN), attn_gate=(32, HIDDEN), ssm_alpha=(4, HIDDEN), ssm_beta=(4, HIDDEN)),
+    **weights(ssm_conv1d=(64, 4), ssm_norm=(8,), ssm_out=(HIDDEN, 32)),
+    "ssm_dt.bias": (4,),
+    "ssm_a": (4,),
+}
+QWEN35 = {
+    **RMS, **LENGTHS, "rope.freq_base": 1e6, "rope.dimension_count": HEAD, "rope.dimension_sections": [2, 1, 1, 0],
+    "full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.group_count": 2,
+    "ssm.time_step_rank": 4, "ssm.inner_size": 32,
+}  # fmt: skip
+QWEN35_TENSORS = {
+    **LAST,
+    **HEAD_TENSOR,
+    **{f"blk.0.{name}": shape for name, shape in DELTA.items()},
+    **{
+        f"blk.1.{name}": shape
+        for name, shape in (HEADED | QK_NORMS | {"attn_q.weight": (2 * Q, HIDDEN)}).items()
+    },
+}
+SHARED = weights(
+    ffn_gate_inp_shexp=(HIDDEN,),
+    ffn_gate_shexp=(INNER, HIDDEN),
+    ffn_up_shexp=(INNER, HIDDEN),
+    ffn_down_shexp=(HIDDEN, INNER),
+)
 GEMMA_LAYER = {**NORMS, **POST_NORMS, **HEADED, **GATED}
 
 FAMILIES = {
@@ -102,8 +128,7 @@ FAMILIES = {
     "qwen2moe": Family(
         {**RMS, **EXPERT_KEYS, "expert_shared_feed_forward_length": INNER, "rope.freq_base": 1e6},
         NORMS | HEADED | QKV_BIAS | MIXED
-        | weights(ffn_gate_inp_shexp=(HIDDEN,), ffn_gate_shexp=(INNER, HIDDEN), ffn_up_shexp=(INNER, HIDDEN),
-                  ffn_down_shexp=(HIDDEN, INNER)),
+        | SHARED,
         LAST | HEAD_TENSOR,
     ),
     "qwen3moe": Family(
@@ -168,6 +193,12 @@ FAMILIES = {
         {**RMS, "block_count": 6, **LENGTHS, "attention.sliding_window": 64, "rope.freq_base": 1e6},
         {**GEMMA_LAYER, **QK_NORMS},
         LAST,
+    ),
+    "qwen35": Family(QWEN35, weights(attn_norm=NORM, post_attention_norm=NORM) | GATED, QWEN35_TENSORS),
+    "qwen35moe": Family(
+        {**QWEN35, **EXPERT_KEYS, "expert_shared_feed_forward_length": INNER},
+        weights(attn_norm=NORM, post_attention_norm=NORM) | MIXED | SHARED,
+        QWEN35_TENSORS,
     ),
     "lfm2": Family(
         RMS | {"attention.head_count_kv": [0, KV_HEADS], "shortconv.l_cache": 3, "rope.freq_base": 1e6},
@@ -242,7 +273,7 @@ FACTS = [
     *(Fact(each, "`rope.scaling`: linear", _LINEAR) for each in
       ("llama", "qwen2", "qwen3", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
     *(Fact(each, "`rope.scaling`: YaRN", _YARN) for each in
-      ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "falcon", "nemotron", "gemma3", "minimax-m2")),
+      ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "falcon", "nemotron", "gemma3", "minimax-m2")),
     *(Fact(each, "`rope.freq_base`", _BASE) for each in
       ("llama", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
     *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "starcoder2", "gemma3")),
@@ -275,6 +306,9 @@ FACTS = [
     Fact("qwen2", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
     Fact("qwen2", "no biases", tensors={f"blk.{at}.{name}": None for at in range(LAYERS) for name in QKV_BIAS},
          refused="bias"),
+    Fact("qwen35", "layers of multi-token prediction", {"block_count": 3, "nextn_predict_layers": 1},
+         {f"blk.2.{name}": shape for name, shape in (HEADED | QK_NORMS | {"attn_q.weight": (2 * Q, HIDDEN)}
+          | weights(**{"nextn.eh_proj": (HIDDEN, 2 * HIDDEN), "nextn.enorm": NORM, "nextn.hnorm": NORM})).items()}),
     Fact("qwen3", "`attention.key_length`", _WIDE, _WIDE_HEADS | _WIDE_NORMS),
     Fact("qwen2moe", "`expert_used_count`", {"expert_used_count": 1}),
     Fact("qwen2moe", "`expert_weights_scale`", _SCALE, refused="expert_weights_scale"),

@@ -101,6 +101,7 @@ def test_every_fact_changes_the_output():
         "llama: no `rope.freq_base`",
         "llama: `attention.sliding_window` as wide as the context",
         "qwen2: `rope.dimension_count`",
+        "qwen35: layers of multi-token prediction",
     }
 
 

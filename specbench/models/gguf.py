@@ -21,7 +21,7 @@ from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
-from specbench.models.gguf_facts import is_aside, read_config
+from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -182,7 +182,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             "local_files_only": True,
         }
         try:
-            config = read_config(
+            config, tensors = read_config(
                 header.architecture,
                 header.keys,
                 {tensor: each.shape for tensor, each in header.tensors.items()},
@@ -203,7 +203,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             model, loaded = answer
             if missing := sorted(loaded["missing_keys"]):
                 raise UsageError(f"The GGUF file {name!r} has no tensor for {missing[0]!r}.", SAFETENSORS)
-            if unread := _unread(header, model):
+            if unread := _unread(header, tensors, model):
                 raise UsageError(
                     f"The GGUF file {name!r} has {unread} numbers for which its model has no place.",
                     SAFETENSORS,
@@ -241,8 +241,8 @@ def _floats(gguf: Path, tensor: Tensor) -> list[float]:
         return list(struct.unpack(f"<{count}f", file.read(4 * count)))
 
 
-def _unread(header: GgufHeader, model: Any) -> int:
-    """How many numbers of the file's tensors are not in the model."""
-    stored = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if not is_aside(name))
+def _unread(header: GgufHeader, tensors: list[str], model: Any) -> int:
+    """How many numbers of the tensors are not in the model."""
+    stored = sum(math.prod(header.tensors[name].shape) for name in tensors)
     held: dict[int, int] = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     return stored - sum(held.values())

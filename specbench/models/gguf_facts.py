@@ -80,6 +80,14 @@ def _minimax(settings: dict[str, Any]) -> None:
     settings["scoring_func"] = "sigmoid"
 
 
+def _qwen35(settings: dict[str, Any]) -> None:
+    """The layers of multi-token prediction at the end are no part of the model itself."""
+    settings["num_hidden_layers"] -= settings["mtp"]
+    settings["linear_value_head_dim"] //= settings["linear_num_value_heads"]
+    sections = settings.pop("sections")[:3]  # of positions in images; those of text are all the same
+    settings["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+
+
 def _phi3(settings: dict[str, Any]) -> None:
     rope = settings["rope_parameters"]
     if rope["rope_type"] not in ("default", "longrope"):
@@ -111,10 +119,27 @@ _HEADS = "attn_q attn_k attn_v attn_output"
 _BIASED_HEADS = "attn_q+ attn_k+ attn_v+ attn_output"
 _GATED = "ffn_gate ffn_up ffn_down"
 _MIXED = "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
+_SHARED = "ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp"
 _QK_NORMS = "attn_q_norm attn_k_norm"
 _GPT = "attn_norm+ attn_qkv+ attn_output+ ffn_norm+ ffn_up+ ffn_down+"
 _GEMMA = f"attn_norm post_attention_norm ffn_norm post_ffw_norm {_HEADS} {_GATED}"
 _RMS_NORM = {_RMS: "rms_norm_eps"}
+_DELTA = (
+    f"attn_norm post_attention_norm {_HEADS} {_QK_NORMS} attn_qkv attn_gate"
+    " ssm_alpha ssm_beta ssm_conv1d ssm_norm ssm_out ssm_dt? ssm_a"
+)
+_QWEN35 = {
+    **_RMS_NORM,
+    "full_attention_interval": "full_attention_interval",
+    "nextn_predict_layers": "mtp",
+    "rope.dimension_sections": "sections",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim",
+}
+_QWEN35_DEFAULTS = {"full_attention_interval": 4, "nextn_predict_layers": 0}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -126,7 +151,7 @@ FAMILIES: Mapping[str, Family] = {
         "qwen2_moe",
         {**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
          "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        f"attn_norm {_BIASED_HEADS} ffn_norm {_MIXED} ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp",
+        f"attn_norm {_BIASED_HEADS} ffn_norm {_MIXED} {_SHARED}",
     ),
     "qwen3": Family("qwen3", _RMS_NORM, f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED}"),
     "qwen3moe": Family(
@@ -163,6 +188,15 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": Family(
         "nemotron", {_NORM: "norm_eps"}, f"attn_norm+ {_HEADS} ffn_norm+ ffn_up ffn_down", "output_norm+ output",
         rotated="part",
+    ),
+    "qwen35": Family(
+        "qwen3_5_text", _QWEN35, f"{_DELTA} {_GATED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
+    ),
+    "qwen35moe": Family(
+        "qwen3_5_moe_text",
+        {**_QWEN35, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
+         "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        f"{_DELTA} {_MIXED} {_SHARED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
     ),
     "lfm2": Family(
         "lfm2", {_RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
@@ -265,8 +299,8 @@ def read_config(
     shapes: Mapping[str, Sequence[int]],
     numbers: Callable[[str], list[float]],
     file: str,
-) -> PreTrainedConfig:
-    """Return the configuration of the model in a file.
+) -> tuple[PreTrainedConfig, list[str]]:
+    """Return the configuration of the model in a file, and the names of its tensors.
 
     Args:
         architecture: llama.cpp's name of the architecture.
@@ -297,9 +331,12 @@ def read_config(
             f" {keys.get(f'{architecture}.{unknown}')!r}, which decides the output and cannot be converted.",
             SAFETENSORS,
         ) from None
+    extra = "|".join(rf"blk\.{settings['num_hidden_layers'] + i}\..*" for i in range(settings.pop("mtp", 0)))
+    aside = re.compile(rf".*\.attn_rot_embd\.weight|{'|'.join(map(re.escape, _ROTATIONS))}|{extra or '-'}")
+    tensors = [name for name in shapes if not aside.fullmatch(name)]
     known = _known_tensors(family, settings)
-    for name in shapes:
-        if not is_aside(name) and not known.fullmatch(name):
+    for name in tensors:
+        if not known.fullmatch(name):
             raise UsageError(
                 f"The GGUF file {file!r} has the tensor {name!r}, which cannot be converted.", SAFETENSORS
             )
@@ -307,7 +344,7 @@ def read_config(
         settings[f"{'pad' if kind == 'padding' else kind}_token_id"] = keys.get(
             f"tokenizer.ggml.{kind}_token_id"
         )
-    return AutoConfig.for_model(family.model_type, **settings)
+    return AutoConfig.for_model(family.model_type, **settings), tensors
 
 
 def _settings(
@@ -337,11 +374,6 @@ def _settings(
     if family.more:
         family.more(settings)
     return settings
-
-
-def is_aside(tensor: str) -> bool:
-    """Whether a tensor becomes a setting, or means nothing."""
-    return tensor in _ROTATIONS or tensor.endswith(".attn_rot_embd.weight")
 
 
 def _rotation(
