@@ -22,7 +22,8 @@ class Bigrams(FreeDrafter):
 
 
 def main() -> float:
-    target, prompt = load_target("smollm2-135m"), "red green blue red green blue red green"
+    target = load_target("smollm2-135m")
+    prompt = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday,"
     result = speculative_generate(prompt, target, Bigrams("bigrams"), gamma=4, chat=False, max_new_tokens=16)
     plain = autoregressive_generate(prompt, target, chat=False, max_new_tokens=16)
     tokens_per_step = float(summary(result)["tokens_per_step"])

@@ -30,7 +30,7 @@ def main() -> list[int]:
     target = load_target("smollm2-135m")
     drafter = load_drafter("self:int8", target)
     result = speculative_generate(
-        "List the planets.", target, drafter, policy=Doubling(), max_new_tokens=48, ignore_eos=True
+        "Why is the sky blue?", target, drafter, policy=Doubling(), max_new_tokens=48, ignore_eos=True
     )
     lengths = [step.gamma for step in result.steps]
     print("draft lengths:", lengths)

@@ -42,10 +42,14 @@ def test_every_example_is_described():
         assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= most
 
 
-@pytest.mark.parametrize(("name", "least"), [("custom_drafter", 2.0), ("recycle", 1.1)])
-def test_a_custom_drafter_drafts_what_is_accepted(name, least, capsys):
+@pytest.mark.parametrize(
+    ("name", "least", "text"), [("custom_drafter", 1.5, " Wednesday, Thursday, Friday"), ("recycle", 1.1, "")]
+)
+def test_a_custom_drafter_drafts_what_is_accepted(name, least, text, capsys):
     assert example(name).main() > least
-    assert "the same: True" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the same: True" in said
+    assert said.startswith(text)
 
 
 def test_a_custom_policy_decides_how_many_tokens_are_drafted():
