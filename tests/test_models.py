@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from specbench.backends.torch.kernels import native
 from specbench.base.errors import RunError, UsageError
+from specbench.cli.options import default_drafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, devices, load
 from specbench.models.devices import check_options
@@ -120,7 +122,7 @@ def test_what_names_no_model(text):
     message = refusal(parse_model, text, kind=UsageError)
     assert message.isprintable()
     assert message.startswith(f"There is no such file or folder: {text!r}.") == (text in PATHS)
-    assert ("neither a model folder nor a .gguf file" in message) == (text == __file__)
+    assert ("Python program" in message) == (text == __file__)
 
 
 @pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "nonsense"])
@@ -759,6 +761,21 @@ def test_a_sharded_hub_model_that_is_cached(hub_cache, monkeypatch):
 def test_a_hub_model_is_refused_before_its_weights_are_fetched(hub_cache):
     write_config(put_into_cache(hub_cache, "org/name", "0" * 40), RwkvConfig(), "RwkvForCausalLM")
     assert "recurrent state" in refusal(load_model, "org/name", CPU, kind=UsageError)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_out_of_reach_is_told_at_once(hub_cache, monkeypatch, capfd, offline):
+    """In one sentence that names a variable only if it is set, and without the client's attempts."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits"))
+    assert default_drafter("org/name") == "lookup"
+    message = refusal(load_model, "org/name", CPU, kind=RunError)
+    assert "cannot be reached" in message
+    assert ("HF_HUB_OFFLINE" in message) == offline
+    assert "".join(capfd.readouterr()) == ""
 
 
 def hub_answers(monkeypatch: pytest.MonkeyPatch, answers: Any) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class HubModel:
         except _NotCachedError as error:
             raise RunError(
                 f"The hub's cache held a damaged {file!r} of {self.name}, and the hub cannot be reached.",
-                "Go online, without HF_HUB_OFFLINE, to fetch it again.",
+                f"{_go_online()} to fetch it again.",
             ) from error
         if path is not None and not self._is_sound(path, everything=True):
             _discard(path, self.name)
@@ -170,9 +171,30 @@ class HubModel:
         if self.progress is not None and total > SMALL_FILE:
             self.progress.update(f"checking {self.name}", done, total)
 
+    @cached_property
+    def _unreachable(self) -> str:
+        """Why the hub cannot be asked; empty if it can. Its client would try again for half a minute."""
+        from huggingface_hub import constants, get_session
+
+        try:
+            if not constants.HF_HUB_OFFLINE:
+                get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except Exception as error:  # what networks and proxies can raise
+            return excerpt(error).rstrip(".") or type(error).__name__
+        return ""
+
+    def _not_cached(self) -> _NotCachedError:
+        reason = f" ({self._unreachable})" if self._unreachable else ""
+        return _NotCachedError(
+            f"The model {self.name} is not in the hub's cache, and the hub cannot be reached{reason}.",
+            f"{_go_online()}, or name a model folder.",
+        )
+
     def _download(self, file: str) -> Path | None:
         from huggingface_hub import errors, hf_hub_download
 
+        if self._cached(file) is None and self._unreachable:
+            raise self._not_cached()
         bar = _reporting_bar(self.progress, f"fetching {self.name}")
         try:
             with quiet_transformers():
@@ -188,10 +210,7 @@ class HubModel:
         except errors.RevisionNotFoundError as error:
             raise UsageError(f"The hub's {self.repository} has no revision {self.revision!r}.") from error
         except errors.LocalEntryNotFoundError as error:
-            raise _NotCachedError(
-                f"The model {self.name} is not in the hub's cache, and the hub cannot be reached.",
-                "Go online, without HF_HUB_OFFLINE, or name a model folder.",
-            ) from error
+            raise self._not_cached() from error
         except errors.EntryNotFoundError:
             return None
         except Exception as error:  # what a network, a proxy or a disk can raise
@@ -205,6 +224,12 @@ class HubModel:
                 return cached
             reason = excerpt(error).rstrip(".")
             raise RunError(f"The model {self.name} cannot be fetched: {reason}.") from error
+
+
+def _go_online() -> str:
+    from huggingface_hub import constants
+
+    return "Unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "Check the connection"
 
 
 _HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")

@@ -245,10 +245,14 @@ def _cached(target: ModelSpec) -> Path | None:
 
 def _fetched(target: ModelSpec) -> tuple[Headers, dict[str, Any]]:
     """Return the headers of a hub model's weights, and its configuration, without fetching the weights."""
-    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import get_safetensors_metadata
 
-    path = hf_hub_download(target.source, "config.json", revision=target.revision)
-    files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
+    from specbench.base.progress import quiet_transformers
+    from specbench.models.hub import HubModel
+
+    path = HubModel(target.source, target.revision, target.name, None).folder / "config.json"
+    with quiet_transformers():
+        files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
     headers = [
         (
             Path(file),
@@ -256,7 +260,7 @@ def _fetched(target: ModelSpec) -> tuple[Headers, dict[str, Any]]:
         )
         for file, found in files.items()
     ]
-    return headers, json.loads(Path(path).read_text(encoding="utf-8"))
+    return headers, json.loads(path.read_text(encoding="utf-8"))
 
 
 def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
