@@ -117,7 +117,9 @@ def test_quiet_says_nothing_but_answers(chat):
 
 def test_the_end_of_the_lines_ends_it(chat):
     assert chat("").code == 0
-    assert chat("/exit").out == ""
+    left = chat("/exit", "--drafter", "lookup")
+    assert left.out == ""
+    assert re.match(r"note +tiny \(float32, cpu\), drafter lookup\b", left.err), left.err
 
 
 def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat):

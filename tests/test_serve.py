@@ -658,6 +658,7 @@ def test_a_signal_ends_it_and_nothing_listens_elsewhere(folder, tmp_path, number
     assert listening == {"127.0.0.1"}
     assert process.kill(number) == 128 + number
     assert out.read_text() == ""
+    assert "tiny (float32, cpu), drafter lookup" in errors.read_text()
     assert errors.read_text().endswith("specbench: interrupted.\n")
 
 

@@ -38,6 +38,7 @@ from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.passes import cost_widths
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, TimeLeft, run_sweep
+from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
 from specbench.results.load import LoadSnapshot, load_snapshot
@@ -103,6 +104,16 @@ def test_ranges_of_gamma_that_are_none(text, message):
 def test_options_outside_their_range(options, message):
     with pytest.raises(UsageError, match=message):
         SweepOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [({"drafters": [object()]}, "drafters"), ({"drafters": [{}]}, "drafters"), ({"drafters": "lookup"}, "drafters"),
+     ({"policies": [object()]}, "policies"), ({"target": object()}, "target")],
+)  # fmt: skip
+def test_a_sweep_takes_names_and_no_objects(tmp_path, given, what):
+    with pytest.raises(UsageError, match=what):
+        sweep(**({"target": "smollm2-135m", "drafters": ["lookup"], "out": tmp_path / "run"} | given))
 
 
 def test_the_grid_has_plain_decoding_at_every_temperature():

@@ -82,6 +82,12 @@ def sweep(
     from specbench.bench.runner import run_sweep
     from specbench.results.results import load_results
 
+    for what, names in {"target": [target], "drafters": drafters, "policies": policies}.items():
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise UsageError(
+                f"A sweep takes names, and {what} holds something else.",
+                "Measure an object of your own with speculative_generate.",
+            )
     folder = Path(out)
     if RunStore.exists(folder) and not resume:
         raise UsageError(
@@ -111,8 +117,8 @@ def sweep(
 
     configs = engine.configs(options, base)
     grid = Sweep(options, chosen, tuple(configs))
-    named = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
-    sources = {**describe_models(base, specs), **named}
+    asked = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
+    sources = {**describe_models(base, specs), **asked}
     described = engine.describe_target(options.decoding)
     advice = "Restore what changed, or give another folder."
     with open_run(

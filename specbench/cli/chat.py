@@ -72,9 +72,8 @@ def chat(
             )
         chatting = _Chat(conversation, quiet=quiet)
         if not quiet:
-            model = f"{setting.target!r}, drafter {setting.drafter.name}, {setting.policy.name}."
             notes = [
-                model,
+                f"{setting.models}, {setting.policy.name}.",
                 *setting.target.language_model.notes,
                 *facts(setting.target, setting.drafter, decoding),
             ]

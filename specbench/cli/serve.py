@@ -123,10 +123,7 @@ def serve(
                 notes.append(
                     "The server is open to everybody who reaches this machine: no keys, no encryption."
                 )
-            notes.append(
-                f"{setting.target!r}, drafter {setting.drafter.name}, as {setting.target.name} on"
-                f" http://{where}:{port}/v1 (Ctrl-C ends it)"
-            )
+            notes.append(f"{setting.models}, is served on http://{where}:{port}/v1 (Ctrl-C ends it).")
             show_notes(notes, spaced=False)
         Server(engine, defaults, listening, server.grace).run()
 

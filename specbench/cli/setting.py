@@ -48,6 +48,11 @@ class LoadedRecipe:
     policy: DraftPlan
     sampling: Sampling
 
+    @property
+    def models(self) -> str:
+        """The models as a phrase."""
+        return f"{self.target.name} ({self.target.dtype}, {self.target.scorer.device}), drafter {self.drafter.name}"
+
 
 def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
     """Load the models of a recipe; what cannot work is refused before.

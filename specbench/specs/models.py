@@ -92,6 +92,11 @@ def parse_model(text: str) -> ModelSpec:
     if text and os.path.isfile(path):  # noqa: PTH113
         if is_gguf:
             return ModelSpec("gguf", path)
+        if path.endswith(".py"):
+            raise UsageError(
+                f"{text!r} is a Python program, and models and drafters are given here by name.",
+                "Run the program itself; it passes a drafter of its own to speculative_generate.",
+            )
         raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
     identifier, _, revision = text.partition("@")
     if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
