@@ -34,9 +34,9 @@ from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_lines, read_run
 from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
+from specbench.show.document import to_markdown
 from specbench.show.report import content
 from specbench.show.report.content import make_report
-from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import to_html
 from specbench.show.trace import TraceView
 
@@ -101,7 +101,7 @@ SWEEP = make_sweep(prompts(1, 1), gammas=(2,))
 @pytest.fixture
 def stored(tmp_path, monkeypatch) -> Stored:
     """The folder of a run with everything that a run can hold."""
-    monkeypatch.setattr(content, "_pictures", lambda df, folder: ([], {}))
+    monkeypatch.setattr(content, "_figures", lambda df, folder: ([], ""))
     with new_store(tmp_path / "run", SWEEP) as store:
         run_sweep(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False))
         changed = describe(SWEEP, specbench="0.0.1")
@@ -146,7 +146,7 @@ class Stored:
     def use_read_only(self) -> None:
         """What `report` does."""
         report = make_report(load_results(self.folder), "run", self.folder)
-        to_html(report), to_markdown(report)
+        to_html(report), to_markdown(*report.parts())
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])

@@ -65,10 +65,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image file next to the document; terminals do not show it."""
+    """A figure as a file next to the document, and as SVG with its width in pixels; terminals do not show it."""
 
     alternative: str
     path: str
+    svg: bytes
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Sheet:
         matrix: Whether all columns are equally important, so that columns that do not fit are shown in further tables.
         folded: Whether Markdown shows only the number of rows until the reader unfolds the table.
         elsewhere: Where to find the columns that were left out.
+        caption: What holds for all rows, said above them.
     """
 
     headings: list[str]
@@ -101,6 +104,7 @@ class Sheet:
     matrix: bool = False
     folded: bool = False
     elsewhere: str = "in summary.md, or on a wider terminal"
+    caption: str = ""
 
 
 Part = Heading | Paragraph | Code | Items | Facts | Image | Sheet
@@ -134,6 +138,7 @@ def _markdown(part: Part) -> str:
         case Sheet():
             sides = ["---", *("---" if i in part.left else "---:" for i in range(1, len(part.headings)))]
             table = "\n".join([_row(part.headings), f"| {' | '.join(sides)} |", *map(_row, part.rows)])
+            table = f"{_escaped(part.caption)}\n\n{table}" if part.caption else table
             table = f"{table}\n\n{_markdown(Items(part.notes))}" if part.notes else table
             summary = f"<details><summary>{len(part.rows)} rows</summary>"
             return f"{summary}\n\n{table}\n\n</details>" if part.folded else table
@@ -183,7 +188,6 @@ def to_latex(sheets: Mapping[str, Sheet]) -> str:
 
 _NAME_CELLS = 28  # a longer name takes several lines
 _LEAST_NAME_CELLS = 8
-_VERDICT_CELLS = 12
 _BETWEEN = 2  # cells between columns
 _ASCII_WORDS = {
     "γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">=", "·": ".", "✓": "+", "✗": "x",
@@ -230,6 +234,8 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
                 console.print(_grid(part, console.encoding))
             case Sheet():
                 tables, notes = _tables(part, console.width, console.encoding)
+                if part.caption:
+                    say(part.caption, whole=False)
                 for table in tables:
                     console.print(table)
                 for note in notes:
@@ -295,14 +301,12 @@ def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[
 
 
 def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column; names and verdicts can be broken into several lines."""
+    """Return the width of each column; names can be broken into several lines."""
     from rich.cells import cell_len
 
     columns = zip(headings, *rows, strict=True)
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    limits = {"verdict": _VERDICT_CELLS}
-    limits[headings[0]] = _NAME_CELLS
-    return [min(width, limits.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
+    return [min(widths[0], _NAME_CELLS), *widths[1:]]
 
 
 def _in_two_lines(heading: str) -> str:
@@ -332,11 +336,13 @@ def _table(
 
     widths = _widths(headings, rows)
     over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
+    most = max(headings[i].count("\n") for i in kept)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
     for i in kept:
         side: Literal["left", "right"] = "left" if i == 0 or i in sheet.left else "right"
         cells = max(min(_LEAST_NAME_CELLS, widths[0]), widths[0] - over) if i == 0 else widths[i]
-        table.add_column(Text(headings[i]), justify=side, vertical="bottom", overflow="fold", width=cells)
+        heading = "\n" * (most - headings[i].count("\n")) + headings[i]  # at the bottom, and cells at the top
+        table.add_column(Text(heading), justify=side, overflow="fold", width=cells)
     for number, row in enumerate(rows):
         cells_of_row = [Text(row[i]) for i in kept]  # as Text: markup in a name stays as it is
         cells_of_row[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))

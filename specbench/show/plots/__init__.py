@@ -113,13 +113,15 @@ def save_figure(figure: Figure, path: Path) -> None:
         write_bytes(path, figure_bytes(figure, path.suffix[1:]))
 
 
-def figure_bytes(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
-    """Return a figure as a file of one of ``FORMATS``."""
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-    with rc_context(STYLE), warnings.catch_warnings():
+def figure_bytes(figure: Figure, kind: str, dpi: float | None = None, *, letters: bool = False) -> bytes:
+    """Return a figure as a file of one of ``FORMATS``; an SVG holds its texts as outlines, or as ``letters``."""
+    title = {"Title": figure.get_label()} if kind != "png" else {}
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    style = {**STYLE, "svg.fonttype": "none" if letters else "path"}
+    with rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         content = BytesIO()
-        figure.savefig(content, format=kind, metadata=metadata, dpi=dpi or "figure")
+        figure.savefig(content, format=kind, metadata={**title, **undated}, dpi=dpi or "figure")
     return _with_palette(content) if kind == "png" else content.getvalue()
 
 

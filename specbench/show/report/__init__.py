@@ -6,9 +6,8 @@ from pathlib import Path
 
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.results import load_results
-from specbench.show.document import to_latex
+from specbench.show.document import to_latex, to_markdown
 from specbench.show.report.content import Report, make_report
-from specbench.show.report.markdown import to_markdown
 from specbench.show.report.page import to_html
 
 __all__ = ["write_report"]
@@ -35,7 +34,7 @@ def write_report(folder: Path, out: Path | None = None, *, latex: bool = False) 
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots")
-        texts = {"report.html": to_html(report), "report.md": to_markdown(report)}
+        texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts())}
         if latex:
             texts["tables.tex"] = to_latex(report.tables)
         for name, text in texts.items():

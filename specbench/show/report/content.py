@@ -7,10 +7,10 @@ of measurement and the machine. Definitions of the metrics: docs/metrics.md.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted, one_line
@@ -22,32 +22,18 @@ from specbench.results.heads import head_rows, training_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
-from specbench.results.summary import Categories, Summary, baseline_name, categorize, summarize
+from specbench.results.summary import Summary, baseline_name, categorize, summarize
 from specbench.results.turns import turn_rows
 from specbench.show import tables
-from specbench.show.answer import Answer, find_answers
-from specbench.show.document import Sheet
-from specbench.show.plots import FIGURES, Look, draw_figures, figure_bytes, save_figure
-from specbench.show.report.charts import Chart, make_charts
+from specbench.show.answer import Answer, answer_parts, find_answers
+from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet
+from specbench.show.plots import FIGURES, draw_figures, figure_bytes, save_figure
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-LONG_TABLE = 16
+_LONG_TABLE = 16
 """Rows above which a table is folded."""
 
-SUMMARY, CATEGORIES = "Summary", "By category"
-"""Titles of two tables."""
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure: its name, a description, a PNG, and possibly a second PNG for narrow screens."""
-
-    name: str
-    about: str
-    png: bytes
-    narrow: bytes | None = None
+_PIXELS_PER_INCH = 124
+"""At which the letters of a figure are as tall as those of the tables."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +44,10 @@ class Report:
         name: Name of the run.
         answers: The answers, one per temperature.
         warnings: Warnings, the gravest first.
-        summary, categories: Metrics of all configurations.
-        tables: Tables by title, in order.
-        pictures: Figures.
-        charts: Charts of the page, by the name of the picture that they replace there.
-        missing: Sentences on which figures are missing and why.
+        summary: Metrics of all configurations.
+        tables: Tables by title, in order; the first is that of speed.
+        figures: The figures.
+        missing: A sentence on figures that are missing; empty if none is.
         method: How everything was measured, as titles and texts.
         costs: Times of single forward passes.
         facts: Machine, versions and models, as groups of names and values.
@@ -72,14 +57,37 @@ class Report:
     answers: list[Answer]
     warnings: list[RunWarning]
     summary: Summary
-    categories: Categories
     tables: dict[str, Sheet]
-    pictures: list[Picture]
-    charts: dict[str, Chart]
-    missing: list[str]
+    figures: list[Image]
+    missing: str
     method: list[tuple[str, str]]
     costs: Sheet
     facts: dict[str, list[tuple[str, str]]]
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the report as a document."""
+        yield Heading(self.name, 1)
+        for answer in self.answers:
+            yield from (*answer_parts(answer), Items(answer.details))
+        if self.warnings:
+            warnings = [f"{each.severity}: {each.message} {each.advice}" for each in self.warnings]
+            yield from (Heading("Warnings"), Items(warnings))
+        (first, speed), *others = self.tables.items()
+        yield from (Heading(first), speed, Heading("Figures"))
+        yield from self.figures
+        yield Items([self.missing] if self.missing else [])
+        for title, sheet in others:
+            yield from (Heading(title), sheet)
+        yield from (Heading("How it was measured"), _facts_part(self.method))
+        if self.costs.rows:
+            yield from (Heading("Single passes", 3), self.costs)
+        yield Heading("Measured on")
+        for group, facts in self.facts.items():
+            yield from (Heading(group, 3), _facts_part(facts))
+
+
+def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
+    return Facts([(name, [(text, "")]) for name, text in pairs])
 
 
 def make_report(results: Results, name: str, plots: Path) -> Report:
@@ -88,7 +96,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     Args:
         results: The run.
         name: Name of the run.
-        plots: An existing folder for the figures.
+        plots: An existing folder for the figures of the Markdown file.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
@@ -98,17 +106,19 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
             "There is nothing to report: no generation of this run has finished.", "Continue its sweep."
         )
     summary, categories = summarize(results), categorize(results)
-    pictures, missing = _pictures(results, plots)
+    figures, missing = _figures(results, plots)
+    speed, steps = tables.speed_and_steps(tables.summary_sheet(summary))
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
-        CATEGORIES: tables.category_sheet(categories, summary),
+        "By category": tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),
+        "Acceptance and time": steps,
         "Acceptance by position": tables.position_sheet(positions(results)),
     }
     folded = {
-        title: replace(each, folded=len(each.rows) > LONG_TABLE)
+        title: replace(each, folded=len(each.rows) > _LONG_TABLE)
         for title, each in sheets.items()
         if each.rows
     }
@@ -118,11 +128,9 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         answers=find_answers(results, summary, categories),
         warnings=_warnings(results, summary),
         summary=summary,
-        categories=categories,
-        tables={SUMMARY: tables.summary_sheet(summary), **folded},
-        pictures=pictures,
-        charts=make_charts(results) if pictures else {},
-        missing=_why_missing(missing),
+        tables={"Speed": speed, **folded},
+        figures=figures,
+        missing=missing,
         method=_method(results),
         costs=Sheet(
             ["pass", "ms", "relative"],
@@ -133,37 +141,31 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     )
 
 
-_NARROW, _NARROW_DPI = 3.6, 150  # inches and resolution of a figure for narrow screens, which it fills
-
-
-def _pictures(results: Results, folder: Path) -> tuple[list[Picture], dict[str, str]]:
-    """Return the figures of a run, and sentences on why others are missing."""
+def _figures(results: Results, folder: Path) -> tuple[list[Image], str]:
+    """Return the figures of a run, and a sentence on those that are missing."""
     try:
         drawn = draw_figures(results)
     except UsageError as error:
-        return [], dict.fromkeys(FIGURES, error.message)
-    narrow = draw_figures(results, drawn.figures, Look(_NARROW)).figures
-    pictures = []
+        return [], error.message
+    images = []
     for name, figure in drawn.figures.items():
-        path = folder / f"{name}.png"
-        save_figure(figure, path)
-        small = figure_bytes(narrow[name], "png", dpi=_NARROW_DPI) if name in narrow else None
-        pictures.append(Picture(name, FIGURES[name].about, path.read_bytes(), small))
-    return pictures, drawn.skipped
-
-
-def _why_missing(missing: Mapping[str, str]) -> list[str]:
+        save_figure(figure, folder / f"{name}.png")
+        kind = FIGURES[name]
+        where = f" Its figures are in the table '{kind.table}'." if kind.table else ""
+        width = round(_PIXELS_PER_INCH * figure.get_figwidth())
+        images.append(
+            Image(
+                f"Chart: {kind.about}.{where}",
+                f"plots/{name}.png",
+                figure_bytes(figure, "svg", letters=True),
+                width,
+            )
+        )
     reasons: dict[str, list[str]] = {}
-    for name, reason in missing.items():
-        reasons.setdefault(reason.rstrip("."), []).append(FIGURES[name].about)
-    return [f"Not drawn: {', '.join(abouts)} ({reason})." for reason, abouts in reasons.items()]
-
-
-def alternative(picture: Picture, renamed: Mapping[str, str] | None = None) -> str:
-    """Return the alternative text of a picture, which names the table with its numbers."""
-    table = FIGURES[picture.name].table
-    table = (renamed or {}).get(table, table)
-    return f"Chart: {picture.about}." + (f" Its figures are in the table '{table}'." if table else "")
+    for name, reason in drawn.skipped.items():
+        reasons.setdefault(reason.rstrip("."), []).append(name)
+    missing = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+    return images, f"Not drawn: {missing}." if missing else ""
 
 
 # --- What is doubtful, how and on what it was measured ----------------------------------------------
@@ -200,61 +202,67 @@ def _is_tuned(run: Run) -> bool:
 
 
 def _method(results: Results) -> list[tuple[str, str]]:
+    """Return how a run was measured, as titles and texts; a title without a text is left out."""
     run, done = results.run, results.done
-    categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
+    over, energy = baseline_name(run), _shown(run.environment.energy)
     prompts, configs, repeats = (done[name].nunique() for name in ("prompt", "config", "repeat"))
+    categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
     temperatures = ", ".join(f"{each:g}" for each in sorted(done["temperature"].dropna().unique()))
+    batches, contexts = (
+        ", ".join(f"{each:,.0f}" for each in sorted(done[name].dropna().unique()))
+        for name in ("batch", "context")
+    )
+    arrivals = ", ".join(sorted({one_line(each) for each in done["arrivals"].dropna()}))
     length = f"up to {run.max_new_tokens} tokens" if run.max_new_tokens else "their natural length"
     if run.ignore_eos:
         length = length.replace("up to ", "") + " (end tokens are ignored)"
-    side_by_side = bool((done["group"] != "").any())
-    servers = bool((done["kind"] == "server").any())
-    unit, units = ("group of prompts", "groups of prompts") if side_by_side else ("prompt", "prompts")
-    over = baseline_name(run)
+    grouped, servers = bool((done["group"] != "").any()), bool((done["kind"] == "server").any())
+    unit = "group of prompts" if grouped else "prompt"
+    units = unit.replace("group", "groups") if grouped else "prompts"
     plain = "Plain decoding is the same loop, with the same cache and weights, and a drafter that proposes nothing."
     if done["kind"].isin(FOREIGN).any():
         plain += " Rows named transformers are that library's own generate."
-    return [
-        (
-            "Measured",
-            f"{counted(prompts, 'prompt')} of {counted(len(categories), 'category', 'categories')}"
-            f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
-            f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
-        ),
-        *([("Suites", " ".join(map(_suite_text, run.suites)))] if run.suites else []),
-        *(_method_of_batches(done) if side_by_side else ()),
-        *(_method_of_contexts(run, done) if done["context"].notna().any() else ()),
-        (
-            "Interleaving",
-            f"In every repeat all configurations{' of a batch' if side_by_side else ''} decode the same {unit} back to"
-            f" back, in a new random order (seed {run.seed}), so that drift of the machine affects all equally."
-            f" {'Every other repeat reverses the order of the one before' if servers else 'Models stay loaded'};"
-            f" {counted(run.warmup, 'warm-up generation')} per configuration"
-            f" {'does' if run.warmup == 1 else 'do'} not count.",
-        ),
-        *(_method_of_servers(run) if servers else ()),
-        ("Baseline", f"{over} is the first server that was named." if servers else plain),
-        (
-            "Speedup",
-            f"Throughput of a group of requests over that of {over} with the same prompts, batch and repeat, averaged"
-            " within a group, then as a geometric mean over groups. By category: each request's tokens/s from its"
-            " arrival to its end."
-            if side_by_side
-            else f"Decode tokens/s over those of {over} for the same prompt, turn and repeat: the ratio of each pair,"
-            " averaged within a prompt, then as a geometric mean over prompts. It excludes the time to first token,"
-            " which 'with TTFT' includes. 'Pooled' is all tokens over all seconds.",
-        ),
-        (
-            "Intervals",
-            f"{stats.CONFIDENCE:.0%}, over {units}: what other {units} of this kind would give. Repeats make each"
-            f" {unit} more precise and never count as {units}. Faster or slower: the interval lies wholly above or"
-            " below 1.",
-        ),
-        *([] if servers else [("Energy", _method_of_energy(run, done))]),
-        *([_METHOD_OF_TUNING] if _is_tuned(run) else []),
-        *([_ACCEPTANCE_OF_SERVERS] if servers else _ACCEPTANCE),
-        ("Definitions", "All figures with formula and pitfall: docs/metrics.md of specbench."),
-    ]
+    said = {
+        "Measured": f"{counted(prompts, 'prompt')} of {counted(len(categories), 'category', 'categories')}"
+        f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
+        f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
+        "Suites": " ".join(map(_suite_text, run.suites)),
+        "Side by side": f"Requests at a time: {batches}. Arrivals: {arrivals}. closed:N is a closed loop of N clients,"
+        " each of which sends its next request when the last is answered, until the last measured one has ended;"
+        " poisson:RATE is that many per second at random times, the same for all, with idle time skipped."
+        if grouped
+        else "",
+        "Context": f"Lengths of prompts: {contexts} tokens, exactly. A passage of"
+        f" {one_line(str(run.options.get('context_text') or '').rpartition(' ')[0])} stands in front of each question,"
+        " no part of it twice. Speedups are over the baseline at the same length."
+        if contexts
+        else "",
+        "Interleaving": f"In every repeat all configurations{' of a batch' if grouped else ''} decode the same {unit}"
+        f" back to back, in a new random order (seed {run.seed}), so that drift of the machine affects all equally."
+        f" Warm-up generations per configuration, which do not count: {run.warmup}.",
+        "Servers": f"Times are those of this machine's client, from sending a request to reading text; tokens are those"
+        f" that the server names or counts. {_caches_of_servers(run)}"
+        if servers
+        else "",
+        "Baseline": f"{over} is the first server that was named." if servers else plain,
+        "Speedup": f"Throughput of a group of requests over that of {over} with the same prompts, batch and repeat,"
+        " as a geometric mean over groups. By category: each request's tokens/s from its arrival to its end."
+        if grouped
+        else f"Decode tokens/s over those of {over} for the same prompt, turn and repeat, as a geometric mean over"
+        " prompts. 'With TTFT' includes the time to first token; 'pooled' is all tokens over all seconds.",
+        "Intervals": f"{stats.CONFIDENCE:.0%}, over {units}: what other {units} of this kind would give. Repeats never"
+        f" count as {units}. Faster or slower: the interval lies wholly above or below 1.",
+        "Energy": ""
+        if servers
+        else _NO_ENERGY
+        if done["energy_j"].isna().all()
+        else f"J/token: joules of {energy} of each generation, with prefill and other programs, over its tokens.",
+        "Tuning": _METHOD_OF_TUNING if _is_tuned(run) else "",
+        "Acceptance": _ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE,
+        "Predicted": "" if servers else _PREDICTED,
+        "Definitions": "All figures with formula and pitfall: docs/metrics.md of specbench.",
+    }
+    return [(title, text) for title, text in said.items() if text]
 
 
 def _suite_text(suite: StoredSuite) -> str:
@@ -264,89 +272,33 @@ def _suite_text(suite: StoredSuite) -> str:
     return f"{name}: {suite.prompts} prompts, {source}, sha256 {one_line(suite.sha256)}, license {terms}."
 
 
-_METHOD_OF_TUNING = (
-    "Tuning",
-    "A search by `specbench tune`: each round measures only the candidates still in the race, so configurations"
-    " were measured on different prompts. Speedups and verdicts are those of its end, with noise correction"
-    " (docs/tuning.md); 'with TTFT' and"
-    " tokens/s are without.",
-)
-_ACCEPTANCE = [
-    (
-        "Acceptance",
-        "'Accepted': accepted over drafted tokens; 'of tested': over those tested, that is not after a rejection; α:"
-        " mean overlap of the drafter's and the target's distribution where tested. 'Tokens/step' includes the"
-        " correction or bonus token.",
-    ),
-    (
-        "Predicted",
-        "What theory expects from the acceptance and the measured times of single forward passes: 'predicted' from"
-        " acceptance by position, 'i.i.d.' from α alone, for trees by depth and by rank. A smaller measured speedup"
-        " means that something else takes time.",
-    ),
-]
-_ACCEPTANCE_OF_SERVERS = (
-    "Acceptance",
-    "'Accepted': accepted over drafted tokens, as the server reports them with its answers or counts them meanwhile."
-    " 'Tokens/step' follows from it and includes the correction or bonus token.",
-)
-_SALTS = {
-    "shared": "Every prompt begins with a unique line, the same for all servers, so that no prompt cache has it.",
-    "each": "Every prompt begins with a unique line, different for each server, so that no prompt cache has it.",
-}
-
-
-def _method_of_servers(run: Run) -> list[tuple[str, str]]:
+def _caches_of_servers(run: Run) -> str:
     if run.options.get("prompt_cache") == "keep":
-        caches = "Later turns of a conversation may find earlier ones in the prompt cache, but no other conversation."
-    else:
-        caches = _SALTS.get(
-            str(run.options.get("salt")), "Fields of the requests switch their prompt caches off."
-        )
-    text = (
-        "Times are those of the client on the machine below: from sending a request to reading text. Tokens are those"
-        " that the server names or counts, compared with the target's tokenizer where it is available; pieces of a"
-        " stream are not tokens."
-    )
-    return [("Servers", f"{text} {caches}")]
+        return "Later turns of a conversation may find earlier ones in the prompt cache, but no other conversation."
+    salted = {"shared": "the same for all servers", "each": "different for each server"}
+    if same := salted.get(str(run.options.get("salt"))):
+        return f"Every prompt begins with a unique line, {same}, so that no prompt cache has it."
+    return "Fields of the requests switch their prompt caches off."
 
 
-def _method_of_batches(done: pd.DataFrame) -> list[tuple[str, str]]:
-    batches = ", ".join(f"{batch:g}" for batch in sorted(done["batch"].dropna().unique()))
-    arrivals = sorted({one_line(each) for each in done["arrivals"].dropna()})
-    return [
-        (
-            "Side by side",
-            f"Requests at a time: {batches}. Arrivals: {', '.join(arrivals)}. closed:N is a closed loop of N clients,"
-            " each of which sends its next request when the last is answered, so that the batch is full until the last"
-            " measured request has ended; poisson:RATE is that many per second at random times, the same for all"
-            " configurations, with idle time skipped.",
-        )
-    ]
-
-
-def _method_of_energy(run: Run, done: pd.DataFrame) -> str:
-    if done["energy_j"].isna().all():
-        return (
-            "No counter could be read: RAPL needs the right to read /sys/class/powercap, NVML an NVIDIA GPU since"
-            " Volta."
-        )
-    return (
-        f"J/token: joules of {_shown(run.environment.energy)} from the start to the end of each generation, prefill and"
-        " other programs included, over its tokens."
-    )
-
-
-def _method_of_contexts(run: Run, done: pd.DataFrame) -> list[tuple[str, str]]:
-    contexts = ", ".join(f"{context:,.0f}" for context in sorted(done["context"].dropna().unique()))
-    name = one_line(str(run.options.get("context_text") or "").rpartition(" ")[0])
-    return [
-        (
-            "Context",
-            f"Lengths of prompts: {contexts} tokens, exactly. A passage of {name} stands in front of each question;"
-            " no part of it is repeated in a prompt. Speedups are over the baseline at the same length.",
-        )
-    ]
+_NO_ENERGY = "No counter could be read: RAPL needs the right to read /sys/class/powercap, NVML an NVIDIA GPU."
+_METHOD_OF_TUNING = (
+    "Each round of `specbench tune` measures only the candidates still in the race, so on different prompts. Speedups"
+    " and verdicts are with noise correction (docs/tuning.md); 'with TTFT' and tokens/s are without."
+)
+_ACCEPTANCE = (
+    "'Accepted': accepted over drafted tokens; 'of tested': over those that do not follow a rejection; α: mean overlap"
+    " of the drafter's and the target's distribution there. 'Tokens/step' includes the correction or bonus token, and"
+    " leaves out the first token of an output, which comes from the prompt's pass."
+)
+_PREDICTED = (
+    "What theory expects from single forward passes, timed alone: 'predicted' with the measured tokens per step,"
+    " 'i.i.d.' from α. A smaller measured speedup means that something else takes time."
+)
+_ACCEPTANCE_OF_SERVERS = (
+    "'Accepted': accepted over drafted tokens, as the server reports them with its answers or counts them meanwhile."
+    " 'Tokens/step' follows from it and includes the correction or bonus token."
+)
 
 
 def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:

@@ -25,28 +25,3 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
     });
   });
 }
-for (const chart of document.querySelectorAll(".chart")) {
-  const reading = chart.querySelector(".reading");
-  for (const svg of chart.querySelectorAll(":scope > svg")) {
-    svg.tabIndex = 0;
-    let at = -1;
-    const read = (marks, next) => {
-      marks.forEach((each) => each.classList.remove("read"));
-      at = marks.length ? (next + marks.length) % marks.length : -1;
-      if (at < 0) return;
-      marks[at].classList.add("read");
-      reading.textContent = [...marks[at].querySelectorAll(".said text")].map((each) => each.textContent).join(": ");
-    };
-    svg.addEventListener("keydown", (event) => {
-      const marks = [...svg.querySelectorAll(".mark")].filter((each) => each.checkVisibility());
-      const next = { ArrowRight: at + 1, ArrowLeft: Math.max(at, 0) - 1, Home: 0, End: marks.length - 1 }[event.key];
-      if (next === undefined) return;
-      event.preventDefault();
-      read(marks, next);
-    });
-    svg.addEventListener("blur", () => {
-      svg.querySelectorAll(".read").forEach((each) => each.classList.remove("read"));
-      at = -1;
-    });
-  }
-}
