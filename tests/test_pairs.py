@@ -9,7 +9,8 @@ import pytest
 
 from specbench.bench.pairs import MAX_PAIRS, MIN_PAIRS, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
-from specbench.decoding.theory import SLOPE
+from specbench.decoding.theory import SLOPE, PassCosts
+from specbench.results.load import load_snapshot
 
 DRAFTS = 4
 
@@ -123,6 +124,20 @@ def test_what_is_whole_is_kept_when_a_repeat_breaks_off():
     assert len(pairs.figures()["repeats"]) == 1
 
 
+def test_a_busy_machine_predicts_nothing():
+    quiet = load_snapshot()
+    for busy in (False, True):
+        every = (
+            replace(quiet, cores=2, busy_s=2.0 * busy * i, total_s=2.0 * i, own_s=0.0, steal_s=None)
+            for i in itertools.count()
+        )
+        pairs = Pairs(lambda plain: generation(1.0, plain=plain), snapshot=lambda every=every: next(every))
+        pairs.measure_alone()
+        figures = pairs.figures()
+        assert (figures["explained"] is None) == busy
+        assert [each["id"] for each in figures["warnings"]] == ["machine-busy"] * busy
+
+
 # -- what explains a speedup -------------------------------------------------------------------------
 
 
@@ -154,6 +169,15 @@ def test_a_generation_predicts_its_speedup_from_its_own_steps():
     assert found.plain_s == pytest.approx(1.0, rel=0.03)
     assert found.tokens == 2.0
     assert found.usual == pytest.approx(2.0 / 1.25, rel=0.03)  # the disturbed step counts as the others do
+
+
+def test_no_prediction_is_above_the_tokens_per_step():
+    """The plain steps were disturbed: they took longer than those that verify drafts."""
+    slow_plain = replace(generation(1.0), steps=(*generation(9.0, plain=True).steps, *generation(1.0).steps))
+    found = predict(slow_plain)
+    assert found is not None
+    assert found.usual <= found.tokens == 2.0
+    assert PassCosts({1: 2.0, 3: 1.0}).v(3) == 1.0
 
 
 def test_little_is_predicted_from_nothing():
@@ -194,7 +218,9 @@ def test_a_disturbed_repeat_is_questioned_in_the_figures():
     pairs.measure()
     figures = pairs.figures()
     assert figures["speedup"] == pytest.approx(0.5, rel=0.02)
-    assert figures["speedup_explained"] == pytest.approx(3.0, rel=0.02)
+    assert figures["speedup_explained"] == pytest.approx(
+        3.0 / 1.2, rel=0.02
+    )  # a pass of five takes that of one
     assert figures["explained"]["usual"] == figures["speedup_explained"]
     assert figures["explained"]["plain_steps"] == 60
     assert "speedup-unexplained" in [warning["id"] for warning in figures["warnings"]]

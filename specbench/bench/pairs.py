@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
+from specbench.decoding.theory import relative_pass
 from specbench.policies.costs import MeasuredCosts
 from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.run import RunWarning
+from specbench.results.run import BUSY_WARNINGS, RunWarning
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
@@ -71,11 +72,17 @@ class Pairs:
         while not self._is_enough(self._clock.now() - began):
             plain_first = len(self.plain) % 2 == 1
             for plain in (plain_first, not plain_first):
-                before = self._snapshot()
-                self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
-                (self.plain if plain else self.speculative).append(self._decode(plain))
-                after = self._snapshot()
-                self._disturbances.update(disturbances(before, after, self._fastest_mhz or None))
+                self._measure_one(plain)
+
+    def measure_alone(self) -> None:
+        """Decode once, with the drafter."""
+        self._measure_one(plain=False)
+
+    def _measure_one(self, plain: bool) -> None:
+        before = self._snapshot()
+        self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
+        (self.plain if plain else self.speculative).append(self._decode(plain))
+        self._disturbances.update(disturbances(before, self._snapshot(), self._fastest_mhz or None))
 
     def _is_enough(self, seconds: float) -> bool:
         pairs = min(len(self.plain), len(self.speculative))
@@ -90,9 +97,18 @@ class Pairs:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
             over the pairs; ``speedup_total``: the same for total times; ``speedup_explained``: the speedup that the
             tokens per step allow; ``explained``: the parts of this explanation (``explain``); ``repeats``: the times of
-            each pair; ``warnings``: as in ``run.json``.
+            each pair; ``warnings``: as in ``run.json``. Without a pair only ``explained``, a prediction (``predict``),
+            which is ``None`` where other programs used the processor, and ``warnings``.
         """
         pairs = list(zip(self.speculative, self.plain, strict=False))
+        count = len(self.speculative) + len(self.plain)
+        warnings = warn_of_disturbances(count, self._disturbances)
+        if not pairs:
+            # As in a report: a busy machine's times predict nothing.
+            busy = not BUSY_WARNINGS.isdisjoint(self._disturbances)
+            alone = predict(self.speculative[0]) if self.speculative and not busy else None
+            told = [to_dict(warning) for warning in warnings if warning.id in BUSY_WARNINGS]
+            return {"explained": alone and asdict(alone), "warnings": told}
         repeats: list[Json] = []
         for number, (fast, slow) in enumerate(pairs):
             of_fast, of_slow = _times(fast), _times(slow)
@@ -108,8 +124,7 @@ class Pairs:
         speedup, interval = _mean([each["speedup"] for each in repeats])
         explanation = explain([fast for fast, _ in pairs], [slow for _, slow in pairs])
         doubt = None if explanation is None or speedup is None else unexplained(speedup, explanation)
-        count = len(self.speculative) + len(self.plain)
-        warnings = [*warn_of_disturbances(count, self._disturbances), *([doubt] if doubt else [])]
+        warnings += [doubt] if doubt else []
         return {
             "speedup": speedup,
             "speedup_interval": interval,
@@ -191,7 +206,7 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
     prefill = sum(step.times.draft_prefill_s for step in steps)
     unit = plain_s * len(steps)
     drafts = (prefill + sum(drafting[_passes(step)] for step in steps)) / unit
-    others = sum(rest[step.verified] for step in steps) / unit
+    others = sum(relative_pass(rest[step.verified], plain_s) for step in steps) / len(steps)
     read = [step.experts for step in steps if step.experts is not None]
     alone = sum(each.one for each in read)
     return Explanation(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specbench.backends.torch.parity import find_difference
-from specbench.bench.pairs import Pairs, predict
+from specbench.bench.pairs import Pairs
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.console import write_json
@@ -208,7 +208,7 @@ def decode(
         if show.compare:
             pairs.measure()
         else:
-            decode_once(False)
+            pairs.measure_alone()
     except KeyboardInterrupt:
         finished = False
     result = run.result()
@@ -218,11 +218,9 @@ def decode(
         "costs": result.costs,
         "draftable_share": job.draftable_share(result.token_ids),
     }
+    figures |= pairs.figures()
     if pairs.plain:
-        figures |= pairs.figures() | _compared_tokens(pairs, job)
-    else:
-        predicted = predict(result)
-        figures["explained"] = predicted and asdict(predicted)
+        figures |= _compared_tokens(pairs, job)
     if show.json_output:
         write_json(figures | {"peak_memory_bytes": peak_memory(str(job.target.scorer.device))})
     if not show.quiet:

@@ -70,6 +70,14 @@ def read_by_depth(parents: Sequence[int]) -> list[int]:
     return [counts[depth] for depth in range(1, len(counts) + 1)]
 
 
+def relative_pass(seconds: float, one_s: float) -> float:
+    """Return the time of a target's pass over that with one token: at least 1, whatever noise says; NaN if that is 0.
+
+    So no predicted speedup is higher than the tokens per step.
+    """
+    return max(ratio(seconds, one_s), 1.0)  # of NaN and 1 the first
+
+
 def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
     """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of passes alone; NaN if they are 0.
 
@@ -283,7 +291,7 @@ class PassCosts(
 
     def v(self, n: int) -> float:
         """Return v(n): the time of a target's pass with ``n`` tokens over that with one token; NaN if that is 0."""
-        return ratio(self.target_pass_s(n), self.target_s[1])
+        return relative_pass(self.target_pass_s(n), self.target_s[1])
 
     def c(self, drafter: str, nodes: int = 0) -> float:
         """Return c: the time of a drafter's pass over that of a target's with one token.

@@ -94,7 +94,7 @@ def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[Ru
         RunWarning(
             name,
             "warning" if counts[name] > 0.05 * generations else "info",
-            f"{what} during {counts[name]} of {generations} generations.",
+            f"{what} during {counts[name]} of {counted(generations, 'generation')}.",
             advice,
             {"generations": counts[name], "of": generations},
         )
@@ -132,13 +132,13 @@ def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
     if not wide:
         return None
     widest = max(wide, key=lambda label: wide[label])
+    by_prompts = speedups[widest].basis == "prompts"
     return RunWarning(
         "wide-intervals",
         "warning",
         f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}; the widest is ±{wide[widest]:.0%}"
         f" ({widest}).",
-        "Raise --repeats if repeats of one prompt differ, or the number of prompts if prompts differ; add --resume"
-        " --accept-changes.",
+        f"{'Measure more prompts' if by_prompts else 'Raise --repeats'}; add --resume --accept-changes.",
         {"half_widths": wide},
     )
 
@@ -274,7 +274,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
             yield RunWarning(
                 "warm-pool",
                 "warning",
-                f"{row.config.label}: {warming.value:.2f} × as fast with prompts that it has answered before: it drafts"
+                f"{row.config.label}: {warming.value:.2f}× as fast with prompts that it has answered before: it drafts"
                 " from what it remembers.",
                 "Use the speedup of the first repeat, or restart the server between repeats.",
                 {"ratio": warming.value, "low": warming.low, "high": warming.high},

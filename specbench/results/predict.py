@@ -136,7 +136,7 @@ def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: 
                 predicted_throughput_ratio(
                     tokens=float(tokens),
                     plain_s=timed.target_pass_s(batch, 1),
-                    step_s=step_s + timed.target_pass_s(batch, verified),
+                    step_s=step_s + max(timed.target_pass_s(batch, verified), timed.target_pass_s(batch, 1)),
                     first_s=float(first[name]),
                     later_tokens=float(mine["emitted"].sum()) / requests,
                     more_s=more_s,
