@@ -67,6 +67,17 @@ def counted(number: int, noun: str, plural: str | None = None, *, form: str = ""
     return f"{number:{form}} {noun if number == 1 else plural or noun + 's'}"
 
 
+def tokens_text(tokens: int, steps: int, per_step: float | None) -> str:
+    """Return the tokens of an output, with those of its steps apart from a first one of the prompt's own pass."""
+    if per_step is None:
+        return counted(tokens, "token")
+    of_steps = round(per_step * steps)
+    shown = counted(of_steps, "token")
+    if of_steps != tokens:
+        shown = f"{counted(tokens, 'token')}: {tokens - of_steps} of the prompt's pass, {of_steps}"
+    return f"{shown} in {counted(steps, 'step')} ({per_step:.2f} per step)"
+
+
 def _is_unicode(encoding: str) -> bool:
     return encoding.lower().startswith("utf")
 

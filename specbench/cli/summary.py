@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from specbench.base.textsafe import counted, terminal_safe, visible
+from specbench.base.textsafe import counted, terminal_safe, tokens_text, visible
 from specbench.decoding.metrics import acceptance_rate, time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.records import PARTS
 
@@ -165,7 +165,7 @@ def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
         geometric_mean(each[side]["tokens_per_second"] for each in pairs) for side in ("speculative", "plain")
     )
     low, high = interval or (speedup, speedup)
-    sure = f" (95% interval {low:.2f} to {high:.2f})" if interval else f" in {counted(len(pairs), 'repeat')}"
+    sure = f" [{low:.2f}, {high:.2f}]" if interval else f" in {counted(len(pairs), 'repeat')}"
     found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}×{sure}."
     if figures["drafter"] == "none":
         return f"Plain decoding twice: {found}", ""
@@ -218,7 +218,8 @@ def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         free = figures["accepted"] - figures["forced"]
         text = f"{counted(figures['forced'], 'token')} forced, {free} of other drafts, {figures['corrected']} corrected"
         lines.append(("format", f"{text}; masks take {time['mask_s'] / time['decode_s']:.1%} of the time"))
-    lines.append(("output", f"{counted(figures['new_tokens'], 'token')}, {_ENDS[figures['finish_reason']]}"))
+    output = tokens_text(figures["new_tokens"], figures["steps"], figures["tokens_per_step"])
+    lines.append(("output", f"{output}, {_ENDS[figures['finish_reason']]}"))
     model = f"{figures['target']} ({figures['dtype']}), drafter {figures['drafter']}"
     if figures["drafter"] != "none":
         model += f", γ {_gamma(figures)}"
@@ -226,7 +227,7 @@ def _details(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines.append(("time", f"first token after {time['ttft_s']:.2f} s, decoding {time['decode_s']:.2f} s"))
     if time["decode_s"]:
         shares = ", ".join(f"{part} {time[f'{part}_s'] / time['decode_s']:.0%}" for part in PARTS)
-        lines.append(("parts", f"{shares}, in {counted(figures['steps'], 'step')}"))
+        lines.append(("parts", shares))
     experts = (figures.get("explained") or {}).get("experts")
     if experts is not None:
         lines.append(("experts", f"a step reads {experts:.2f} times the experts of a plain one"))
@@ -280,9 +281,9 @@ def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
     """
     speed = tokens_per_second(answer.prefill, answer.steps)
     ttft = time_split(answer.prefill, answer.steps).ttft_s
-    parts = [counted(len(answer.token_ids), "token")]
+    parts = [tokens_text(len(answer.token_ids), len(answer.steps), tokens_per_step(answer.steps))]
     parts += [f"{speed:.1f} tokens/s"] if speed else []
-    parts += [f"the first after {ttft:.2f} s", *_steps(answer.steps)]
+    parts += [f"the first after {ttft:.2f} s", *_accepted(answer.steps)]
     parts += [f"{kept} of {answer.prompt_tokens} prompt tokens in the KV cache"] if kept else []
     if stopped or answer.finish_reason in ("length", "context-limit"):
         parts.append("stopped" if stopped else _ENDS[answer.finish_reason])
@@ -297,10 +298,11 @@ def show_answers(answers: Sequence[Generation], *, kept: int) -> None:
     tokens = sum(len(answer.token_ids) for answer in answers)
     prompts = sum(answer.prompt_tokens for answer in answers)
     console = _console()
-    _line(console, "output", f"{counted(tokens, 'token')} in {counted(len(answers), 'answer')}")
+    output = tokens_text(tokens, len(steps), tokens_per_step(steps))
+    _line(console, "output", f"{counted(len(answers), 'answer')}, {output}")
     if steps:
         speed = sum(len(step.tokens) for step in steps) / sum(step.times.total_s for step in steps)
-        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_steps(steps)]))
+        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_accepted(steps)]))
     _line(console, "prompts", f"{counted(prompts, 'token')}, {kept} of them in the KV cache")
 
 
@@ -334,7 +336,8 @@ def show_many(
         ends += f": {counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s together"
     _line(console, "", f"{ends}.", "bold", indent=0)
     if steps:
-        _line(console, "steps", ", ".join(_steps(steps)))
+        output = tokens_text(tokens, len(steps), tokens_per_step(steps))
+        _line(console, "steps", ", ".join([output, *_accepted(steps)]))
     if use is not None:
         most, budget = (counted(blocks * use.block, "token") for blocks in (use.peak, use.blocks))
         _line(console, "memory", f"KV cache of at most {most} at a time, {budget} fit")
@@ -342,13 +345,12 @@ def show_many(
         _line(console, "note", f"no forward passes were shared: {why_not_batched}")
 
 
-def _steps(steps: Sequence[Step]) -> list[str]:
-    """Return tokens per step and acceptance, as far as there are any."""
-    parts = [f"{tokens_per_step(steps):.2f} tokens per step"] if steps else []
-    if steps and (rate := acceptance_rate(steps)) is not None:
-        drafted, accepted = sum(step.gamma for step in steps), sum(step.accepted for step in steps)
-        parts.append(f"{accepted} of {counted(drafted, 'draft token')} accepted ({rate:.0%})")
-    return parts
+def _accepted(steps: Sequence[Step]) -> list[str]:
+    """Return how many draft tokens were accepted, if there were any."""
+    if not steps or (rate := acceptance_rate(steps)) is None:
+        return []
+    drafted, accepted = sum(step.gamma for step in steps), sum(step.accepted for step in steps)
+    return [f"{accepted} of {counted(drafted, 'draft token')} accepted ({rate:.0%})"]
 
 
 def _console() -> Console:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 
-from specbench.base.textsafe import terminal_safe, visible
+from specbench.base.textsafe import terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
 from specbench.show.document import Facts, Heading, Part, Sheet, Span, show
+from specbench.show.notes import meanings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
 _GUTTER = 11  # cells of a label
+_FILE_CELLS = 200  # of a line that is not on a terminal
 _STYLES = {
     "accepted": "green",
     "rejected": "red",
@@ -84,36 +86,39 @@ class VerdictRule:
         return f"{number and f'with {number} '}from {source}"
 
 
-class TraceView:
-    """Printer of a trace on a console, event by event, in 60 columns or more.
+class TraceParts:
+    """Turns the events of a trace into parts of a document, for 60 columns or more, and keeps the text so far.
 
-    It also shows the text so far. In it, accepted draft tokens are plain. Correction tokens, bonus tokens and the
-    target's own tokens (of the prefill and of steps without a draft) are in marks that the header explains, and in
-    styles if the console has colors.
+    In the text, accepted draft tokens are plain. Correction tokens, bonus tokens and the target's own tokens (of the
+    prefill and of steps without a draft) are in marks that the header explains, and in styles.
+
+    Args:
+        width: Columns.
+        encoding: Of the output.
+        growing: Whether each step shows the text so far, not only the end.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._visible = partial(visible, encoding=console.encoding)
+    def __init__(self, width: int, encoding: str = "utf-8", *, growing: bool = True) -> None:
+        self._width, self._encoding, self._growing = width, encoding, growing
+        self._visible = partial(visible, encoding=encoding)
         self._begin(VerdictRule())
 
-    def show(self, event: Event) -> None:
-        """Print one event."""
+    def of(self, event: Event) -> list[Part]:
+        """Return the parts of one event."""
         match event:
             case TraceHeader():
-                parts = self._header(event)
+                return self._header(event)
             case TracePrefill():
-                parts = self._prefill(event)
+                return self._prefill(event)
             case TraceStep():
-                parts = self._step(event)
+                return self._step(event)
             case TraceEnd():
-                parts = self._end(event)
-        show(self._console, *parts)
-        self._console.print()
+                return self._end(event)
 
     def _begin(self, rule: VerdictRule) -> None:
         self._rule = rule
         self._runs: list[Span] = []  # the end of the output so far, with origins
+        self._explained: set[str] = set()  # notes of the policy
 
     # One method per kind of event.
 
@@ -121,7 +126,7 @@ class TraceView:
         self._begin(VerdictRule.of(event))
         options = {name: value for name, value in event.options.items() if value is not None}
         prompt = self._one_line(event.prompt_tail)
-        most = 2 * (self._console.width - _GUTTER) - 30
+        most = 2 * (self._width - _GUTTER) - 30
         prompt = f"…{prompt[-most:]}" if len(prompt) > most else prompt
         texts = (self._one_line(option_text(name, value)) for name, value in options.items())
         facts: list[tuple[str, Sequence[Span]]] = [
@@ -168,26 +173,33 @@ class TraceView:
         if event.policy:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))
-        for place, text in enumerate(texts):
-            self._extend("accepted" if place < end else closing or "", text)
-        facts.append(("text", [part for run in self._runs for part in self._marked(*run)]))
+            facts += (
+                ("", [(each, "dim")])
+                for each in meanings(name for name in event.policy if name not in self._explained)
+            )
+            self._explained |= event.policy.keys()
+        for text, origin in tokens_of(event):
+            self._extend(origin, text)
+        facts += self._text() if self._growing else []
         drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
         return [Heading(title, 3), *drafts, Facts(facts, _GUTTER)]
 
     def _end(self, event: TraceEnd) -> list[Part]:
-        output = [f"{event.new_tokens} tokens", f"{event.steps} steps"]
-        if event.tokens_per_step is not None:
-            output.append(f"{event.tokens_per_step:.2f} tokens/step")
         drafts = "none"
         if event.acceptance_rate is not None:
             drafts = f"{event.accepted} of {event.drafted} accepted ({100 * event.acceptance_rate:.1f}%)"
             drafts += f", {event.forced} of them forced, {event.corrected} corrected" if event.forced else ""
-        facts = [("output", self._items(output)), ("drafts", [(drafts, "")])]
+        tokens = tokens_text(event.new_tokens, event.steps, event.tokens_per_step)
+        facts: list[tuple[str, Sequence[Span]]] = [("output", [(tokens, "")]), ("drafts", [(drafts, "")])]
         if event.tokens_per_second is not None:
             facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
+        facts += [] if self._growing else self._text()
         return [Heading(f"end · {event.finish_reason or 'interrupted'}", 3), Facts(facts, _GUTTER)]
 
     # Parts of them.
+
+    def _text(self) -> list[tuple[str, Sequence[Span]]]:
+        return [("text", [part for run in self._runs for part in self._marked(*run)])]
 
     def _drafts(
         self, verdicts: Sequence[TraceVerdict], parents: Sequence[int], forced: Sequence[int]
@@ -197,7 +209,7 @@ class TraceView:
         """
         names = ["q", "p", "p/q"] if parents else ["q", "p", "p/q", "r"]
         least, most = _TOKEN_CELLS
-        cells = max(least * (1 + bool(parents)), min(most, self._console.width - 18 - 8 * len(names)))
+        cells = max(least * (1 + bool(parents)), min(most, self._width - 18 - 8 * len(names)))
         order = branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
         rows = []
         for node, line in order:
@@ -246,18 +258,51 @@ class TraceView:
         return f"{set_cell_size(shown, cells - 3)}…" if cell_len(shown) > cells else shown
 
     def _one_line(self, text: str) -> str:
-        safe = terminal_safe(text, self._console.encoding)
+        safe = terminal_safe(text, self._encoding)
         return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
 
     def _items(self, items: Iterable[str]) -> list[Span]:
         """Return short items on as few lines as possible; no item is broken across lines."""
         lines: list[str] = []
         for item in items:
-            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._console.width - _GUTTER - 4:
+            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._width - _GUTTER - 4:
                 lines[-1] += f"  {item}"
             else:
                 lines.append(item)
         return [("\n".join(lines), "")]
+
+
+class TraceView:
+    """Printer of a trace on a console, event by event; in a file lines are longer, and the text comes at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._parts = TraceParts(
+            console.width if console.is_terminal else _FILE_CELLS,
+            console.encoding,
+            growing=console.is_terminal,
+        )
+
+    def show(self, event: Event) -> None:
+        """Print one event."""
+        console, parts = self._console, self._parts.of(event)
+        if console.is_terminal:
+            show(console, *parts)
+            console.print()
+            return
+        console.width = _FILE_CELLS
+        with console.capture() as printed:
+            show(console, *parts)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().split("\n")))
+
+
+def tokens_of(event: TracePrefill | TraceStep) -> list[tuple[str, str]]:
+    """Return the tokens that the output got, each with its origin."""
+    if isinstance(event, TracePrefill):
+        return [] if event.text is None else [(event.text, "target")]
+    texts, closing = event.texts, event.closing
+    end = len(texts) if closing is None else min(event.accepted, len(texts) - 1)
+    return [(text, "accepted" if place < end else closing or "") for place, text in enumerate(texts)]
 
 
 def branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:
