@@ -20,7 +20,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from stored_runs import DRAFTERS, Drafter, change_lines, change_run, write_lines, write_run
+from stored_runs import DRAFTERS, Drafter, change_lines, change_run, write_exact, write_lines, write_run
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import run as command
@@ -139,7 +139,7 @@ class TestContent:
 
     def test_other_decoding_is_a_level_with_its_interval(self, drawn, summary):
         row = summary.loc["hf"]
-        expected = f"transformers {row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+        expected = f"transformers {row['speedup']:.2f}× [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
         assert expected in texts(drawn.figures["speedup"])
 
     def test_a_rule_stands_at_the_mean_it_drafted(self, drawn, summary):
@@ -150,6 +150,38 @@ class TestContent:
         assert hollow[0].get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
         across = [line for line in axes.lines if list(line.get_ydata()) == [hollow[0].get_ydata().item()] * 2]
         assert [line.get_color() for line in across] == [hollow[0].get_color()], "a level to compare with"
+
+    def test_one_series_stands_on_its_ticks(self, tiny):
+        figure = plots.draw_figures(load_results(tiny), ["speedup"]).figures["speedup"]
+        (line,) = [line for line in figure.axes[0].lines if line.get_marker() in canvas.MARKERS]
+        assert line.get_xdata().tolist() == [2.0, 4.0]
+
+    def test_a_series_has_one_mark_in_all_figures(self, drawn):
+        """Its color and marker, hollow for an adaptive policy."""
+        marks: dict[str, set[tuple[Any, ...]]] = {}
+        for figure in drawn.figures.values():
+            for axes in figure.axes:
+                for line in axes.lines:
+                    name = str(line.get_label()).partition(", γ=")[0]
+                    if line.get_marker() in canvas.MARKERS and not name.startswith("_"):
+                        face = line.get_markerfacecolor() == "white"
+                        marks.setdefault(name, set()).add((line.get_color(), line.get_marker(), face))
+        assert len(marks) == 5
+        assert all(len(each) == 1 for each in marks.values())
+        assert len({mark for each in marks.values() for mark in each}) == 5
+        assert [name for name, ((*_, hollow),) in marks.items() if hollow] == [
+            name for name in marks if "egag" in name
+        ]
+
+    def test_an_interval_that_is_cut_off_is_marked_and_explained(self, tmp_path):
+        far = {"chat-01": [9.0] * 2, "chat-02": [30.0] * 2, "chat-03": [31.0] * 2, "chat-04": [10.0] * 2}
+        plain = {name: [10.0] * 2 for name in far}
+        folder = write_exact(tmp_path / "far", {"plain": plain, "d@2": far})
+        figure = plots.draw_figures(load_results(folder), ["speedup"]).figures["speedup"]
+        top = figure.axes[0].get_ylim()[1]
+        assert any("arrow" in str(line.get_marker()) for line in figure.axes[0].lines)
+        assert summarize(load_results(folder)).rows[1].speedup.high > top
+        assert "Arrow: " in caption(figure)
 
     def test_every_rule_lies_within_the_axis_of_gamma(self):
         axes = Figure().subplots()
@@ -162,11 +194,11 @@ class TestContent:
         for bar in axes.patches:
             ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
         named = [label.get_text() for label in axes.get_yticklabels()]
-        assert named[5:9] == ["self:int8: γ = 1", "γ = 2", "γ = 4", "γ = 8"], (
-            "after a policy of the first drafter"
-        )
-        expected = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "ms_per_token"]
-        assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx(expected.tolist())
+        assert named[5:9] == ["self:int8: γ=1", "γ=2", "γ=4", "γ=8"], "after a policy of the first drafter"
+        speeds = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "tokens_per_second"]
+        assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx((1000 / speeds).tolist(), rel=0.02)
+        (plain,) = (line.get_xdata()[0] for line in axes.lines)
+        assert plain == pytest.approx(1000 / summary.loc["plain", "tokens_per_second"])
 
     def test_predictions_stand_against_measurements(self, drawn, summary):
         left, right = drawn.figures["prediction"].axes
@@ -199,7 +231,7 @@ class TestContent:
         expected = frame.loc[frame["config"] == fastest, "share"].tolist()
         axes = drawn.figures["accepted-length"].axes[1]
         assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
-        assert f"γ = {fastest[-1]}" in axes.get_title(loc="left")
+        assert f"γ={fastest[-1]}" in axes.get_title(loc="left")
 
     def test_one_generation_with_the_notes_of_its_rule(self, df, drawn):
         upper, lower = drawn.figures["generation"].axes
@@ -280,9 +312,9 @@ class TestTrees:
         summary = summarize(branching).frame.set_index("config")
         drafting = summary[summary["mean_nodes"].notna()].sort_values("tokens_per_step")
         kept, rows, speed = figure.axes
-        found = [float(line.get_xdata()[0]) for line in kept.lines if line.get_marker() == "o"]
+        found = [float(line.get_xdata()[0]) for line in kept.lines if line.get_marker() in canvas.MARKERS]
         assert found == pytest.approx(drafting["tokens_per_step"].tolist())
-        widths = [float(line.get_xdata()[0]) for line in rows.lines if line.get_marker() == "o"]
+        widths = [float(line.get_xdata()[0]) for line in rows.lines if line.get_marker() in canvas.MARKERS]
         assert widths == pytest.approx((1 + drafting["mean_nodes"]).tolist())
         assert speed.get_xlabel() == "decode speed (tokens/s)"
         assert "static-tree:nodes=8,verification=re…" in texts(figure)
@@ -449,7 +481,7 @@ class TestSmallAndOdd:
             assert plots.figure_bytes(figure, "png", dpi=30)
         if kind == "one run":
             assert "no intervals" in texts(drawn.figures["speedup"])
-            assert "No interval: one run of one prompt." in caption(drawn.figures["categories"])
+            assert drawn.skipped["categories"] == "all prompts are of one category"
 
     def test_a_missing_interval_is_told_once(self, rules):
         figure = plots.draw_figures(rules, ["categories"]).figures["categories"]
@@ -462,7 +494,7 @@ class TestSmallAndOdd:
         df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
         assert summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
         drawn = plots.draw_figures(df, ["accepted-length", "generation"])
-        assert "γ = 2" in texts(drawn.figures["accepted-length"])
+        assert "γ=2" in texts(drawn.figures["accepted-length"])
         assert "slow γ=2" in caption(drawn.figures["generation"])
         df = load_results(write_run(tmp_path / "one", gammas=(1,), **options))
         only = plots.draw_figures(df, ["accepted-length", "generation"])

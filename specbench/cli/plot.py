@@ -115,8 +115,11 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
         save_figure(figure, path)
         typer.echo(terminal_safe(str(path)))
         written.append(path)
-    for name, reason in drawn.skipped.items():
-        say(f"{run.name}: no figure {name!r}: {reason}.")
+    if only:
+        for name, reason in drawn.skipped.items():
+            say(f"{run.name}: no figure {name!r}: {reason}.")
+    elif drawn.skipped:
+        say(f"{run.name} has no data for other figures; --only NAME says why: {', '.join(drawn.skipped)}.")
     return written
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +16,14 @@ from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    pass
 
-FEW, TOO_FEW = 30, 10
+_FEW, _TOO_FEW = 30, 10
 """Drafts at a position below which its rate is marked as uncertain, and not drawn."""
 
 _LEAST_TESTED = 10  # nodes below which a rate is not drawn
 _LONGEST_NAME = 36
-_MOST_RANKS = 4  # of a node; those after it are seldom right
+_BY_RANK = ("-", "--", "-.", ":")  # of a node; ranks after these are seldom right
 _RARE = 0.01  # share of steps below which the longest accepted lengths are not drawn
 
 
@@ -35,7 +34,7 @@ def acceptance(run: PlotData) -> Figure:
     halves = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
     for axes, name, title in halves:
         canvas.gamma_axis(axes, [x for each in series for x in each.x])
-        canvas.draw_series(axes, series, name)
+        said = canvas.draw_series(axes, series, name)
         canvas.share_axis(axes)
         axes.set_title(title)
         canvas.grid_lines(axes)
@@ -43,77 +42,57 @@ def acceptance(run: PlotData) -> Figure:
         "Accepted / drafted falls with γ even where α, the expected acceptance of a tested draft, does not: whatever"
         " follows a rejection was drafted in vain.",
         "Bars: 95% intervals over prompts." if any(row.alpha.low is not None for row in run.rows) else "",
-        canvas.hollow(series),
+        said,
     )
     return canvas.finish(body, run, "Acceptance against draft length", *remarks)
 
 
-@dataclass(frozen=True, slots=True)
-class PositionLine:
-    """A line of the figure "positions": a drafter with a draft policy, or a server."""
-
-    name: str
-    rows: Sequence[PositionRow]
-    color: str
-    marker: str
-    adapts: bool = False
-
-
-def position_lines(run: PlotData, rows: Sequence[PositionRow]) -> list[PositionLine]:
-    """Return a line for each drafter with a draft policy (of fixed γ the largest) and for each server."""
-    known: dict[str, list[PositionRow]] = {}
-    for row in rows:
-        known.setdefault(row.config.id, []).append(row)
-    colors, markers = canvas.COLORS, canvas.MARKERS
-    lines = []
-    for each in run.series:
-        if found := known.get(each.rows[-1].config.id):
-            name = each.name_at(each.rows[-1])
-            lines.append(PositionLine(name, found, each.color, each.marker, each.adapts))
-    for number, name in enumerate(canvas.row_names(run.servers, run)):
-        if found := known.get(run.servers[number].config.id):
-            color, marker = colors[number % len(colors)], markers[number % len(markers)]
-            lines.append(PositionLine(name, found, color, marker))
-    return lines
-
-
 @figure("positions", "acceptance by position in the draft", table="Acceptance by position", of_servers=True)
 def positions(run: PlotData) -> Figure:
-    rows = acceptance_by_position(run.results)
-    if not rows:
+    known: dict[str, list[PositionRow]] = {}
+    for row in acceptance_by_position(run.results):
+        known.setdefault(row.config.id, []).append(row)
+    if not known:
         unknown = "no server reports acceptance by position"
         raise NoDataError(unknown if run.servers else "nothing was drafted")
-    if all(row.tested < TOO_FEW for row in rows):
-        raise NoDataError(f"fewer than {TOO_FEW} drafts were tested at every position")
-    lines = position_lines(run, rows)
+    # A line for each drafter with a draft policy, of fixed γ the largest, and for each server.
+    lines = [(each.name_at(each.rows[-1]), each.rows[-1].config.id, each.style) for each in run.series]
+    for server, name in zip(run.servers, canvas.row_names(run.servers, run), strict=True):
+        lines.append((name, server.config.id, run.make_series([server], [0.0]).style))
+    shown = [(name, known[config], style) for name, config, style in lines if config in known]
+    if all(row.tested < _TOO_FEW for _, rows, _ in shown for row in rows):
+        raise NoDataError(f"fewer than {_TOO_FEW} drafts were tested at every position")
     body, both = canvas.panels(run, 2, 2.45, "share of tokens", sharey=True)
     few = False
     for axes, of_tested in zip(both, (True, False), strict=True):
-        for line in lines:
+        for name, rows, style in shown:
             points = [
                 (row.position, row.rate if of_tested else row.rate_of_drafted, count)
-                for row in line.rows
-                if (count := row.tested if of_tested else row.drafted) >= TOO_FEW
+                for row in rows
+                if (count := row.tested if of_tested else row.drafted) >= _TOO_FEW
             ]
             if not points:
                 continue
             x, y, counts = np.array(points, float).T
-            sure = counts >= FEW
+            sure = counts >= _FEW
             few |= not sure.all()
-            style: Any = {"color": line.color, "marker": line.marker}
-            dashes = "--" if line.adapts else "-"
-            axes.plot(x, y, dashes, zorder=2.5, markevery=sure, label=line.name, **style)
-            axes.plot(x[~sure], y[~sure], linestyle="none", markerfacecolor="white", zorder=3, **style)
-        canvas.gamma_axis(axes, [row.position for row in rows if row.drafted >= TOO_FEW])
+            axes.plot(x, y, markevery=sure, label=name, **style)
+            axes.plot(x[~sure], y[~sure], linestyle="none", alpha=0.35, **style)
+        canvas.gamma_axis(
+            axes, [row.position for _, rows, _ in shown for row in rows if row.drafted >= _TOO_FEW]
+        )
         axes.set_xlabel("position in the draft")
         canvas.share_axis(axes)
         axes.set_title(f"accepted, of those {'tested' if of_tested else 'drafted'}")
         canvas.grid_lines(axes)
     remarks = (
         "Tested: all drafts before it were accepted.",
-        "Fixed γ: the largest; dashed: an adaptive draft policy." if run.series else "",
-        "Lower bounds for a server whose drafts differ in length." if any(row.least for row in rows) else "",
-        f"Hollow: fewer than {FEW} drafts; fewer than {TOO_FEW} are not shown." if few else "",
+        "Fixed γ: the largest." if any(not each.adapts for each in run.series) else "",
+        "Hollow: an adaptive draft policy." if any(each.adapts for each in run.series) else "",
+        "Lower bounds for a server whose drafts differ in length."
+        if any(row.least for _, rows, _ in shown for row in rows)
+        else "",
+        f"Faint: fewer than {_FEW} drafts; fewer than {_TOO_FEW} are not shown." if few else "",
     )
     return canvas.finish(body, run, "Acceptance by position", *remarks)
 
@@ -135,7 +114,7 @@ def accepted_length(run: PlotData) -> Figure:
         raise NoDataError("no step drafted more than one token" if known else "nothing was drafted")
     body, grid = canvas.panels(run, len(chosen), 2.0, "share of steps", narrowest=13, sharey=True)
     cut = False
-    circles: Any = {"linestyle": "none", "marker": "o", "markersize": 3.5, "markerfacecolor": "white"}
+    dashes: Any = {"linestyle": "none", "marker": "_", "markersize": 7, "markeredgewidth": 1.5}
     for axes, (series, row) in zip(grid, chosen, strict=True):
         mine = known[row.config.id]
         mean = sum(each.accepted * each.share for each in mine)
@@ -145,7 +124,7 @@ def accepted_length(run: PlotData) -> Figure:
         mine = mine[: seen + 1]
         x = [each.accepted for each in mine]
         axes.bar(x, [each.share for each in mine], 0.8, color=series.color)
-        axes.plot(x, [each.share_iid for each in mine], color=canvas.BLACK, zorder=3, **circles)
+        axes.plot(x, [each.share_iid for each in mine], color=canvas.BLACK, zorder=3, **dashes)
         title, pad = canvas.two_lines(series.name_at(row)), canvas.font_size(1.75)
         axes.set_title(title, fontsize=canvas.font_size(0.94), pad=pad)
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
@@ -159,7 +138,7 @@ def accepted_length(run: PlotData) -> Figure:
     canvas.share_axis(grid[0], 1.08 * max(max(each.share, each.share_iid) for each in shown))
     remarks = (
         "Steps that drafted something; of fixed γ above 1 the fastest.",
-        "Circles: what α would give if tests passed independently.",
+        "Dashes: what α would give if tests passed independently.",
         f"The longest lengths are not shown where their shares are below {_RARE:.0%}." if cut else "",
         "Empty: share of all steps that drafted nothing."
         if any(each[0].undrafted >= 0.005 for each in known.values())
@@ -186,10 +165,9 @@ def trees(run: PlotData) -> Figure:
     )
     for axes, (label, figures) in zip(grid, shown, strict=True):
         for number, (row, value, low, high) in enumerate(zip(rows, *figures, strict=True)):
-            tree = row.mean_nodes > row.mean_gamma + 1e-9
             error = None if math.isnan(low) else np.maximum([[value - low], [high - value]], 0.0)
-            color = canvas.VERMILION if tree else canvas.BLUE
-            axes.errorbar(value, number, xerr=error, fmt="o", color=color, markersize=4)
+            color, marker = run.mark(row.config)
+            axes.errorbar(value, number, xerr=error, fmt=marker, color=color, markersize=4)
         axes.set_ylim(-0.7, len(rows) - 0.3)
         names = [_name(row, run) for row in rows]
         axes.set_yticks(range(len(rows)), names, fontsize=canvas.font_size(0.79))
@@ -197,7 +175,7 @@ def trees(run: PlotData) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.margins(x=0.1)
         canvas.grid_lines(axes, "x")
-    return canvas.finish(body, run, "Draft trees", "Means; trees in orange.", run.intervals)
+    return canvas.finish(body, run, "Draft trees", "Means.", run.intervals)
 
 
 def _name(row: SummaryRow, run: PlotData) -> str:
@@ -214,7 +192,7 @@ def _name(row: SummaryRow, run: PlotData) -> str:
 def rank_rates(run: PlotData) -> Figure:
     lines: dict[str, dict[int, list[RankRow]]] = {}
     for row in ranks(run.results):
-        if row.tested >= _LEAST_TESTED and row.rank < _MOST_RANKS:
+        if row.tested >= _LEAST_TESTED and row.rank < len(_BY_RANK):
             lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)
     if not lines:
         raise NoDataError(f"fewer than {_LEAST_TESTED} nodes were tested of every tree")
@@ -222,7 +200,9 @@ def rank_rates(run: PlotData) -> Figure:
     for axes, (config, by_rank) in zip(grid, lines.items(), strict=True):
         for rank, line in sorted(by_rank.items()):
             depths, rates = [row.depth for row in line], [row.rate for row in line]
-            axes.plot(depths, rates, marker="o", markersize=3.5, label=f"rank {rank + 1}")
+            color, _ = run.mark(run.summary.row(config).config)
+            style: Any = {"color": color, "marker": ".", "linestyle": _BY_RANK[rank]}
+            axes.plot(depths, rates, label=f"rank {rank + 1}", **style)
         name = canvas.two_lines(_name(run.summary.row(config), run))
         axes.set_title(name, fontsize=canvas.font_size(0.94))
         axes.set_xlabel("depth")

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
@@ -63,7 +63,6 @@ STYLE: Any = {
     "figure.dpi": 200,
     "text.parse_math": False,  # a dollar sign in a model's name is a dollar sign
     "text.usetex": False,
-    "svg.fonttype": "path",
     "svg.hashsalt": "specbench",
     "pdf.fonttype": 42,
 }
@@ -139,19 +138,32 @@ def figure(
 # --- What is drawn --------------------------------------------------------------------------------
 
 
+class _Key(NamedTuple):
+    """What configurations of one series share: they differ in γ only."""
+
+    drafter: str
+    policy: str
+    temperature: float
+    load: str
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Key:
+        return cls(config.drafter, config.draft_policy, config.temperature, _load(config))
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Configurations that differ in γ only. A figure shows them as one line.
+    """Configurations that a figure shows as one line.
 
     Attributes:
         parts: Drafter, draft policy, temperature and workload; a part that is the same in all series is empty.
         rows: Rows of the summary, by rising x.
-        x: γ, or the mean draft length if the policy adapts it.
+        x: γ, or the mean draft length if the policy adapts it; or the logarithm of a batch size or context.
         adapts: Whether the draft policy adapts the draft length, which hollow markers show.
+        color, marker: The same in all figures of a run.
     """
 
     parts: tuple[str, str, str, str]
-    drafter: str
     rows: Sequence[SummaryRow]
     x: Floats
     adapts: bool
@@ -160,23 +172,21 @@ class Series:
 
     @property
     def name(self) -> str:
-        return _joined(self.parts, "" if self.parts[0] else "fixed γ")
+        return self._joined("" if self.parts[0] else "fixed γ")
 
     def name_at(self, row: SummaryRow) -> str:
         """Return the series' name, with the γ of a row if γ is fixed."""
-        return _joined(self.parts, f"γ = {row.config.gamma}")
+        return self._joined(f"γ={row.config.gamma}")
+
+    def _joined(self, gamma: str) -> str:
+        drafter, policy, *others = self.parts
+        return ", ".join(part for part in (drafter, policy or gamma, *others) if part)
 
     @property
-    def markers(self) -> dict[str, Any]:
+    def style(self) -> dict[str, Any]:
         """Return the style of the markers."""
         face = "white" if self.adapts else self.color
-        return {
-            "color": self.color,
-            "marker": self.marker,
-            "markerfacecolor": face,
-            "zorder": 3,
-            "label": self.name,
-        }
+        return {"color": self.color, "marker": self.marker, "markerfacecolor": face, "zorder": 3}
 
 
 class PlotData:
@@ -193,11 +203,55 @@ class PlotData:
         self.servers = self._of_kind("server")
         # The γ of other libraries' decoding is unknown: a level to compare with.
         self.levels = self._of_kind(*FOREIGN)
-        self.series = _series_of(self._of_kind("speculative"))
-        self.drafters = list(dict.fromkeys(each.drafter for each in self.series))
+        self._keys = list(
+            dict.fromkeys(_Key.of(row.config) for row in self._of_kind("speculative", "server"))
+        )
+        self._varied = [list(dict.fromkeys(column)) for column in zip(*self._keys, strict=True)] or [[]] * 4
+        # Colors show the most important difference; a workload is one only if there is no other.
+        self._colored = max(
+            range(4), key=lambda i: (len(self._varied[i]) > 1 and i < 3, len(self._varied[i]))
+        )
+        by_key: dict[_Key, list[SummaryRow]] = {}
+        for row in self._of_kind("speculative"):
+            if not math.isnan(_length(row)):
+                by_key.setdefault(_Key.of(row.config), []).append(row)
+        self.series = [
+            self.make_series(mine, [*map(_length, mine)])
+            for mine in (sorted(rows, key=_length) for rows in by_key.values())
+        ]
+        self.drafters = list(dict.fromkeys(each.rows[0].config.drafter for each in self.series))
 
     def _of_kind(self, *kinds: str) -> list[SummaryRow]:
         return [row for row in self.rows if row.config.kind in kinds]
+
+    def mark(self, config: RunConfig) -> tuple[str, str]:
+        """Return the color and the marker of a configuration, the same in all figures; black is the baseline."""
+        key = _Key.of(config)
+        baseline = config.kind == "plain" or config.id == config.baseline
+        if baseline or key not in self._keys:
+            return (BLACK if baseline else GRAY), "*"
+        color = self._varied[self._colored].index(key[self._colored])
+        return COLORS[color % len(COLORS)], MARKERS[self._keys.index(key) % len(MARKERS)]
+
+    def make_series(
+        self, rows: Sequence[SummaryRow], x: Sequence[float] | Floats, *, loads: bool = False
+    ) -> Series:
+        """Return a series; over ``loads`` the workload is not named, as it is what differs."""
+        config = rows[0].config
+        several = [len(each) > 1 for each in self._varied]
+        server = config.kind == "server"
+        policy = "" if config.draft_policy == "fixed" or server else short(config.draft_policy, 20)
+        if loads and not policy and not server:
+            policy = f"γ={config.gamma}"
+        parts = (
+            short(config.drafter, NAME) if several[0] or server else "",
+            policy,
+            f"T = {config.temperature:g}" if several[2] else "",
+            _load(config) if several[3] and not loads else "",
+        )
+        color, marker = self.mark(config)
+        adapts = config.draft_policy != "fixed" and config.kind == "speculative"
+        return Series(parts, rows, np.array(x, dtype=float), adapts, color, marker)
 
     @cached_property
     def caption(self) -> list[str]:
@@ -229,56 +283,9 @@ class PlotData:
         return f"Bars: 95% intervals over {over}." if bases else "Too few prompts or repeats: no intervals."
 
 
-class _Key(NamedTuple):
-    """The settings that all configurations of a series share."""
-
-    drafter: str
-    policy: str
-    temperature: float
-    load: str
-
-    @classmethod
-    def of(cls, row: SummaryRow) -> _Key:
-        config = row.config
-        return cls(config.drafter, config.draft_policy, config.temperature, _load(config))
-
-
-def _series_of(rows: Sequence[SummaryRow]) -> list[Series]:
-    """Return the series of a figure; colors show the most important difference:
-    drafter, policy, temperature or workload.
-    """
-    by_key: dict[_Key, list[SummaryRow]] = {}
-    for row in rows:
-        by_key.setdefault(_Key.of(row), []).append(row)
-    values = [list(dict.fromkeys(column)) for column in zip(*by_key, strict=True)]
-    several = [len(each) > 1 for each in values]
-    colored = max(range(len(values)), key=lambda i: len(values[i]), default=0)
-    out = []
-    for number, (key, alike) in enumerate(by_key.items()):
-        mine = sorted((row for row in alike if not math.isnan(_length(row))), key=_length)
-        if not mine:
-            continue
-        parts = (
-            short(key.drafter, NAME) if several[0] else "",
-            "" if key.policy == "fixed" else short(key.policy, 20),
-            f"T = {key.temperature:g}" if several[2] else "",
-            key.load if several[3] else "",
-        )
-        color = COLORS[values[colored].index(key[colored]) % len(COLORS)]
-        x = np.array([*map(_length, mine)])
-        marker = MARKERS[number % len(MARKERS)]
-        out.append(Series(parts, key.drafter, mine, x, key.policy != "fixed", color, marker))
-    return out
-
-
 def _length(row: SummaryRow) -> float:
     """Return γ, or the mean draft length if the policy adapts it."""
     return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
-
-
-def _joined(parts: tuple[str, str, str, str], gamma: str) -> str:
-    drafter, policy, *others = parts
-    return ", ".join(part for part in (drafter, policy or gamma, *others) if part)
 
 
 def _load(config: RunConfig) -> str:
@@ -298,7 +305,7 @@ def row_names(rows: Sequence[SummaryRow], run: PlotData) -> list[str]:
     for config in (row.config for row in rows):
         parts = [
             "" if config.draft_policy == "fixed" else short(config.draft_policy, 20),
-            "" if config.gamma is None else f"γ = {config.gamma}",
+            "" if config.gamma is None else f"γ={config.gamma}",
             f"T = {config.temperature:g}" if several else "",
             _load(config),
         ]
@@ -385,10 +392,11 @@ def finish(body: SubFigure, run: PlotData, title: str, *remarks: str) -> Figure:
     _legend(body)
     figure = body.get_figure(root=True)
     assert isinstance(figure, Figure)
-    if not run.look.framed:
-        return figure
     if len(run.drafters) == 1:
         title = f"{title}: {short(run.drafters[0], 40)}"
+    figure.set_label(title)  # of the file
+    if not run.look.framed:
+        return figure
     letters = 72 * figure.get_figwidth() / run.look.font_size  # in a line, if they are as wide as high
     titles = textwrap.wrap(title, int(1.35 * letters))
     figure.suptitle("\n".join(titles), x=0.01, ha="left")
@@ -436,6 +444,30 @@ def share_axis(axes: Axes, top: float | None = 1.02) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
+def load_axis(axes: Axes, places: Sequence[float]) -> None:
+    """Make x an axis of batch sizes or contexts, of which the logarithms are drawn."""
+    axes.xaxis.set_major_locator(FixedLocator(sorted({*places})))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2**value:,.0f}"))
+    margin = max(0.2, 0.05 * (max(places) - min(places)))
+    axes.set_xlim(min(places) - margin, max(places) + margin)
+
+
+def one_panel(
+    run: PlotData, series: Sequence[Series], name: str, labels: tuple[str, str], levels: Mapping[str, float],
+    title: str, *remarks: str,
+) -> Figure:  # fmt: skip
+    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names."""
+    body = new_figure(run, 3.6)
+    axes = body.subplots()
+    (gamma_axis if not labels[0] else load_axis)(axes, [x for each in series for x in each.x])
+    said = draw_series(axes, series, name, include=[*levels.values()])
+    draw_levels(axes.axhline, levels)
+    axes.set(ylabel=labels[1], xlabel=labels[0] or axes.get_xlabel())
+    grid_lines(axes)
+    return finish(body, run, title, *remarks, run.intervals, said)
+
+
 def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
     """Make x an axis of whole γ that includes all values."""
     axes.set_xlabel("γ (tokens drafted per step)")
@@ -446,13 +478,19 @@ def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def dodged(series: Sequence[Series]) -> list[Floats]:
-    """Return the x of each series, moved a little so that intervals do not hide each other."""
+    """Return the x of each series; those that meet others are moved a little, so that no interval hides another."""
     every = np.unique(np.concatenate([each.x for each in series]))
     step = 1.0
     if len(every) > 1:
         step = min(1.0, max(float(np.diff(every).min()), (every[-1] - every[0]) / 20))
-    offsets = (np.arange(len(series)) - (len(series) - 1) / 2) * _DODGE * step * min(1.0, 8 / len(series))
-    return [each.x + offset for each, offset in zip(series, offsets, strict=True)]
+
+    def meet(one: Series, other: Series) -> bool:
+        return one is not other and np.abs(np.subtract.outer(one.x, other.x)).min() < _DODGE * step
+
+    met = [i for i, each in enumerate(series) if any(meet(each, other) for other in series)]
+    apart = _DODGE * step * min(1.0, 8 / max(1, len(met)))
+    offsets = {i: (number - (len(met) - 1) / 2) * apart for number, i in enumerate(met)}
+    return [each.x + offsets.get(i, 0.0) for i, each in enumerate(series)]
 
 
 def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
@@ -475,48 +513,58 @@ def span(rows: Sequence[SummaryRow], name: str) -> tuple[float, float]:
     return float(np.nanmin(low)), float(np.nanmax(high))
 
 
-def draw_levels(axes: Axes, levels: Mapping[str, float]) -> None:
-    """Draw named horizontal lines to compare values with."""
-    for number, (name, y) in enumerate(levels.items()):
+def draw_levels(line: Callable[..., Any], levels: Mapping[str, float]) -> None:
+    """Draw named levels to compare values with; ``line`` is the axes' ``axhline`` or ``axvline``."""
+    for number, (name, at) in enumerate(levels.items()):
         dashes = _LEVELS[number % len(_LEVELS)]
-        axes.axhline(y, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=name)
+        line(at, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=short(name, 60))
 
 
 def draw_series(
     axes: Axes, series: Sequence[Series], name: str, include: Sequence[float] | None = None
-) -> None:
+) -> str:
     """Draw the metric ``name`` of all series with its intervals, in axes whose x limits are set.
 
-    An adaptive draft policy is drawn at its mean draft length, with a dotted line across the figure for comparison.
+    The single value of an adaptive draft policy has a dotted line across the figure for comparison.
 
     Args:
         axes, series, name: The axes to draw in, and the series and metric to draw.
         include: Values that the y axis must include; ``None`` does not change its limits. Intervals that reach far
-            from their values are cut off, with an arrowhead.
+            from their values are cut off, with an arrow.
+
+    Returns:
+        Sentences for the caption on the marks that were drawn.
     """
     drawn = list(zip(series, dodged(series), (estimates(each.rows, name) for each in series), strict=True))
+    said = []
+    if any(each.adapts for each in series):
+        said.append("Hollow: an adaptive draft policy.")
+    if any(each.adapts and len(each.x) == 1 for each in series):
+        said = ["Hollow, on a dotted line: an adaptive draft policy, at its mean draft length."]
     for each, x, (y, low, high) in drawn:
         known = np.isfinite(y)
         if not known.any():
             continue
-        if each.adapts:
+        if each.adapts and len(each.x) == 1:
             axes.axhline(y[known][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
-        line = "none" if each.adapts else "-"
-        axes.plot(x[known], y[known], linestyle=line, markeredgewidth=1.0, **each.markers)
+        axes.plot(x[known], y[known], markeredgewidth=1.0, label=each.name, **each.style)
         sure = known & ~np.isnan(low) & ~np.isnan(high)
         axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
     if include is None:
-        return
+        return " ".join(said)
     bottom, top = span(all_rows(series), name)
     bottom, top = min(bottom, *include, top), max(top, *include, bottom)
     margin = 0.06 * (top - bottom) or 0.1 * top
     bottom, top = max(0.0, bottom - margin), top + margin
     axes.set_ylim(bottom, top)
+    cut_off = False
     for each, x, (_, low, high) in drawn:
-        for cut, at, marker in ((high > top, top, "^"), (low < bottom, bottom, "v")):
+        for cut, at, marker in ((high > top, top, r"$\uparrow$"), (low < bottom, bottom, r"$\downarrow$")):
             if cut.any():
-                head: Any = {"color": each.color, "markersize": 3, "clip_on": False}
-                axes.plot(x[cut], np.full(cut.sum(), at), marker, **head)
+                head: Any = {"color": each.color, "markersize": 6, "clip_on": False, "linestyle": "none"}
+                axes.plot(x[cut], np.full(cut.sum(), at), marker=marker, **head)
+                cut_off = True
+    return " ".join([*said, *["Arrow: the interval goes on beyond the axis."] * cut_off])
 
 
 def with_gamma(run: PlotData, name: str) -> list[Series]:
@@ -534,9 +582,3 @@ WHY_NOT = {
     "predicted_speedup": "the costs of single passes were not measured, nothing was drafted, or others used the"
     " processor most of the time",
 }
-
-
-def hollow(series: Sequence[Series]) -> str:
-    if not any(each.adapts for each in series):
-        return ""
-    return "Hollow, on a dotted line: an adaptive draft policy, at its mean draft length."

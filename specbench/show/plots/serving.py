@@ -1,25 +1,26 @@
-"""Figures of servers and of batches: speed and speedup, also by batch size, and latency."""
+"""Figures of servers, batches and lengths of context: speed and speedup, and latency."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from specbench.results.requests import BatchCurve, RequestRow, batch_curves, is_closed, request_rows
-from specbench.results.run import RunConfig
+from specbench.results.contexts import context_curves
+from specbench.results.requests import RequestRow, batch_curves, is_closed, request_rows
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from matplotlib.axes import Axes
+    from specbench.results.requests import Curve
+    from specbench.results.run import RunConfig
 
 _ALONE = "requests were decoded one after the other"
+_MOST = 6  # lines over contexts
 _CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"))
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
@@ -30,53 +31,50 @@ def servers(run: PlotData) -> Figure:
     rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
     if not rows:
         raise NoDataError("no servers were measured one request at a time")
-    names = canvas.row_names(rows, run)
     places = np.arange(len(rows))
-    palette = canvas.COLORS * (1 + len(rows) // len(canvas.COLORS))
-    colors = [canvas.BLACK if row.is_baseline else color for row, color in zip(rows, palette, strict=False)]
     body, both = canvas.panels(run, 2, 0.55 + 0.24 * len(rows), sharey=True)
     titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
     for axes, name, title in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
-        value, low, high = canvas.estimates(rows, name)
-        axes.hlines(places, low, high, color=colors, linewidth=1.2)
-        axes.scatter(value, places, color=colors, zorder=3, s=20)
+        for place, row, value, low, high in zip(places, rows, *canvas.estimates(rows, name), strict=True):
+            color, marker = run.mark(row.config)
+            axes.hlines(place, low, high, color=color, linewidth=1.2)
+            axes.plot(value, place, color=color, marker=marker, zorder=3)
         axes.set_xlabel(title)
-        axes.set_yticks(places, names)
+        axes.set_yticks(places, canvas.row_names(rows, run))
         axes.set_ylim(len(rows) - 0.5, -0.5)
         canvas.grid_lines(axes, "x")
     both[0].set_xlim(left=0)
-    both[1].axvline(1.0, color=canvas.GRAY, linewidth=0.9, linestyle=canvas.DASHED, zorder=1.5)
+    canvas.draw_levels(both[1].axvline, {f"{short(run.summary.over, 20)} = 1": 1.0})
     return canvas.finish(body, run, "Servers", run.intervals)
 
 
-@figure(
-    "batches",
-    "speedup against batch size, one line per drafter and draft policy",
-    table="Speed",
-    of_servers=True,
-)
+@figure("batches", "speedup against batch size", table="Speed", of_servers=True)
 def speedup_by_batch(run: PlotData) -> Figure:
-    series = _series(run)
-    if not series:
+    best = _best(batch_curves(run.summary))
+    if not best:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
-    body = canvas.new_figure(run, 3.6)
-    axes = body.subplots()
-    _batch_axis(axes, sorted({x for each in series for x in each.x}))
-    canvas.draw_series(axes, series, "speedup", include=[1.0])
+    series = [run.make_series(each.rows, np.log2(each.sizes), loads=True) for each in best]
+    said = ("Ratio of throughputs at the same batch size.", _chosen(run))
+    return _speedups(run, series, "requests at a time", "Speedup against batch size", *said)
+
+
+@figure("contexts", "speedup against length of context", table="Speed", of_servers=True)
+def speedup_by_context(run: PlotData) -> Figure:
+    curves = context_curves(run.summary)
+    if not curves:
+        raise NoDataError("no lengths of context were measured (--context)")
+    series = [run.make_series(each.rows, np.log2(each.sizes), loads=True) for each in curves[:_MOST]]
+    more = f"The best {_MOST} of {len(curves)}." if len(curves) > _MOST else ""
+    return _speedups(run, series, "tokens of context", "Speedup against context", more)
+
+
+def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *remarks: str) -> Figure:
     over = short(run.summary.over, 20)
-    canvas.draw_levels(axes, {f"{over} = 1": 1.0})
-    axes.set_ylabel(f"speedup over {over} (×)")
-    canvas.grid_lines(axes)
-    remark = "Ratio of throughputs at the same batch size."
-    return canvas.finish(body, run, "Speedup against batch size", remark, run.intervals, _chosen(run))
+    labels = (load, f"speedup over {over} (×)")
+    return canvas.one_panel(run, series, "speedup", labels, {f"{over} = 1": 1.0}, title, *remarks)
 
 
-@figure(
-    "latency",
-    "throughput against latency, with and without speculation",
-    table="Batches of requests",
-    of_servers=True,
-)
+@figure("latency", "throughput against latency", table="Batches of requests", of_servers=True)
 def latency(run: PlotData) -> Figure:
     requests = request_rows(run.results)
     if not requests:
@@ -84,29 +82,27 @@ def latency(run: PlotData) -> Figure:
     body, both = canvas.panels(run, 2, 2.55, "tokens/s of all requests", sharey=True)
     lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
-        for number, (label, mine, color, marker) in enumerate(lines):
+        for number, (label, mine, style) in enumerate(lines):
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
-            numbers: Any = {
-                "xytext": (right, up),
-                "textcoords": "offset points",
-                "ha": alignment,
-                "color": color,
-            }
+            times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
-                (
-                    1000.0 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"],
-                    row.throughput.value,
-                    row,
-                )
-                for row in mine
+                (time, row.throughput.value, row.config.batch)
+                for time, row in zip(times, mine, strict=True)
+                if math.isfinite(time) and math.isfinite(row.throughput.value)
             ]
-            points = [point for point in points if np.isfinite(point[:2]).all()]
-            if points:
-                x, y, _ = zip(*points, strict=True)
-                axes.plot(x, y, color=color, marker=marker, zorder=3, label=label)
-                for at, height, row in points:
-                    text = f"{row.config.batch}"
-                    axes.annotate(text, (at, height), fontsize=canvas.font_size(0.75), **numbers)
+            if not points:
+                continue
+            x, y, _ = zip(*points, strict=True)
+            axes.plot(x, y, label=label, **style)
+            numbers: Any = {"xytext": (right, up), "textcoords": "offset points", "ha": alignment}
+            for time, speed, batch in points:
+                axes.annotate(
+                    f"{batch}",
+                    (time, speed),
+                    color=style["color"],
+                    fontsize=canvas.font_size(0.75),
+                    **numbers,
+                )
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
@@ -119,88 +115,47 @@ def latency(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Throughput against latency", remark, _chosen(run))
 
 
-def _lines(run: PlotData, requests: Sequence[RequestRow]) -> Iterator[tuple[str, list[RequestRow], str, str]]:
-    """Yield a name, rows by rising batch size, color and marker for plain decoding and for each drafter with a policy.
+def _lines(
+    run: PlotData, requests: Sequence[RequestRow]
+) -> Iterator[tuple[str, list[RequestRow], dict[str, Any]]]:
+    """Yield a name, rows by rising batch size and a style, for plain decoding and for each drafter with a policy.
 
     Of several γ, the one with the highest throughput is taken. Each temperature and arrival process has its own lines.
     """
-    alike: dict[tuple[str, _Key, str], dict[int | None, list[RequestRow]]] = {}
+    alike: dict[tuple[str, _Alike, str], dict[int | None, list[RequestRow]]] = {}
     for row in sorted(requests, key=lambda row: row.config.batch or 1):
         arrivals = "closed" if is_closed(row.config) else str(row.config.arrivals)
-        kind = (row.config.kind, _Key.of(row.config), arrivals)
+        kind = (row.config.kind, _alike(row.config), arrivals)
         alike.setdefault(kind, {}).setdefault(row.config.gamma, []).append(row)
-    temperatures = {key.temperature for _, key, _ in alike}
-    several = len({arrivals for _, _, arrivals in alike}) > 1
-    ranks = [_Key.of(curve.rows[0].config) for curve in _best(run)]
-    for number, ((what, key, arrivals), by_gamma) in enumerate(alike.items()):
+    several = len({arrivals for *_, arrivals in alike}) > 1
+    for (what, _, arrivals), by_gamma in alike.items():
         best = max(by_gamma.values(), key=_mean_throughput)
-        config = best[0].config
-        parts = ["plain"] if what == "plain" else [short(key.drafter, canvas.NAME)]
-        if what not in ("plain", "server"):
-            parts = [*parts, _policy(config)] if len(run.drafters) > 1 else [_policy(config)]
-        parts += [f"T = {key.temperature:g}"] * (len(temperatures) > 1) + [arrivals] * several
-        color = canvas.COLORS[ranks.index(key) % len(canvas.COLORS)] if key in ranks else canvas.GRAY
-        if config.id == config.baseline:
-            color = canvas.BLACK
-        yield ", ".join(parts), best, color, canvas.MARKERS[number % len(canvas.MARKERS)]
+        rows = [run.summary.row(row.config.id) for row in best]
+        line = run.make_series(rows, [0] * len(rows), loads=True)
+        name = "plain" if what == "plain" else line.name
+        yield ", ".join([name, *[arrivals] * several]), best, line.style
 
 
 def _mean_throughput(rows: Sequence[RequestRow]) -> float:
     return float(np.mean(np.log([row.throughput.value for row in rows])))
 
 
-def _policy(config: RunConfig) -> str:
-    return short(config.draft_policy, 20) if config.gamma is None else f"γ = {config.gamma}"
+_Alike = tuple[str, str, float]
 
 
-class _Key(NamedTuple):
-    """The settings that all configurations of a line share, which differ in batch size only."""
-
-    drafter: str
-    policy: str
-    temperature: float
-
-    @classmethod
-    def of(cls, config: RunConfig) -> _Key:
-        return cls(config.drafter, config.draft_policy, config.temperature)
+def _alike(config: RunConfig) -> _Alike:
+    """Return what configurations share that differ in γ and batch size only."""
+    return config.drafter, config.draft_policy, config.temperature
 
 
-def _best(run: PlotData) -> list[BatchCurve]:
-    found: dict[_Key, BatchCurve] = {}
-    for curve in batch_curves(run.summary):  # the best first
-        found.setdefault(_Key.of(curve.rows[0].config), curve)
+def _best(curves: Sequence[Curve]) -> list[Any]:
+    """Return the first, best curve of each drafter with a policy."""
+    found: dict[_Alike, Curve] = {}
+    for curve in curves:
+        found.setdefault(_alike(curve.rows[0].config), curve)
     return list(found.values())
 
 
 def _chosen(run: PlotData) -> str:
-    several = len(_best(run)) < len(batch_curves(run.summary))
-    return "The best of several γ over all batch sizes." if several else ""
-
-
-def _series(run: PlotData) -> list[Series]:
-    """Return lines over the batch sizes; x is the logarithm of the batch size."""
-    curves = _best(run)
-    several = len({curve.rows[0].config.temperature for curve in curves}) > 1
-    out = []
-    for number, curve in enumerate(curves):
-        config = curve.rows[0].config
-        server = config.kind == "server"
-        parts = (
-            short(config.drafter, canvas.NAME) if server or len(run.drafters) > 1 else "",
-            "" if server else _policy(config),
-            f"T = {config.temperature:g}" if several else "",
-            "",
-        )
-        color, marker = (each[number % len(each)] for each in (canvas.COLORS, canvas.MARKERS))
-        x = np.log2(np.array(curve.batches, dtype=float))
-        out.append(Series(parts, config.drafter, curve.rows, x, False, color, marker))
-    return out
-
-
-def _batch_axis(axes: Axes, places: Sequence[float]) -> None:
-    axes.set_xlabel("requests at a time")
-    axes.xaxis.set_major_locator(FixedLocator(list(places)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{2**value:.0f}"))
-    margin = max(0.2, 0.05 * (places[-1] - places[0]))
-    axes.set_xlim(places[0] - margin, places[-1] + margin)
+    curves = batch_curves(run.summary)
+    return "The best of several γ over all batch sizes." if len(_best(curves)) < len(curves) else ""

@@ -10,23 +10,26 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specbench.results.stats import WIDENED, decimals
-from specbench.results.summary import CategoryRow, SummaryRow, categorize
+from specbench.results.stats import WIDENED, decimals, ratio_text
+from specbench.results.summary import CategoryRow, categorize
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure, font_size, short
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from matplotlib.axes import Axes
 
 
 @figure("speedup", "speedup against γ, one line per drafter", table="Speed")
 def speedup(run: PlotData) -> Figure:
     levels = {"plain = 1": 1.0}
-    levels |= {_ratio_name(row): row.speedup.value for row in run.levels if row.measured}
-    title = "Speedup against draft length"
-    return _against_gamma(run, "speedup", "speedup over plain (×)", levels, title)
+    levels |= {
+        f"{short(row.config.label, 22)} {ratio_text(row.speedup)}": row.speedup.value
+        for row in run.levels
+        if row.measured
+    }
+    series = canvas.with_gamma(run, "speedup")
+    labels = ("", "speedup over plain (×)")
+    return canvas.one_panel(run, series, "speedup", labels, levels, "Speedup against draft length")
 
 
 @figure("tokens-per-second", "decode speed against γ", table="Speed")
@@ -36,31 +39,13 @@ def tokens_per_second(run: PlotData) -> Figure:
         for row in (*run.plain, *run.levels)
         if not math.isnan(row.tokens_per_second.value)
     }
-    title = "Decode speed against draft length"
-    remark = "Geometric means over prompts, without the time to first token."
-    return _against_gamma(run, "tokens_per_second", "decode speed (tokens/s)", levels, title, remark)
-
-
-def _against_gamma(
-    run: PlotData, name: str, label: str, levels: Mapping[str, float], title: str, *remarks: str
-) -> Figure:
-    series = canvas.with_gamma(run, name)
-    body = canvas.new_figure(run, 3.6)
-    axes = body.subplots()
-    canvas.gamma_axis(axes, [x for each in series for x in each.x])
-    canvas.draw_series(axes, series, name, include=[*levels.values()])
-    canvas.draw_levels(axes, levels)
-    axes.set_ylabel(label)
-    canvas.grid_lines(axes)
-    return canvas.finish(body, run, title, *remarks, run.intervals, canvas.hollow(series))
-
-
-def _ratio_name(row: SummaryRow) -> str:
-    ratio = row.speedup
-    ends = (
-        "" if ratio.low is None or ratio.high is None else f" [{decimals(ratio.low)}, {decimals(ratio.high)}]"
+    labels, remark = (
+        ("", "decode speed (tokens/s)"),
+        "Geometric means over prompts, without the time to first token.",
     )
-    return f"{short(row.config.label, 22)} {decimals(ratio.value)}{ends}"
+    series = canvas.with_gamma(run, "tokens_per_second")
+    title = "Decode speed against draft length"
+    return canvas.one_panel(run, series, "tokens_per_second", labels, levels, title, remark)
 
 
 @figure("prediction", "predicted against measured speedup", table="Speed")
@@ -82,7 +67,7 @@ def prediction(run: PlotData) -> Figure:
             y, y_low, y_high = canvas.estimates(each.rows, "speedup")
             axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
             axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
-            axes.plot(x, y, linestyle="none", **each.markers)
+            axes.plot(x, y, linestyle="none", label=each.name, **each.style)
         axes.set(xlim=(low, high), ylim=(low, high), xlabel="predicted speedup (×)")
         axes.set_aspect("equal", adjustable="box")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
@@ -106,6 +91,8 @@ def by_category(run: PlotData) -> Figure:
     row_of = {row.config.id: i for i, row in enumerate(rows)}
     names = canvas.row_names(rows, run)
     categories = list(dict.fromkeys(cell.category for cell in cells))
+    if len(categories) == 1:
+        raise NoDataError("all prompts are of one category")
     without = [cell for cell in cells if cell.speedup.low is None]
     plain_cells = len(without) == len(cells)  # ratios alone need less space
     line = 0.17 if plain_cells else 0.27  # inches of a row

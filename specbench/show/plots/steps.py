@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,28 +12,20 @@ from matplotlib.ticker import MaxNLocator
 from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
 from specbench.results.stats import Floats
+from specbench.show.notes import meanings
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure, short
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_PART_COLORS = dict(
-    zip(PARTS, (canvas.ORANGE, canvas.BLUE, canvas.GREEN, canvas.PURPLE, "#B0B0B0"), strict=True)
-)
-_NOTES = {
-    "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
-    "H_ema": "its moving average, which sets γ",
-    "survival": "probability that the whole draft is accepted, as the draft policy estimates it",
-    "lambda": "minimum acceptance probability to continue drafting",
-    "threshold": "minimum probability of a draft to continue drafting",
-}
-"""Meanings of what draft policies note."""
+_PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#44BB99", "#FFAABB", "#CCCCCC"), strict=True))
+"""Light ones (Paul Tol's), for the strong ones are those of drafters."""
 
 
 @figure("time", "where the time goes", table="Acceptance and time")
 def time(run: PlotData) -> Figure:
-    rows = [row for each in run.series for row in each.rows if row.ms_per_token > 0]
+    rows = [row for each in run.series for row in each.rows if row.tokens_per_second.value > 0]
     rows.sort(key=lambda row: run.drafters.index(row.config.drafter))
     if not rows:
         raise NoDataError("no speculative configuration has finished a step")
@@ -43,7 +34,7 @@ def time(run: PlotData) -> Figure:
     body = canvas.new_figure(run, 1.15 + 0.17 * (places[-1] + 1))
     axes = body.subplots()
     left = np.zeros(len(rows))
-    total = np.array([row.ms_per_token for row in rows])
+    total = np.array([1000.0 / row.tokens_per_second.value for row in rows])
     prefill = total * np.array([row.share_draft_prefill for row in rows])
     for part in PARTS:
         wide = total * np.array([row.share[part] for row in rows])
@@ -51,22 +42,26 @@ def time(run: PlotData) -> Figure:
         axes.barh(places, wide, 0.78, left=left, label=part, **style)
         if part == "draft" and (prefill > 0.01 * total.max()).any():
             hatched: Any = {"color": "none", "edgecolor": "#5A3C00", "hatch": "////", "linewidth": 0}
-            axes.barh(places, prefill, 0.78, label="(of it the prompt)", **hatched)
+            axes.barh(places, prefill, 0.78, label="reading the prompt", **hatched)
         left += wide
-    plain = [row.ms_per_token for row in run.plain if not math.isnan(row.ms_per_token)]
-    for base in plain:
-        axes.axvline(base, color=canvas.BLACK, linewidth=0.9, linestyle=canvas.DASHED, label="plain")
+    plain = {
+        row.config.label: 1000.0 / speed for row in run.plain if (speed := row.tokens_per_second.value) > 0
+    }
+    canvas.draw_levels(axes.axvline, plain)
     axes.set_yticks(places, canvas.row_names(rows, run))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(places[-1] + 0.6, -0.6)
-    axes.set_xlim(0, 1.05 * max(total.max(), *plain))
+    axes.set_xlim(0, 1.05 * max(total.max(), *plain.values()))
     axes.set_xlabel("time per token (ms)")
     canvas.grid_lines(axes, "x")
-    remark = "Time of all steps over all emitted tokens, without the time to first token."
+    remark = "Time per token: 1 over the table's tokens/s, without the time to first token; parts: shares of all steps."
     return canvas.finish(body, run, "Where the time goes", remark)
 
 
-@figure("generation", "draft length, acceptance and entropy over one generation")
+@figure(
+    "generation",
+    "one generation step by step: tokens drafted and accepted, and what the draft policy went by",
+)
 def generation(run: PlotData) -> Figure:
     one = _one_generation(run)
     drafted, accepted = one["steps_drafted"], one["steps_accepted"]
@@ -77,8 +72,9 @@ def generation(run: PlotData) -> Figure:
     ratios = [1.2, 1.0][: 1 + bool(notes)]
     both = body.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     upper = both[0]
-    upper.stairs(accepted, edges, fill=True, color=canvas.SKY, alpha=0.75, label="accepted")
-    upper.stairs(drafted, edges, color=canvas.BLUE, linewidth=1.2, baseline=None, label="drafted (γ)")
+    color, _ = run.mark(run.summary.row(one["config"]).config)
+    upper.stairs(accepted, edges, fill=True, color=color, alpha=0.5, label="accepted")
+    upper.stairs(drafted, edges, color=color, linewidth=1.2, baseline=None, label="drafted (γ)")
     upper.set_ylim(0, max(1, int(drafted.max(initial=1))) * 1.12)
     upper.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     upper.set_ylabel("tokens in the step")
@@ -88,11 +84,10 @@ def generation(run: PlotData) -> Figure:
         lower = both[1]
         middles = (edges[:-1] + edges[1:]) / 2
         for number, (name, values) in enumerate(notes.items()):
-            color = canvas.COLORS[(number + 1) % len(canvas.COLORS)]
-            line = ("-", "--", ":")[number % 3]
-            lower.plot(middles, values, line, color=color, linewidth=1.2, label=short(name, 20))
+            shade, line = ("black", canvas.GRAY)[number % 2], ("-", "--", ":")[number % 3]
+            lower.plot(middles, values, line, color=shade, linewidth=1.2, label=short(name, 20))
         entropies = all(name.startswith("H") for name in notes)
-        lower.set_ylabel("entropy / log V" if entropies else "noted by the policy")
+        lower.set_ylabel("entropy / log V" if entropies else "what the policy went by")
         lower.set_ylim(bottom=min(0.0, *(float(np.nanmin(values)) for values in notes.values())))
         canvas.grid_lines(lower)
     both[-1].set_xlabel("token of the output")
@@ -100,8 +95,7 @@ def generation(run: PlotData) -> Figure:
         f"Prompt {short(one['prompt'], 40)}, {short(one['label'], 48)}: the most typical in tokens per step."
     )
     remark = "A column is a step, as wide as the tokens it emitted."
-    meanings = [f"{name}: {_NOTES[name]}." for name in notes if name in _NOTES]
-    return canvas.finish(body, run, "One generation, step by step", which, remark, *meanings)
+    return canvas.finish(body, run, "One generation, step by step", which, remark, *meanings(notes))
 
 
 def _one_generation(run: PlotData) -> pd.Series[Any]:
