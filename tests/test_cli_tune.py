@@ -94,7 +94,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
 def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     said = tune("--drafter", models / "small", drafters=drafters_to_try)
     assert said.code == 0, said.err
-    assert said.out.startswith("lookup with auto: 2.00 × [2.00, 2.00] over plain decoding")
+    assert said.out.startswith("lookup auto: 2.00× [2.00, 2.00] over plain decoding")
     stages = [line for line in said.err.splitlines() if line.endswith(" ...")]
     assert stages[0] == "loading target ..."  # each of them, where no terminal draws a bar
     assert {"quantizing small to int8 ...", "trying drafters ..."} <= {*stages}
@@ -121,7 +121,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert written.target is None
     assert f"add --target {models / 'target'}" in said.err
     assert "Saved: specbench.toml, which generate, chat, serve, sweep and check read" in said.err
-    assert (folder / "summary.md").read_text().startswith("**lookup with auto: 2.00")
+    assert (folder / "summary.md").read_text().startswith("**lookup auto: 2.00")
     assert "config,label" in (folder / "summary.csv").read_text()
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
 
@@ -158,14 +158,14 @@ def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch)
     assert {config["drafter"] for config in _configs(tmp_path / "results")} == {
         "none", *(f"{front}small ({dtype})" for front in ("", "lookup+", "suffix+") for dtype in ("int8", "int4"))
     }  # fmt: skip
-    assert said.out.startswith("lookup+small (int4) with auto: 3.0")
+    assert said.out.startswith("lookup+small (int4) auto: 3.0")
 
 
 def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     speeds_of = {"self:int8@auto:verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)
     assert said.code == 0, said.err
-    assert said.out.startswith("self:int8 with auto:verification=block: 2.00")
+    assert said.out.startswith("self:int8 auto:verification=block: 2.00")
     assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:verification=block"
     configs = _configs(tmp_path / "results")
     assert not any("block" in config["draft_policy"] for config in configs if config["drafter"] == "lookup")
@@ -173,7 +173,7 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
 
 def test_what_no_other_engine_has_is_served_here(tune):
     said = tune(factors={"self:int8@auto": 2.0})
-    assert said.out.startswith("self:int8 with auto: 2.00")
+    assert said.out.startswith("self:int8 auto: 2.00")
     assert "Deploy:  specbench serve  (other engines support no configuration" in said.out
 
 
@@ -300,7 +300,7 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     said = tune("--resume")
     assert said.code == 0, said.err
     assert f"Continuing results/{folder.name}." in said.err
-    assert said.out.startswith("lookup with auto: 2.00")
+    assert said.out.startswith("lookup auto: 2.00")
     assert (folder / "generations.jsonl").read_text().splitlines()[:14] == lines
     tune("--resume", "--overwrite").refused(2, "no unfinished run of `specbench tune`")
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
@@ -429,7 +429,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     said = tune("-v")
     assert said.code == 0, said.err
     headline, *details = said.out.split("\n\n")[0].splitlines()
-    assert headline.startswith("lookup with auto, ")
+    assert headline.startswith("lookup auto, ")
     assert "over plain decoding: the best so far (provisional)" in headline
     assert (
         "Other programs used the processor during 9 of 9 generations. A quiet machine needs less time"
@@ -469,10 +469,10 @@ def test_an_interrupted_race_gives_what_is_best_so_far(tune, tmp_path, monkeypat
         patch.setattr(ModelEngine, "generate", stop)
         said = tune()
     assert said.code == 130
-    assert said.out.startswith("lookup with auto")
+    assert said.out.startswith("lookup auto")
     assert "Interrupted. Measurements are in results/" in said.err
     assert (tmp_path / "specbench.toml").exists()
-    assert tune("--resume", "--overwrite").out.startswith("lookup with auto: 2.00")
+    assert tune("--resume", "--overwrite").out.startswith("lookup auto: 2.00")
 
 
 def test_a_generation_that_fails_is_told(tune, monkeypatch):
@@ -489,7 +489,7 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
     assert re.search(
         r"Not raced: self:int8 .*\(failed: There was not enough memory for this configuration\)\.", said.out
     )
-    assert said.out.startswith("lookup with auto: 2.00")
+    assert said.out.startswith("lookup auto: 2.00")
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:

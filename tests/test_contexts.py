@@ -30,9 +30,10 @@ from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs, read_costs
 from specbench.policies.costs import GivenCosts
-from specbench.results.contexts import ContextCurve, context_curves
+from specbench.results.contexts import context_curves
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.predict import predict
+from specbench.results.requests import Curve
 from specbench.results.results import load_results
 from specbench.results.steps import Steps
 from specbench.results.summary import Categories, SummaryRow, costs_at, summarize
@@ -435,16 +436,15 @@ def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
     results = load_results(falls)
     summary = summarize(results)
     best = context_curves(summary)[0]
-    assert best.contexts == [16, 64, 128]
+    assert best.sizes == [16, 64, 128]
     (answer,) = find_answers(results, summary, Categories([], "plain decoding"))
     assert answer.verdict == "faster"
-    assert answer.headline.startswith("d with γ = 1: pays up to 64 tokens of context, ")
-    assert "most at 64" in answer.headline
-    assert "; at 128 it measured 0." in answer.headline
+    assert answer.headline.startswith("d γ=1: pays up to 64 tokens of context, ")
+    assert "; at 128 tokens of context the interval lies below 1, 0." in answer.headline
     assert any("Each 1,000 tokens of context add 1000.0 ms" in each for each in answer.details)
 
 
-def curve(*points: tuple[int, str, float]) -> ContextCurve:
+def curve(*points: tuple[int, str, float]) -> Curve:
     (config,) = [each.record() for each in context_sweep((8,)).configs if each.gamma == 1]
     rows = [
         SummaryRow(
@@ -454,16 +454,16 @@ def curve(*points: tuple[int, str, float]) -> ContextCurve:
         )
         for context, verdict, value in points
     ]
-    return ContextCurve(rows)
+    return Curve(rows)
 
 
 @pytest.mark.parametrize(
     ("points", "text"),
     [
-        ([(8, "faster", 1.4), (16, "faster", 1.6)], "at 16 tokens of context, the longest measured, most at 16, 1.6"),
+        ([(8, "faster", 1.4), (16, "faster", 1.6)], "pays everywhere up to 16 tokens of context, 1.6"),
         ([(8, "faster", 1.4), (16, "slower", 0.6)], "pays up to 8 tokens of context, 1.4"),
-        ([(8, "cannot tell", 1.0), (16, "faster", 1.6)], "but is not certain to at 8, most at 16"),
-        ([(8, "slower", 0.7), (16, "cannot tell", 0.9)], "certain to pay at no context; it measured most at 16, 0.9"),
+        ([(8, "cannot tell", 1.0), (16, "faster", 1.6)], "1.60× [1.44, 1.76] over plain decoding, yet at 8"),
+        ([(8, "slower", 0.7), (16, "cannot tell", 0.9)], "at 8 tokens of context the interval lies below 1"),
     ],
 )  # fmt: skip
 def test_how_far_it_pays_in_words(points, text):

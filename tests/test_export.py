@@ -235,9 +235,9 @@ def test_the_best_of_a_run_with_its_interval():
     assert (found.drafter_dtype, found.dtype, found.temperature) == ("int4", "bfloat16", 0.0)
     assert found.measured is not None
     assert found.measured.best
-    assert str(found.measured) == "qwen2.5-coder-0.5b (int4) auto: 1.89 × [1.61, 2.34] over plain decoding"
+    assert str(found.measured) == "qwen2.5-coder-0.5b (int4) auto: 1.89× [1.61, 2.34] over plain decoding"
     assert (str(found.policy), found.gamma) == ("auto", 5)
-    assert found.gamma_from == "the best of 7 fixed γ measured with this drafter, 1.74 × [1.40, 2.12]"
+    assert found.gamma_from == "the best of 7 fixed γ measured with this drafter, 1.74× [1.40, 2.12]"
 
 
 def test_one_that_is_named():
@@ -376,8 +376,8 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     assert found.replaces.fastest.config == "self:int8@2"
     assert found.replaces.share.value == pytest.approx(0.6)
     text = as_file(ENGINES["vllm"], found, made, "run")
-    assert "self:int8 γ=2: 2.00 × [2.00, 2.00]" in text
-    assert "0.60 × [0.60, 0.60] the speed of self:int8 γ=2" in " ".join(text.replace("#", "").split())
+    assert "self:int8 γ=2: 2.00× [2.00, 2.00]" in text
+    assert "0.60× [0.60, 0.60] the speed of self:int8 γ=2" in " ".join(text.replace("#", "").split())
     facts = as_json(ENGINES["vllm"], found, made, "run")["measured"]["in_place_of"]
     assert (facts["config"], facts["share"]) == ("self:int8@2", pytest.approx(0.6))
     message = refusal(export_fastest, ENGINES["mlx-lm"], settings, df, kind=UsageError)
@@ -526,7 +526,7 @@ def test_the_command_says_what_it_is_from(cli):
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
     assert (
-        "# Measured: qwen2.5-coder-0.5b (int4) γ=5: 1.74 × [1.40, 2.12] over plain decoding, in specbench."
+        "# Measured: qwen2.5-coder-0.5b (int4) γ=5: 1.74× [1.40, 2.12] over plain decoding, in specbench."
         in result.out
     )
     assert (
@@ -546,7 +546,7 @@ def test_the_command_says_what_is_not_exported(cli, tmp_path):
     assert "prompt_lookup_num_tokens=2" in result.out
     assert result.err == (
         "specbench: transformers does not support the fastest setting of two. Exported: lookup γ=2:"
-        " 1.20 × [1.20, 1.20] over plain decoding, 0.60 × [0.60, 0.60] the speed of self:int8 γ=2.\n"
+        " 1.20× [1.20, 1.20] over plain decoding, 0.60× [0.60, 0.60] the speed of self:int8 γ=2.\n"
     )
     named = cli("export", run_of_two, "--to", "transformers", "--setting", "self:int8 γ=2")
     named.refused(2, "does not support the drafter self:int8", "Leave --setting out")

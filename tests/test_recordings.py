@@ -78,7 +78,7 @@ def test_the_recorded_answer_of_tune_has_the_lines_of_today():
     )
     firsts = {line.split()[0] for line in today[: today.index("---")] if line}
     assert {"Decode:", "Deploy:"} <= {line.split()[0] for line in SHOWN["tune"] if line} & firsts
-    headline = r"[\w:+]+ with .*[:,] \d\.\d\d × \[\d\.\d\d, \d\.\d\d\] over plain decoding"
+    headline = r"[\w:+]+ .*[:,] \d\.\d\d× \[\d\.\d\d, \d\.\d\d\] over plain decoding"
     assert re.match(headline, today[0])
     assert re.match(headline, SHOWN["tune"][1])
 

@@ -34,12 +34,12 @@ from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, p
 from specbench.generate_many import GenerationRuns
 from specbench.results import predict, stats
 from specbench.results.compare import compare_configs
-from specbench.results.requests import BatchCurve, RequestRow, batch_curves, request_rows
+from specbench.results.requests import Curve, RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
 from specbench.results.run import RunConfig
 from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
-from specbench.show.answer import find_answers, where_it_stops
+from specbench.show.answer import find_answers, how_far_it_pays
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
 from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
@@ -497,7 +497,7 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
     assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []
 
 
-def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
+def line(*points: tuple[int, stats.Verdict | None]) -> Curve:
     values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7)}
 
     def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
@@ -510,7 +510,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
         value, low = values[verdict]
         return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9))
 
-    return BatchCurve([row(batch, verdict) for batch, verdict in points])
+    return Curve([row(batch, verdict) for batch, verdict in points])
 
 
 @pytest.mark.parametrize(
@@ -518,16 +518,16 @@ def line(*points: tuple[int, stats.Verdict | None]) -> BatchCurve:
     [
         ([(1, "faster"), (2, "faster"), (4, "cannot tell")], ("pays up to batch 2", "at batch 4")),
         ([(1, "faster"), (2, "slower")], ("at batch 2", "0.80×")),
-        ([(1, "faster"), (8, "faster")], ("1 to 8", "not seen")),
+        ([(1, "faster"), (8, "faster")], ("everywhere up to batch 8", "most")),
         ([(8, "faster")], ("the only one measured",)),
-        ([(2, "slower"), (4, "slower")], ("no batch from 2 to 4",)),
-        ([(1, "cannot tell"), (2, "faster"), (4, "slower")], ("largest", "yet at batch 1")),
-        ([(1, None), (2, None)], ("not certain", "1.30×")),
+        ([(2, "slower"), (4, "slower")], ("not certain", "at batch 2")),
+        ([(1, "cannot tell"), (2, "faster"), (4, "slower")], ("pays at batch 2", "yet at batch 1")),
+        ([(1, None), (2, None)], ("too few", "1.30×")),
         ([(1, "faster"), (2, "slower"), (4, None)], ("Too few groups",)),
     ],
 )
-def test_where_it_stops_paying_in_words(points, words):
-    said = where_it_stops(line(*points))
+def test_how_far_it_pays_in_words(points, words):
+    said = how_far_it_pays(line(*points))
     assert all(word in said for word in words), said
 
 
@@ -536,12 +536,12 @@ def test_the_answer_of_batches(falls):
     summary = summarize(frame)
     lines = batch_curves(summary)
     assert [each.rows[0].config.gamma for each in lines] == [3, 1]
-    assert lines[0].batches == [1, 2, 4, 8]
+    assert lines[0].sizes == [1, 2, 4, 8]
     (answer,) = find_answers(frame, summary, categorize(frame))
-    assert answer.headline.startswith("d with γ = 3: pays up to batch 2, ")
+    assert answer.headline.startswith("d γ=3: pays up to batch 2, ")
     assert answer.verdict == "faster"
     assert answer.command.endswith("--prompts PROMPTS.jsonl --batch 2")
-    assert answer.details[0].startswith("d with γ = 1: ")
+    assert answer.details[0].startswith("d γ=1: ")
     assert any(part.startswith("Plain decoding gives ") for part in answer.details)
 
 

@@ -233,9 +233,9 @@ def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool, verbose
     if speedup is None:
         lines = [f"The head reaches {tokens}."]
     elif speedup > 1:
-        lines = [f"The head is predicted to decode at {speedup:.2f} × the speed of plain decoding: {tokens}."]
+        lines = [f"The head is predicted to decode at {speedup:.2f}× the speed of plain decoding: {tokens}."]
     else:
-        lines = [f"The head SLOWS decoding, to {speedup:.2f} × the speed of plain decoding: {tokens}."]
+        lines = [f"The head SLOWS decoding, to {speedup:.2f}× the speed of plain decoding: {tokens}."]
     accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
     cost = "" if best.step_cost is None else f"; a step takes {best.step_cost:.2f} times a plain one"
     lines.append(f"Drafted tokens accepted, by position: {accepted}{cost}.")

@@ -172,7 +172,7 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
 
     lead = labels[race.leader]
     if race.leader != race.plain:
-        lead += f" {decimals(race.ratio(race.leader, race.plain).value)} × plain"
+        lead += f" {decimals(race.ratio(race.leader, race.plain).value)}× plain"
     left = f"at most {duration(max(0.0, left_s))} left"
     if race.decided:
         return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"

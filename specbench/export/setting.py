@@ -87,7 +87,7 @@ class MeasuredSetting:
     best: bool
 
     def __str__(self) -> str:
-        return f"{one_line(self.label)}: {stats.ratio_text(self.speedup, ' ×')} over plain decoding"
+        return f"{one_line(self.label)}: {stats.ratio_text(self.speedup)} over plain decoding"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Replaced:
         label = one_line(self.fastest.label)
         if not self.share.prompts:
             return f"on other prompts than {label}"
-        return f"{stats.ratio_text(self.share, ' ×')} the speed of {label}"
+        return f"{stats.ratio_text(self.share)} the speed of {label}"
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class RunSettings:
         others = self._with_fixed_gamma(row)
         if others:
             best = max(others, key=_speedup)
-            ratio = stats.ratio_text(best.speedup, " ×")
+            ratio = stats.ratio_text(best.speedup)
             return (
                 best.config.gamma or 1,
                 f"the best of {len(others)} fixed γ measured with this drafter, {ratio}",

@@ -8,45 +8,15 @@ import numpy as np
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
-from specbench.results.requests import Curve, curves_of
+from specbench.results.requests import Curve, curves_of, size_of
 from specbench.results.results import Results
 from specbench.results.run import RunWarning
 from specbench.results.summary import Summary, SummaryRow
 
 
-class ContextCurve(Curve):
-    """Speedups by length of context."""
-
-    @property
-    def contexts(self) -> list[int]:
-        """The measured lengths of context, ascending."""
-        return [context_of(row) for row in self.rows]
-
-    @property
-    def pays(self) -> SummaryRow | None:
-        """The row of the longest context whose speedup has an interval wholly above 1."""
-        return next((row for row in reversed(self.rows) if row.verdict == "faster"), None)
-
-    @property
-    def most(self) -> SummaryRow:
-        """The row with the highest speedup."""
-        return max(self.rows, key=lambda row: row.speedup.value)
-
-    @property
-    def stops(self) -> SummaryRow | None:
-        """The row of the shortest context whose speedup has an interval that is not wholly above 1."""
-        return next((row for row in self.rows if row.verdict != "faster"), None)
-
-
-def context_of(row: SummaryRow) -> int:
-    """Return the length of context of a configuration."""
-    return row.config.context or 0
-
-
-def context_curves(summary: Summary) -> list[ContextCurve]:
+def context_curves(summary: Summary) -> list[Curve]:
     """Return the curves by length of context, see ``curves_of``."""
-    rows = (row for row in summary.rows if row.config.context is not None)
-    return curves_of(ContextCurve, rows, context_of)
+    return curves_of(row for row in summary.rows if row.config.context is not None)
 
 
 _BLIND = 1 / 3
@@ -70,15 +40,15 @@ def blind_drafters(results: Results, summary: Summary) -> Iterator[RunWarning]:
         if row is None or key in named or config.kind == "server":
             continue
         named.add(key)
-        at, name = f"{context_of(row):,} tokens of context", one_line(config.drafter)
+        at, name = f"{size_of(row):,} tokens of context", one_line(config.drafter)
         if not row.mean_gamma > 0:
             message = f"{name} drafts nothing at {at}: that is beyond the context that it can read."
         else:
             message = (
                 f"{name} is blind at {at}: {row.acceptance_tested.value:.0%} of its tested drafts are accepted there,"
-                f" {first.acceptance_tested.value:.0%} at {context_of(first):,}."
+                f" {first.acceptance_tested.value:.0%} at {size_of(first):,}."
             )
-        yield RunWarning("blind-drafter", "warning", message, _ADVICE, {"context": context_of(row)})
+        yield RunWarning("blind-drafter", "warning", message, _ADVICE, {"context": size_of(row)})
     for (drafter, temperature), context in _noticed(results).items():
         if (drafter, temperature) not in named:
             message = (

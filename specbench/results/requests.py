@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -97,17 +96,22 @@ class Curve:
     rows: list[SummaryRow]
 
     @property
+    def sizes(self) -> list[int]:
+        """The measured lengths or batch sizes, ascending."""
+        return [size_of(row) for row in self.rows]
+
+    @property
     def mean(self) -> float:
         """Geometric mean of the speedups, to rank curves by."""
         return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
 
 
-CurveKind = TypeVar("CurveKind", bound=Curve)
+def size_of(row: SummaryRow) -> int:
+    """Return the length of context or the batch size of a configuration."""
+    return row.config.context or row.config.batch or 1
 
 
-def curves_of(
-    kind: type[CurveKind], rows: Iterable[SummaryRow], place: Callable[[SummaryRow], int]
-) -> list[CurveKind]:
+def curves_of(rows: Iterable[SummaryRow]) -> list[Curve]:
     """Return the curves at all temperatures: one for each drafter with a draft policy, or server; the best first."""
     found: dict[tuple[str, str, int | None, float], list[SummaryRow]] = {}
     for row in rows:
@@ -115,36 +119,8 @@ def curves_of(
         if config.kind in RIVALS and not row.is_baseline and row.speedup.value > 0:
             key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
             found.setdefault(key, []).append(row)
-    curves = [kind(sorted(each, key=place)) for each in found.values()]
+    curves = [Curve(sorted(each, key=size_of)) for each in found.values()]
     return sorted(curves, key=lambda curve: -curve.mean)
-
-
-class BatchCurve(Curve):
-    """Speedups by batch size, with as many clients as the batch size."""
-
-    @property
-    def batches(self) -> list[int]:
-        """The measured batch sizes, ascending."""
-        return [batch_of(row) for row in self.rows]
-
-    @property
-    def pays(self) -> int | None:
-        """The largest batch size whose speedup has an interval wholly above 1."""
-        return max((batch_of(row) for row in self.rows if row.verdict == "faster"), default=None)
-
-    @property
-    def stops(self) -> int | None:
-        """The smallest batch size whose speedup has an interval that is not wholly above 1."""
-        return min((batch_of(row) for row in self.rows if row.verdict != "faster"), default=None)
-
-    def at(self, batch: int) -> SummaryRow:
-        """Return the row of a measured batch size."""
-        return next(row for row in self.rows if row.config.batch == batch)
-
-
-def batch_of(row: SummaryRow) -> int:
-    """Return the batch size of a configuration."""
-    return row.config.batch or 1
 
 
 def is_closed(config: RunConfig) -> bool:
@@ -152,7 +128,6 @@ def is_closed(config: RunConfig) -> bool:
     return config.arrivals == f"closed:{config.batch}"
 
 
-def batch_curves(summary: Summary) -> list[BatchCurve]:
-    """Return the curves by batch size, see ``curves_of``."""
-    rows = (row for row in summary.rows if row.config.batch is not None and is_closed(row.config))
-    return curves_of(BatchCurve, rows, batch_of)
+def batch_curves(summary: Summary) -> list[Curve]:
+    """Return the curves by batch size, with as many clients as the batch size; see ``curves_of``."""
+    return curves_of(row for row in summary.rows if row.config.batch is not None and is_closed(row.config))

@@ -40,8 +40,8 @@ WIDENED = 1.5
 """Factor by which intervals are widened, on the logarithmic scale, for provisional verdicts."""
 
 PROVISIONAL = (
-    "Provisional: the verdict holds even with an interval 1.5 times as wide (on the logarithmic scale), but the machine"
-    " was busy. Measure again on a quiet machine."
+    "faster?, slower?: the verdict holds even with an interval 1.5 times as wide (on the logarithmic scale), but the"
+    " machine was busy. Measure again on a quiet machine."
 )
 """Explanation of these."""
 
@@ -290,8 +290,8 @@ def unseen_text(units: int) -> str:
     """
     share = 1.0 - 0.05 ** (1.0 / units)
     return (
-        f"Slower: on prompts like the {units} measured. A kind that gains much and makes up less than {share:.0%} of"
-        " all can be missing among them; no interval includes it."
+        f"Slower on prompts like the {units} measured: of your own kinds of prompts, one that makes up less than"
+        f" {share:.0%} may be missing here and gain. Measure some of it."
     )
 
 

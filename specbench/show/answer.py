@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
-from specbench.results.contexts import ContextCurve, context_curves, context_of
+from specbench.results.contexts import context_curves
 from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.requests import (
-    BatchCurve,
+    Curve,
     RequestRow,
     batch_curves,
-    batch_of,
     is_closed,
     request_rows,
+    size_of,
 )
 from specbench.results.results import Results
-from specbench.results.run import FOREIGN, PLAIN, RunConfig, stored_recipes
+from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
 from specbench.results.summary import Categories, Summary, SummaryRow
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
-from specbench.specs.policies import parse_policy
 
 _FEW = 3  # categories that the answer names one by one
 _TIES = 5  # configurations as good as the best that the answer names
@@ -72,7 +69,8 @@ def find_answers(
     recipes = {**stored_recipes(results.run), **(recipes or {})}
     temperatures = list(dict.fromkeys(row.config.temperature for row in summary.rows))
     if results.run.tuning is not None and results.run.tuning.answer is not None:
-        return [_Answers(results, summary, categories, recipes, more, summary.rows).of_tuning()]
+        answers = _Answers(results, summary, categories, recipes, more, summary.rows)
+        return [answers.of_tuning(results.run.tuning.answer)]
     found = []
     for temperature in temperatures:
         rows = [row for row in summary.rows if row.config.temperature == temperature]
@@ -103,24 +101,17 @@ class _Answers:
     more: Sequence[str]
     rows: Sequence[SummaryRow]
 
-    def of_tuning(self) -> Answer:
+    def of_tuning(self, stored: TuningAnswer) -> Answer:
         """Return the stored answer of `specbench tune`, with the command for its choice."""
-        tuning = self.results.run.tuning
-        assert tuning is not None
-        assert tuning.answer is not None
-        stored = tuning.answer
         chosen = next((row for row in self.rows if row.config.id == stored.choice), None)
-        verdict: stats.Verdict = "cannot tell"
-        command, outputs = "", []
-        if chosen is not None:
-            plain = chosen.config.kind == "plain"
-            if not stored.provisional:
-                verdict = "slower" if plain else "faster"
-            command = self._command(chosen, drafts=not plain and chosen.verdict != "slower")
-            if not math.isnan(chosen.identical_share):
-                outputs = [identity_text([chosen], self.summary.dtype)]
-        details = [*map(one_line, stored.details), *outputs]
-        return Answer(one_line(stored.headline), verdict, command=command, details=details)
+        headline, details = one_line(stored.headline), [*map(one_line, stored.details)]
+        if chosen is None:
+            return Answer(headline, "cannot tell", details=details)
+        plain = chosen.config.kind == "plain"
+        command = self._command(chosen, drafts=not plain and chosen.verdict != "slower")
+        verdict: stats.Verdict = "cannot tell" if stored.provisional else "slower" if plain else "faster"
+        same = self._same_outputs(chosen, self.summary.dtype)
+        return Answer(headline, verdict, command=command, details=[*details, *same])
 
     def of_one_request(self) -> Answer:
         """Return the answer for prompts decoded one after the other."""
@@ -131,9 +122,9 @@ class _Answers:
             for row in self.rows
             if row.config.kind in FOREIGN and row.measured
         ]
-        details = [f"For comparison, over the same plain decoding: {', '.join(references)}."][
-            : len(references)
-        ]
+        details = [f"For comparison, over the same plain decoding: {', '.join(references)}."] * bool(
+            references
+        )
         if not measured:
             speed = (
                 f"plain decoding runs at {_speed(plain[0])}" if plain else "no plain generation has finished"
@@ -155,26 +146,17 @@ class _Answers:
 
     def of_servers(self) -> Answer:
         """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
-        over = self.summary.over
-        base = self._baselines("server")
+        over, base = self.summary.over, self._baselines("server")
         measured = [row for row in self.rows if row.measured]
         if not measured:
             speeds = [
                 _speed(row) + ("" if row.config.batch is None else f" at batch {row.config.batch}")
                 for row in base
             ]
-            headline = (
-                f"{over} runs at {', '.join(speeds)}." if base else f"No generation of {over} has finished."
-            )
-            return Answer(headline, None)
-        curves, details = self._curves(), [*_throughputs(base)]
-        if curves:
-            first, *others = [
-                f"{_described(each.rows[0])}: {where_it_stops(each, self.summary.disturbance, over)}"
-                for each in curves
-            ]
-            best = curves[0].rows[0] if curves[0].pays is None else curves[0].at(curves[0].pays)
-            return Answer(first, best.verdict, details=[*others, *details, *self._same_outputs(best, None)])
+            runs = f"{over} runs at {', '.join(speeds)}."
+            return Answer(runs if base else f"No generation of {over} has finished.", None)
+        if self._curves(batch_curves):
+            return self._of_curves(batch_curves, list(_throughputs(base)))
         best = max(measured, key=lambda row: (row.verdict == "faster", row.speedup.value))
         if best.verdict == "faster":
             headline = self._speedups(best, by_category=True)
@@ -182,79 +164,61 @@ class _Answers:
             headline = f"Nothing is faster than {over} here. The best measured is {self._speedups(best)}"
         else:
             headline = f"It is not certain that anything is faster than {over} here. {self._speedups(best)}"
-        if base:
-            details.append(f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(base[0])}.")
+        details = [
+            f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(row)}." for row in base[:1]
+        ]
         details += self._same_outputs(best, None)
         rivals = self._rivals(best, measured)
         return Answer(self._provisionally(headline), best.verdict, rivals, details=details)
 
     def of_batches(self) -> Answer:
         """Return the answer for batches: the largest batch size at which the best configuration pays."""
-        curves = self._curves()
-        details = [*_throughputs(self._baselines("plain")), *self._latencies()]
-        if not curves:
-            headline = (
-                "No speculative generation has finished in a closed loop of as many clients as the batch."
-            )
-            return Answer(headline, None, details=details)
-        best = curves[0]
-        verdict: stats.Verdict = "cannot tell"
-        if best.pays is not None:
-            verdict = "faster"
-        elif all(row.verdict == "slower" for row in best.rows):
-            verdict = "slower"
-        row = best.rows[0] if best.pays is None else best.at(best.pays)
-        headline, *others = [
-            f"{_described(curve.rows[0])}: {where_it_stops(curve, self.summary.disturbance)}"
-            for curve in curves[: 1 + _TIES]
-        ]
-        if len(curves) > 1 + _TIES:
-            others.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
-        details += self._same_outputs(row, self.summary.dtype)
-        command = "" if verdict == "cannot tell" else self._command_for(row)
-        return Answer(headline, verdict, command=command, details=[*others, *details])
+        return self._of_curves(batch_curves, [*_throughputs(self._baselines("plain")), *self._latencies()])
 
     def of_contexts(self) -> Answer:
         """Return the answer for lengths of context: the longest at which the best configuration pays."""
-        curves = [
-            curve
-            for curve in context_curves(self.summary)
-            if curve.rows[0].config.temperature == self.rows[0].config.temperature
-        ]
-        if not curves:
-            return Answer("No generation with drafts, or of another server, has finished.", None)
-        best = curves[0]
-        row = best.pays or best.most
-        verdict: stats.Verdict = "cannot tell"
-        if best.pays is not None:
-            verdict = "faster"
-        elif all(each.verdict == "slower" for each in best.rows):
-            verdict = "slower"
-        over = self.summary.over
-        headline, *details = [
-            f"{_described(curve.rows[0])}: {how_far_it_pays(curve, over)}" for curve in curves[: 1 + _TIES]
-        ]
-        if len(curves) > 1 + _TIES:
-            details.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
-        costs = self.results.run.costs
+        costs, details = self.results.run.costs, []
         if costs is not None and costs.error is not None and 1 in costs.context_s and costs.target_s.get(1):
             details.append(
                 f"Each 1,000 tokens of context add {1e6 * costs.context_s[1]:.1f} ms to a pass of the target with one"
                 f" token ({costs.context_s[1] / costs.target_s[1]:.1%} of it); times by rows and context fit within"
                 f" {costs.error:.1%}."
             )
-        details += self._same_outputs(row, self.summary.dtype)
+        return self._of_curves(context_curves, details)
+
+    def _curves(self, find: Callable[[Summary], Sequence[Curve]]) -> list[Curve]:
+        temperature = self.rows[0].config.temperature
+        return [each for each in find(self.summary) if each.rows[0].config.temperature == temperature]
+
+    def _of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
+        """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
+        curves, over = self._curves(find), self.summary.over
+        if not curves:
+            return Answer(
+                "No generation with drafts, or of another server, has finished in a closed loop of as many clients as"
+                " the batch, or with a given length of context.",
+                None,
+                details=[*details],
+            )
+        headline, *others = [
+            f"{_described(each.rows[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
+        ]
+        headline = self._provisionally(headline)
+        if len(curves) > 1 + _TIES:
+            others.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
+        rows = curves[0].rows
+        paying = [row for row in rows if row.verdict == "faster"]
+        verdict: stats.Verdict = "faster" if paying else "cannot tell"
+        if all(row.verdict == "slower" for row in rows):
+            verdict = "slower"
+        row = paying[-1] if paying else max(rows, key=lambda row: row.speedup.value)
         server = row.config.kind == "server"
         command = "" if server or verdict == "cannot tell" else self._command_for(row)
-        return Answer(self._provisionally(headline), verdict, command=command, details=details)
+        same = self._same_outputs(row, None if server else self.summary.dtype)
+        return Answer(headline, verdict, command=command, details=[*others, *details, *same])
 
     def _baselines(self, kind: str) -> list[SummaryRow]:
         return [row for row in self.rows if row.config.kind == kind and row.is_baseline and row.generations]
-
-    def _curves(self) -> list[BatchCurve]:
-        temperature = self.rows[0].config.temperature
-        curves = batch_curves(self.summary)
-        return [curve for curve in curves if curve.rows[0].config.temperature == temperature]
 
     def _command(self, row: SummaryRow, *, drafts: bool) -> str:
         return generate_command(self.recipes.get(row.config.id), row.config, self.more, drafts=drafts)
@@ -310,11 +274,7 @@ class _Answers:
         return stats.verdict(ratio, disturbed=best.provisional) == "cannot tell"
 
     def _details(
-        self,
-        best: SummaryRow,
-        top: SummaryRow,
-        measured: Sequence[SummaryRow],
-        plain: Sequence[SummaryRow],
+        self, best: SummaryRow, top: SummaryRow, measured: Sequence[SummaryRow], plain: Sequence[SummaryRow]
     ) -> Iterator[str]:
         basis = best.speedup.basis
         if basis == "repeats":
@@ -331,6 +291,11 @@ class _Answers:
         if experts := experts_sentence(read, self.results.run.costs):
             yield experts
         yield from self._same_outputs(best, self.summary.dtype)
+        fixed = [row for row in measured if _series(row) == _series(best)]
+        if best.config.gamma is not None and len(fixed) > 1:
+            longest, before = sorted(fixed, key=lambda row: -(row.config.gamma or 0))[:2]
+            if longest is best and longest.speedup.value > before.speedup.value:
+                yield f"γ={best.config.gamma} is the longest draft measured, and the fastest: measure longer ones too."
         if top is not best:
             ratio = stats.ratio_text(top.speedup)
             yield f"{_described(top)} measured {ratio}, but is not certain to be faster than plain decoding."
@@ -365,82 +330,44 @@ class _Answers:
             )
 
 
-def where_it_stops(curve: BatchCurve, disturbance: str = "", over: str = PLAIN) -> str:
-    """Return a sentence on the batch size at which speculation stops paying, according to the intervals.
+def how_far_it_pays(curve: Curve, over: str = PLAIN) -> str:
+    """Return a sentence on the batch size or context up to which speculation pays, according to the intervals.
 
     Args:
-        curve: The speedups of a drafter with a draft policy, by batch size.
-        disturbance: Why verdicts are provisional; empty if they are not.
+        curve: The speedups of a drafter with a draft policy.
         over: Name of the baseline.
     """
 
-    def at(batch: int) -> str:
-        return f"{stats.ratio_text(curve.at(batch).speedup)} over {over} at the same batch"
-
-    first, last = curve.batches[0], curve.batches[-1]
-    pays, stops = curve.pays, curve.stops
-    if disturbance:
-        if pays is None:
-            return f"{disturbance} At batch {last} it measured {at(last)}."
-        return f"{disturbance} The largest batch at which it pays is {pays}, {at(pays)}."
-    certain = [row for row in curve.rows if row.speedup.basis == "prompts"]
-    rest = ", ".join(str(batch_of(row)) for row in curve.rows if row not in certain)
-    if not certain:
-        return (
-            "too few groups of prompts for intervals, so it is not certain where it stops paying; at batch"
-            f" {last} it measured {at(last)}."
-        )
-    if rest:
-        known = where_it_stops(BatchCurve(certain), over=over)
-        return f"{known} Too few groups of prompts for an interval at batch {rest}."
-    if stops is None:
-        every = f"pays at all batches from {first} to {last}, at the last {at(last)}"
-        only = f"pays at batch {first}, the only one measured, {at(first)}"
-        return f"{only if first == last else every}; where it stops was not seen."
-    reaches = "lies below 1" if curve.at(stops).verdict == "slower" else "reaches below 1"
-    seen = f"at batch {stops} the interval {reaches}, {at(stops)}"
-    if pays is None and first == last:
-        return f"is not certain to pay at batch {first}, the only one measured: the interval {reaches}, {at(first)}."
-    if pays is None:
-        return f"is certain to pay at no batch from {first} to {last}: {seen}."
-    if pays < stops:
-        return f"pays up to batch {pays}, {at(pays)}; {seen}."
-    return f"the largest batch at which it is certain to pay is {pays}, {at(pays)}; yet {seen}."
-
-
-def how_far_it_pays(curve: ContextCurve, over: str = PLAIN) -> str:
-    """Return a sentence on the longest context at which speculation pays, according to the intervals, and the best.
-
-    Args:
-        curve: The speedups of a drafter with a draft policy, by length of context.
-        over: Name of the baseline.
-    """
+    def place(row: SummaryRow) -> str:
+        long = row.config.context is not None
+        return f"{size_of(row):,} tokens of context" if long else f"batch {size_of(row)}"
 
     def at(row: SummaryRow) -> str:
-        return f"{context_of(row):,}, {stats.ratio_text(row.speedup)}"
+        return f"{place(row)}, {stats.ratio_text(row.speedup)} over {over}"
 
-    pays, most, last = curve.pays, curve.most, curve.rows[-1]
-    if not any(row.speedup.basis == "prompts" for row in curve.rows):
-        return (
-            f"too few prompts for intervals; it measured most over {over} at {context_of(most):,} tokens of context,"
-            f" {stats.ratio_text(most.speedup)}, and at the longest, {at(last)}."
-        )
-    if pays is None:
-        return f"is certain to pay at no context; it measured most at {at(most)} over {over}."
-    best = f"most at {at(most)} over {over}"
-    if pays is last:
-        reach = f"pays at {context_of(pays):,} tokens of context, the longest measured"
-        if curve.stops is not None:
-            reach += f", but is not certain to at {context_of(curve.stops):,}"
-    else:
-        following = curve.rows[curve.rows.index(pays) + 1]
-        reach = f"pays up to {context_of(pays):,} tokens of context, {stats.ratio_text(pays.speedup)}"
-        best += f"; at {context_of(following):,} it measured {stats.ratio_text(following.speedup)}"
-    return f"{reach}, {best}."
+    rows = curve.rows
+    most = f"it measured most at {at(max(rows, key=lambda row: row.speedup.value))}"
+    sure = [row for row in rows if row.speedup.basis == "prompts"]
+    if not sure:
+        return f"too few groups of prompts for intervals; {most}, and at the last {at(rows[-1])}."
+    rest = ", ".join(place(row) for row in rows if row not in sure)
+    rest = f" Too few groups of prompts for an interval at {rest}." if rest else ""
+    paying = [row for row in sure if row.verdict == "faster"]
+    stop = next((row for row in sure if row.verdict != "faster"), None)
+    if stop is None:
+        only = f"pays at {at(sure[0])}, the only one measured"
+        return f"{only if len(sure) == 1 else f'pays everywhere up to {at(sure[-1])}; {most}'}.{rest}"
+    reaches = f"at {place(stop)} the interval {'lies' if stop.verdict == 'slower' else 'reaches'} below 1"
+    reaches += f", {stats.ratio_text(stop.speedup)}"
+    if not paying:
+        return f"is not certain to pay anywhere: {reaches}; {most}.{rest}"
+    if size_of(paying[-1]) < size_of(stop):
+        return f"pays up to {at(paying[-1])}; {reaches}.{rest}"
+    return f"pays at {at(paying[-1])}, yet {reaches}.{rest}"
 
 
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
-    closed = sorted((row for row in plain if is_closed(row.config)), key=batch_of)
+    closed = sorted((row for row in plain if is_closed(row.config)), key=size_of)
     if len(closed) > 1:
         what = _described(plain[0]) if plain[0].config.kind == "server" else "Plain decoding"
         low, high = closed[0], closed[-1]
@@ -455,12 +382,13 @@ def _described(row: SummaryRow | RequestRow) -> str:
     config = row.config
     if config.kind == "server":
         return one_line(config.drafter)
-    word = ""
-    with suppress(UsageError):  # a stored run may be of another version
-        word = parse_policy(config.draft_policy).word
-    fixed = word == "fixed" and config.gamma is not None
-    policy = f"γ = {config.gamma}" if fixed else one_line(config.draft_policy)
-    return f"{one_line(config.drafter)} with {policy}"
+    fixed = config.gamma is not None and config.draft_policy.partition(":")[0] == "fixed"
+    policy = f"γ={config.gamma}" if fixed else one_line(config.draft_policy)
+    return f"{one_line(config.drafter)} {policy}"
+
+
+def _series(row: SummaryRow) -> tuple[str, str, float]:
+    return row.config.drafter, row.config.draft_policy, row.config.temperature
 
 
 def _speed(row: SummaryRow) -> str:

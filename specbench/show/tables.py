@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from specbench.base.record import Estimate
@@ -21,6 +21,7 @@ from specbench.show.document import Sheet
 
 Row = TypeVar("Row")
 
+_LONG_NAME = 20  # letters of a drafter's name above which it breaks a row into lines
 _FOR_P95, _FOR_P99 = 20, 100
 """Requests from which these percentiles are no longer close to the largest value."""
 
@@ -46,7 +47,9 @@ def notes(summary: Summary) -> list[str]:
             f" speedup is the ratio of throughputs over {over} at the same batch."
         )
     if "prompts" in bases:
-        out.append(f"Speedups are geometric means over {unit}; in brackets the 95% interval over {unit}.")
+        count = _prompts_of_all(summary)
+        over_all = unit if count is None else counted(count, one, unit)
+        out.append(f"Speedups are geometric means over {over_all}; in brackets the 95% interval over {unit}.")
     slower = [row.prompts for row in rows if row.verdict == "slower"]
     if slower and not summary.side_by_side:
         out.append(stats.unseen_text(min(slower)))
@@ -118,10 +121,10 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
 
 
 def verdict_text(verdict: str | None, provisional: bool) -> str:
-    """Return a verdict as text for tables; a dash for a baseline."""
+    """Return a verdict as text for tables, with a question mark if it is provisional; a dash for a baseline."""
     if verdict is None:
         return "–"
-    return f"{verdict}, provisional" if provisional else verdict
+    return f"{verdict}?" if provisional and verdict != "cannot tell" else verdict
 
 
 def _means_differ(row: SummaryRow) -> bool:
@@ -232,7 +235,7 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
     _number("J/token", 13, lambda row: row.joules_per_token.value),
     _number("memory", 13, lambda row: row.peak_memory_bytes, _bytes),
     _number("identical", 13, lambda row: row.identical_share, _percent),
-    _number("prompts", 17, lambda row: row.prompts, _count),
+    _number("prompts", 3, lambda row: row.prompts, _count),
     _number("failed", 7, lambda row: row.failures, _count),
 ]
 
@@ -332,6 +335,25 @@ def _sheet(
     )
 
 
+def _prompts_of_all(summary: Summary) -> int | None:
+    """Return the number of prompts of each configuration; ``None`` if they differ."""
+    counts = {row.prompts for row in summary.rows if row.measured}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _with_one_drafter(sheet: Sheet, configs: Sequence[RunConfig]) -> Sheet:
+    """Return a table that says a long name of its only drafter once, above."""
+    names = {config.drafter for config in configs if config.kind == "speculative"}
+    drafter = one_line(names.pop()) if len(names) == 1 else ""
+    if len(drafter) < _LONG_NAME:
+        return sheet
+    rows = [
+        [row[0].removeprefix(drafter).strip() if config.kind == "speculative" else row[0], *row[1:]]
+        for config, row in zip(configs, sheet.rows, strict=True)
+    ]
+    return replace(sheet, rows=rows, caption=f"Drafter: {drafter}.")
+
+
 def summary_sheet(summary: Summary) -> Sheet:
     """Return the table of the summary, without columns that are empty or only say that nothing failed."""
 
@@ -339,14 +361,40 @@ def summary_sheet(summary: Summary) -> Sheet:
         values = [column.value(row) for row in summary.rows]
         if column.heading == "failed":
             return any(values)
+        if column.heading == "prompts":  # else a note says how many
+            return _prompts_of_all(summary) is None
         return column.rank == 0 or any(value == value for value in values)
 
     marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
     columns = [*filter(is_needed, _SUMMARY_COLUMNS)]
-    sheet = _sheet(summary.rows, columns, notes(summary), frozenset(marked))
+    sheet = _with_one_drafter(
+        _sheet(summary.rows, columns, notes(summary), frozenset(marked)), [row.config for row in summary.rows]
+    )
     for number in marked:
-        sheet.rows[number][sheet.headings.index("verdict")] += " (fastest)"
+        at = sheet.headings.index("verdict")
+        sheet.rows[number][at] = sheet.rows[number][at].replace("faster", "fastest")
     return sheet
+
+
+_OF_STEPS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *PARTS}
+"""Headings of the summary that a report shows in a table of their own."""
+
+
+def speed_and_steps(summary: Sheet) -> tuple[Sheet, Sheet]:
+    """Return the summary in two tables: speeds, the speedup first, and acceptance and time of steps."""
+    numbers = range(1, len(summary.headings))
+    steps = [i for i in numbers if summary.headings[i] in _OF_STEPS]
+    first = ("speedup", "verdict")
+    speed = sorted(set(numbers) - {*steps}, key=lambda i: summary.headings[i] not in first)
+    return _columns(summary, [0, *speed]), replace(_columns(summary, [0, *steps] if steps else []), notes=[])
+
+
+def _columns(sheet: Sheet, kept: Sequence[int]) -> Sheet:
+    def some(cells: Sequence[Any]) -> list[Any]:
+        return [cells[i] for i in kept]
+
+    rows, values = [*map(some, sheet.rows)] if kept else [], [*map(some, sheet.values)]
+    return replace(sheet, headings=some(sheet.headings), rows=rows, values=values, ranks=some(sheet.ranks))
 
 
 def category_sheet(categories: Categories, summary: Summary) -> Sheet:
@@ -373,7 +421,7 @@ def category_sheet(categories: Categories, summary: Summary) -> Sheet:
     if any(row.speedup.basis == "repeats" for row in categories.rows):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, names), "overall"]
-    return Sheet(headings, rows, values, notes=said, matrix=True)
+    return _with_one_drafter(Sheet(headings, rows, values, notes=said, matrix=True), [*configs.values()])
 
 
 def _cell_text(speedup: Estimate, tokens_per_step: float) -> str:
@@ -411,7 +459,8 @@ def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    return _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
+    sheet = _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
+    return _with_one_drafter(sheet, [row.config for row in rows])
 
 
 def head_sheet(rows: Sequence[HeadRow]) -> Sheet:

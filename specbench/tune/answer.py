@@ -86,10 +86,10 @@ def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) 
     leader, verdict = race.leader, race.verdict
     best = leader if leader != race.plain else _best_drafting(race)
     speedup = NO_FIGURE if best is None else race.ratio(best, race.plain)
-    what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup, ' ×')}"
+    what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup)}"
     all_failed = len(race.names) > 1 and best is None
     if verdict == "faster":
-        headline = f"{_described(by_id[leader])}: {stats.ratio_text(speedup, ' ×')} over plain decoding"
+        headline = f"{_described(by_id[leader])}: {stats.ratio_text(speedup)} over plain decoding"
         headline += "." if race.open or _near_leader(race) else "; nothing else is within 5%."
     elif all_failed:
         headline = "Plain decoding is the provisional choice: all drafters in the race failed."
@@ -123,7 +123,7 @@ def _predicted_answer(
     if found.predicted.get(best, 0.0) > 1.0:
         predicted = stats.decimals(found.predicted[best])
         headline = (
-            f"{_described(by_id[best])}: predicted {predicted} × over plain decoding (provisional);"
+            f"{_described(by_id[best])}: predicted {predicted}× over plain decoding (provisional);"
             " the time was too short to compare anything."
         )
     else:
@@ -172,14 +172,14 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
                 yield f"About {time} would decide it: {found.more} --minutes {minutes}."
     leader = _described(by_id[race.leader])
     near = [
-        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader), ' ×')})"
+        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
         for name in _near_leader(race)
     ]
     if near:
         yield f"Within 5% of {leader}: {_listed(near)}."
     unclear = [
-        f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)} ×, at most"
-        f" {_bound(race, name)} ×, in {counted(race.num_blocks(name), 'block')})"
+        f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
+        f" {_bound(race, name)}×, in {counted(race.num_blocks(name), 'block')})"
         for name in race.rivals
     ]
     if unclear:
@@ -219,8 +219,8 @@ def _described(config: SweepConfig) -> str:
         return "plain decoding"
     if config.kind == "server":
         return one_line(config.label)
-    policy = f"γ = {config.gamma}" if config.gamma is not None else config.draft_policy
-    return f"{one_line(config.drafter)} with {policy}"
+    policy = f"γ={config.gamma}" if config.gamma is not None else config.draft_policy
+    return f"{one_line(config.drafter)} {policy}"
 
 
 def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:
@@ -302,7 +302,7 @@ def _not_raced(answer: TuneAnswer) -> Iterator[str]:
 def answer_parts(answer: TuneAnswer) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
     categories = [
-        f"{name}: {stats.ratio_text(ratio, ' ×')}, {counted(ratio.prompts, 'prompt')}"
+        f"{name}: {stats.ratio_text(ratio)}, {counted(ratio.prompts, 'prompt')}"
         for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value)
     ]
     return [

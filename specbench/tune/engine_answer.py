@@ -66,5 +66,5 @@ def batch_lines(found: EngineFound) -> Iterator[str]:
         drafting = max((gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma], default=None)
         if drafting is None:
             continue
-        gain = f"γ = {drafting} has {stats.decimals(ratios[drafting])} × the throughput of plain decoding"
+        gain = f"γ={drafting} has {stats.decimals(ratios[drafting])}× the throughput of plain decoding"
         yield f"In a batch of {batch} requests, {gain}" + (": better no drafts." if best == 0 else ".")
