@@ -180,6 +180,20 @@ def test_packed_layers_that_would_not_be_made_here_are_made_again(folder, monkey
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("tiles", "laid", "usable"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_12_bits_are_of_use_where_a_long_prompt_can_be_multiplied_by_them(tiles, laid, usable, monkeypatch):
+    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
+    monkeypatch.setattr(linear, "_slice_of", lambda *_: True if laid else None)
+    weight = native.Panels(12, 64, 32, width=native.WIDE_PANEL)
+    assert linear.is_usable(weight, "packed", (64, 32), ()) == usable
+    assert not linear.is_usable(weight, "packed", (64, 32), (40, 24))
+    assert not linear.is_usable(weight, "packed", (64, 64), ())
+    assert not linear.is_usable(weight, "int8", (64, 32), ())
+
+
+@needs_native
 @pytest.mark.parametrize("part", ["sizes", "scales", "panels"])
 def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, monkeypatch):
     """Whole by their checksums, as another version has made them."""
