@@ -106,7 +106,7 @@ class CheckResult:
         if faulty:
             return "wrong"
         found = [self.verdict_against("plain"), self.verdict_against("transformers")]
-        return worst([*found, *([] if self.tested else ["nothing tested"])])
+        return worst(found if self.tested else [*found, "nothing tested"])
 
     def to_dict(self, piece: Piece | None) -> Json:
         """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""

@@ -129,7 +129,7 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
     if not rules.is_chain_test:
         path: Sequence[int] = ()
         if isinstance(seen.record, Step):
-            path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
+            path = step.path if step.parents is not None else range(step.accepted)
             if seen.record.closing is None or seen.record.closing == "corrected":
                 return  # its distribution depends on the draft
         if max(path, default=-1) + 1 >= len(p):
@@ -189,7 +189,8 @@ class _Reduced:
 def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, list[ExactPosition]]:
     """Return a step reduced to its first two tokens, and its tested positions where no formula applies."""
     p = target_distributions(seen, rules.sampling).cpu()
-    assert isinstance(seen.record, Step)
+    step = seen.record
+    assert isinstance(step, Step)
     path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
 
     def reduced(*nodes: int) -> _Reduced:
@@ -202,11 +203,11 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
             own.flip(0) if row is None else _normalized(row[tokens])
             for own, row in zip(rows_p, drawn, strict=True)
         ]
-        return _Reduced(seen.record.index, seen.verification, torch.stack(rows_p), torch.stack(rows_q))
+        return _Reduced(step.index, seen.verification, torch.stack(rows_p), torch.stack(rows_q))
 
     nodes = [node for node in (-1, *path) if node + 1 < len(p) and seen.draft.draws(node)]
     positions = [
-        ExactPosition(name, seen.record.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
+        ExactPosition(name, step.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
         for i, node in enumerate(() if rules.is_chain_test else nodes)
     ]
     return reduced(*(-1,) if rules.is_chain_test else (-1, (*nodes, -1, -1)[1])), positions

@@ -314,9 +314,9 @@ def read_config(
     """
     family = FAMILIES.get(architecture)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        names = ", ".join(sorted(FAMILIES))
         raise UsageError(
-            f"The GGUF file {file!r} (architecture {architecture!r}) cannot be converted; those of {known} can.",
+            f"The GGUF file {file!r} (architecture {architecture!r}) cannot be converted; those of {names} can.",
             SAFETENSORS,
         )
     if keys.get("general.type", "model") != "model":

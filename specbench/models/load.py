@@ -350,7 +350,7 @@ def _unpacked(options: LoadOptions, config: PreTrainedConfig) -> int | None:
     if not on_cpu or getattr(config, "quantization_config", None) is None:
         return None
     with torch.device("meta"), quiet_transformers():
-        return sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        return sum(int(each.numel()) for each in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def resolve_dtype(
