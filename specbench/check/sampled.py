@@ -129,7 +129,7 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
     if not rules.is_chain_test:
         path: Sequence[int] = ()
         if isinstance(seen.record, Step):
-            path = step.path if step.parents is not None else range(step.accepted)
+            path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
             if seen.record.closing is None or seen.record.closing == "corrected":
                 return  # its distribution depends on the draft
         if max(path, default=-1) + 1 >= len(p):
@@ -191,7 +191,7 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
     p = target_distributions(seen, rules.sampling).cpu()
     step = seen.record
     assert isinstance(step, Step)
-    path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
+    path = step.path if step.parents is not None else range(step.accepted)
 
     def reduced(*nodes: int) -> _Reduced:
         """Reduce the distributions after nodes to the likeliest tokens after the first of them."""
