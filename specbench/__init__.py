@@ -17,7 +17,6 @@ from specbench._version import __version__
 if TYPE_CHECKING:
     from specbench.backends.torch.caches import prune_legacy
     from specbench.base.errors import RunError, SpecbenchError, UsageError
-    from specbench.base.trackers import Tracker, open_tracker
     from specbench.bench.sweeps import sweep
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
@@ -36,7 +35,6 @@ _HOMES = {
     "backends.torch.caches": ("prune_legacy",),
     "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
-    "base.trackers": ("Tracker", "open_tracker"),
     "bench.sweeps": ("sweep",),
     "drafters.free": ("FreeDrafter", "Guess"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
@@ -56,8 +54,8 @@ __all__ = [
     "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "Guess",
     "LoadOptions",
     "Multinomial", "Nucleus", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
-    "TopK", "TopKNucleus", "Tracker", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
-    "encode_prompt", "load_drafter", "load_results", "load_target", "open_tracker", "prune_legacy",
+    "TopK", "TopKNucleus", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
+    "encode_prompt", "load_drafter", "load_results", "load_target", "prune_legacy",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
-    from specbench.bench.runner import Event
     from specbench.results.results import Results
 
 
@@ -40,7 +39,6 @@ def sweep(
     decoding: DecodingOptions | None = None,
     models: ModelOptions | None = None,
     resume: bool = False,
-    on_event: Callable[[Event], None] | None = None,
 ) -> Results:
     """Measure drafters and draft policies against plain decoding, as ``specbench sweep`` does.
 
@@ -61,7 +59,6 @@ def sweep(
         decoding: Limits of outputs; 48 new tokens by default.
         models: How weights are loaded.
         resume: Continue the run in the folder.
-        on_event: Called with each event of ``specbench.bench.runner``, between measurements.
 
     Returns:
         Data frames of the run.
@@ -124,5 +121,5 @@ def sweep(
     with open_run(
         folder, grid, target=described, sources=sources, command=[], heads=engine.heads, advice=advice
     ) as store:
-        run_sweep(grid, store, engine, on_event=on_event)
+        run_sweep(grid, store, engine)
     return load_results(folder)

@@ -16,7 +16,6 @@ import typer
 from typer.core import TyperCommand
 
 from specbench.base.errors import UsageError
-from specbench.base.trackers import TrackerName
 from specbench.cli.conflicts import given, refuse_conflicts
 from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, CacheOptions, ModelOptions, panel, quantized
 from specbench.specs.drafters import DRAFTERS
@@ -356,10 +355,6 @@ ChatOption = Annotated[
 SystemOption = Annotated[str | None, prompt_option("--system", "TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", None, "Print one JSON object.")]
 VerboseOption = Annotated[bool, output("--verbose -v", None, "Print all numbers and notes.")]
-LogToOption = Annotated[
-    TrackerName | None,
-    output("--log-to", "TRACKER", "Also give the values to trackio, wandb or mlflow, if it is installed."),
-]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def sweep(
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, build_configs, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_run import SweepJob, run_folder, show_plan, tracking
+    from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -121,25 +121,24 @@ def sweep(
         grid = build_configs(options, {str(spec): spec for spec in drafters})
         show_plan(Sweep(options, chosen.prompts, tuple(grid), text=text), folder)
         return
-    with tracking(results, folder, str(base.target)) as track:
-        with starting(quiet) as progress:
-            check_engine(base, drafters, options, progress)
-            RunStore.check_writable(folder)
-            engine = load_engine(base, drafters, options, progress)
-        notes += _notes_of(engine, decoding)
-        check_contexts(options, engine.target.language_model.context_limit)
-        prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
-        notes += left_out_prompts
+    with starting(quiet) as progress:
+        check_engine(base, drafters, options, progress)
+        RunStore.check_writable(folder)
+        engine = load_engine(base, drafters, options, progress)
+    notes += _notes_of(engine, decoding)
+    check_contexts(options, engine.target.language_model.context_limit)
+    prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
+    notes += left_out_prompts
 
-        configs = engine.configs(options, base)
-        if options.costs is not None:
-            from specbench.policies import parse_costs
+    configs = engine.configs(options, base)
+    if options.costs is not None:
+        from specbench.policies import parse_costs
 
-            for name in engine.drafters:  # refused if they lack one
-                parse_costs(options.costs, name)
-        sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-        job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, track=track, **shown)
-        job.run(sources, start, notes)
+        for name in engine.drafters:  # refused if they lack one
+            parse_costs(options.costs, name)
+    sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
+    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
+    job.run(sources, start, notes)
 
 
 def _compared_models(

@@ -10,7 +10,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import checked_temperatures, prompts_of_sweep
-from specbench.cli.sweep_run import SweepJob, run_folder, show_plan, tracking
+from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
@@ -78,14 +78,10 @@ def sweep_engine(
         show_plan(Sweep(options, chosen.prompts, configs), folder)
         return
     RunStore.check_writable(folder)
-    with (
-        tracking(results, folder, sources["target"]) as track,
-        StageProgress(quiet) as progress,
-        planned.launched(folder / "servers", progress) as made,
-    ):
+    with StageProgress(quiet) as progress, planned.launched(folder / "servers", progress) as made:
         together = None if made.fits(options.servers) else made.limit or made.capacity
         sweep = Sweep(options, chosen.prompts, configs, together, suites=chosen.suites)
-        job = SweepJob(sweep, made, folder, results, track=track, quiet=quiet, verbose=verbose)
+        job = SweepJob(sweep, made, folder, results, quiet=quiet, verbose=verbose)
         try:
             job.run(
                 sources, start, [] if together is None else [f"{together} servers fit into memory at a time."]

@@ -10,7 +10,6 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.cli.options import (
-    LogToOption,
     drafters_option,
     output,
     prompt_option,
@@ -255,7 +254,6 @@ class ResultsOptions:
         bool, _results("--retry-failed", None, "With --resume, measure failed generations again.")
     ] = False
     dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, then exit.")] = False
-    log_to: LogToOption = None
 
 
 _decoding, _option = panel(DECODING), panel("Options")

@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +18,7 @@ from rich.text import Text
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
-from specbench.base.trackers import check_tracker, open_tracker
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
-from specbench.cli.console import say
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
 from specbench.config import FILE_NAME
@@ -29,11 +26,10 @@ from specbench.results import advice
 from specbench.results.store import RunStore, stored_runs, write_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.grid import Sweep, SweepOptions
-    from specbench.bench.runner import Event
     from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
@@ -48,11 +44,8 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
     one.
 
     Raises:
-        UsageError: There is no unfinished run, the folder holds results that are not to be continued, or the tracker
-            of ``--log-to`` is not installed.
+        UsageError: There is no unfinished run, or the folder holds results that are not to be continued.
     """
-    if results.log_to is not None:
-        check_tracker(results.log_to)  # before anything is loaded or stored
     if results.out is not None:
         if not (results.resume or results.dry_run):
             RunStore.check_empty(results.out)
@@ -60,28 +53,6 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
     if results.resume:
         return _unfinished(sources, options, retry_failed=results.retry_failed)
     return new_folder(sources["target"])
-
-
-@contextmanager
-def tracking(results: ResultsOptions, folder: Path, target: str) -> Iterator[Callable[[Event], None]]:
-    """Yield what gives events to the tracker of ``--log-to``, which begins before models are loaded.
-
-    Raises:
-        RunError: It cannot begin.
-    """
-    if results.log_to is None:
-        yield lambda _: None
-        return
-    from specbench.bench.tracking import tracked
-
-    name = folder.resolve().name
-    tracker = open_tracker(
-        results.log_to, name, {"target": target}, warn=lambda text: say(f"warning: {text}")
-    )
-    try:
-        yield tracked(tracker)
-    finally:
-        tracker.end()
 
 
 def new_folder(target: str, ending: str = "") -> Path:
@@ -189,7 +160,6 @@ class SweepJob(RunJob):
         sweep, engine, folder: What is measured, with what, and into which folder.
         results: Which run is continued.
         minutes: Time limit of ``--until``.
-        track: Takes the events too.
         quiet: Print no progress.
         verbose: Print the notes of tables.
     """
@@ -206,10 +176,8 @@ class SweepJob(RunJob):
         quiet: bool,
         verbose: bool,
         minutes: float | None = None,
-        track: Callable[[Event], None] = lambda _: None,
     ) -> None:
         super().__init__(sweep, engine, folder, quiet)
-        self._track = track
         self._results, self._minutes, self._verbose = results, minutes, verbose
         self._cells = "batches" if sweep.options.batches else "generations"
 
@@ -237,17 +205,12 @@ class SweepJob(RunJob):
             for problem in store.problems:
                 self.say(problem)
             with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
-
-                def on_event(event: Event) -> None:
-                    display.handle(event)
-                    self._track(event)
-
                 try:
                     result = run_sweep(
                         self.sweep,
                         store,
                         self.engine,
-                        on_event=on_event,
+                        on_event=display.handle,
                         retry_failed=retry_failed,
                         minutes=self._minutes,
                     )

@@ -14,7 +14,7 @@ from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import checked_temperatures, context_text, prompts_of_sweep
-from specbench.cli.sweep_run import SweepJob, run_folder, show_plan, tracking
+from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore
@@ -114,22 +114,14 @@ def sweep_servers(
             show_plan(sweep, folder)
             return
         RunStore.check_writable(folder)
-        with tracking(results, folder, sources["target"]) as track:
-            job = SweepJob(
-                sweep,
-                engine,
-                folder,
-                results,
-                minutes=experiment.minutes,
-                track=track,
-                quiet=quiet,
-                verbose=verbose,
-            )
-            try:
-                job.run(sources, start, [*_server_notes(engine), *notes])
-            finally:
-                if engine.unjudged:
-                    job.say(f"Outputs that differ were not judged. {engine.unjudged}")
+        job = SweepJob(
+            sweep, engine, folder, results, minutes=experiment.minutes, quiet=quiet, verbose=verbose
+        )
+        try:
+            job.run(sources, start, [*_server_notes(engine), *notes])
+        finally:
+            if engine.unjudged:
+                job.say(f"Outputs that differ were not judged. {engine.unjudged}")
     finally:
         engine.close()
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
-from specbench.base.trackers import check_tracker, open_tracker
 from specbench.cli import options as opt
-from specbench.cli.console import duration, say, write_json, write_lines
+from specbench.cli.console import duration, write_json, write_lines
 from specbench.cli.progress import starting
 from specbench.options import ModelOptions, panel, quantized
 from specbench.specs.models import parse_model
@@ -145,7 +143,6 @@ def train(
             "--resume", None, "Continue an interrupted training, with the same options; --minutes may differ."
         ),
     ] = False,
-    log_to: opt.LogToOption = None,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
@@ -171,42 +168,33 @@ def train(
         raise UsageError(
             f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
-    if log_to is not None:
-        check_tracker(log_to)
     sources = lessons.prompts or [TRAINING_SET]
     chosen = training_prompts(sources)
-    with ExitStack() as ended:
-        with starting(quiet) as progress:
-            from specbench.base.progress import quiet_transformers
-            from specbench.models.devices import resolve_device
-            from specbench.models.prepare import prepare
-            from specbench.train.run import Training, processes
-            from specbench.train.state import check_folder
-            from specbench.train.tracking import TrackedTraining
+    with starting(quiet) as progress:
+        from specbench.base.progress import quiet_transformers
+        from specbench.models.devices import resolve_device
+        from specbench.models.prepare import prepare
+        from specbench.train.run import Training, processes
+        from specbench.train.state import check_folder
 
-            check_folder(out, resume=resume)
-            group = processes(cpu=resolve_device(models.device).type == "cpu")
-            tracker = None
-            if log_to is not None and group.is_main_process:  # before anything is loaded
-                settled = {"target": target, **vars(training), "kind": lessons.kind}
-                tracker = open_tracker(log_to, out.resolve().name, settled, warn=say)
-                ended.callback(tracker.end)
-            with quiet_transformers():
-                loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-        display = _Display(quiet or not group.is_main_process)
-        job = Training(
-            loaded,
-            chosen,
-            settings,
-            out,
-            source=", ".join(Path(source).name for source in sources),
-            resume=resume,
-            start=begun,
-            group=group,
-            progress=display if tracker is None else TrackedTraining(tracker, display),
-        )
-        with display:
-            best = job.run()
+        check_folder(out, resume=resume)
+        group = processes(cpu=resolve_device(models.device).type == "cpu")
+        with quiet_transformers():
+            loaded, _ = prepare(parse_model(target), (), models, progress=progress)
+    display = _Display(quiet or not group.is_main_process)
+    job = Training(
+        loaded,
+        chosen,
+        settings,
+        out,
+        source=", ".join(Path(source).name for source in sources),
+        resume=resume,
+        start=begun,
+        group=group,
+        progress=display,
+    )
+    with display:
+        best = job.run()
     if group.is_main_process:
         _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
 
