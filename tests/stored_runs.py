@@ -7,17 +7,26 @@ costs; ``write_stored`` writes any lines; ``read_lines``, ``change_run`` and ``c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
+from specbench.base.errors import UsageError
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
+from specbench.recipe import Recipe, options_of, with_models
 from specbench.results.lines import STEP_FIGURES, Measurement, StepLists, parse_line
-from specbench.results.run import Run
-from specbench.results.store import RunStore
+from specbench.results.run import VERSION, Run
+from specbench.results.store import RunStore, read_run
+from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
+from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
+from specbench.specs.policies import parse_policy
 
 ENVIRONMENT = {
     "cpu": "Example CPU", "physical_cores": 2, "cores": 2, "threads": 2, "ram_gb": 16.0, "devices": [],
@@ -51,7 +60,7 @@ def described(
 ) -> dict[str, Any]:
     """What ``run.json`` holds."""
     return {
-        "schema": 1, "kind": "specbench-sweep", "specbench": "0.1.0", "run_id": "c0ffee", "command": ["sweep"],
+        "schema": VERSION, "kind": "specbench-sweep", "specbench": "0.1.0", "run_id": "c0ffee", "command": ["sweep"],
         "options": {}, "environment": ENVIRONMENT,
         "target": {"name": "target", "fingerprint": "f0", "dtype": "float32", "device": "cpu"},
         "configs": [*configs], "prompts": [*prompts], "seed": 0, "repeats": 2, "warmup": 1, "max_new_tokens": TOKENS,
@@ -63,7 +72,7 @@ def described(
 def line_of(config: str, prompt: str, repeat: int = 0, **changed: Any) -> dict[str, Any]:
     """A line of ``generations.jsonl``: of a generation that failed, unless ``changed`` says how it went."""
     return {
-        "schema": 1, "run_id": "c0ffee", "config": config, "prompt": prompt, "category": prompt.rsplit("-", 1)[0],
+        "schema": VERSION, "run_id": "c0ffee", "config": config, "prompt": prompt, "category": prompt.rsplit("-", 1)[0],
         "turn": 0, "repeat": repeat, "order": 0, "warmup": False, "status": "failed", "error": "out of memory",
         "warnings": [], **changed,
     }  # fmt: skip
@@ -93,6 +102,7 @@ def steps_of(
         "drafted": [*drafted], "tested": [min(g, a + 1) for g, a in zip(drafted, accepted, strict=True)],
         "accepted": [*accepted], "emitted": [*emitted], "draft_s": [*draft_s], "draft_prefill_s": none,
         "verify_s": [*verify_s], "accept_s": none, "rollback_s": none, "other_s": none,
+        "nodes": [*drafted], "passes": [*drafted], "forced": [0] * len(drafted), "mask_s": none,
         "expected_acceptance": [[]] * len(drafted),
         "closing": [
             "target" if not g else "bonus" if a == g else "corrected" for g, a in zip(drafted, accepted, strict=True)
@@ -101,13 +111,60 @@ def steps_of(
     }  # fmt: skip
 
 
+def recipe_of(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any] | None:
+    """The recipe of a configuration by its names: a drafter of no known name is a model."""
+    if config["kind"] not in ("plain", "speculative"):
+        return None
+    options = run["options"]
+    with suppress(UsageError, TypeError):
+        recipe = Recipe(
+            _model(options.get("target") or run["target"].get("name") or "model"),
+            models=ModelOptions(dtype=(options.get("target_options") or {}).get("dtype", "auto"),
+                                drafter_dtype="int4" if config["drafter"].endswith("(int4)") else "auto"),
+            caching=CacheOptions(cache=config["cache"]),
+            decoding=options_of(DecodingOptions, options),
+            sampling=SamplingOptions(temperature=config["temperature"]),
+        )  # fmt: skip
+        if config["kind"] == "speculative":
+            policy = parse_policy(config["draft_policy"])
+            policy = policy if config["gamma"] is None else policy.with_options({"gamma": config["gamma"]})
+            recipe = replace(
+                recipe, drafter=_drafter(re.sub(r" \(\w+\)", "", config["drafter"])), policy=policy
+            )
+        return recipe.to_json()
+    return None
+
+
+def _model(name: str) -> ModelSpec:
+    if name in BUILTIN_MODELS or name in PACKAGED_HEADS:
+        return ModelSpec("builtin" if name in BUILTIN_MODELS else "packaged", name)
+    return ModelSpec("hub" if "/" in name else "gguf" if name.endswith(".gguf") else "folder", name)
+
+
+def _drafter(name: str) -> DrafterSpec:
+    try:
+        return with_models(parse_drafter(name), lambda model: _model(model.name))
+    except UsageError:
+        front, plus, model = name.rpartition("+")
+        if re.search("[:|]", model):  # no name of a model
+            raise
+        if not plus:
+            return SmallModel(_model(model))
+        return replace(parse_drafter(f"{front}+self:int8"), back=SmallModel(_model(model)))  # type: ignore[call-arg]
+
+
 # -- reading and altering them -----------------------------------------------------------------------
 
 
 def write_stored(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> Path:
     """A run folder of these contents; the lines get the run's id."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    dtypes = [re.search(r" \((\w+)\)$", each["drafter"]) for each in run["configs"]]
+    configs = [
+        {"drafter_dtype": dtype and dtype[1], "recipe": recipe_of(each, run), **each}
+        for each, dtype in zip(run["configs"], dtypes, strict=True)
+    ]
+    (path / "run.json").write_text(json.dumps({**run, "configs": configs}), encoding="utf-8")
     write_lines(path, ({**line, "run_id": run["run_id"]} for line in lines))
     return path
 
@@ -136,6 +193,16 @@ def change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 # -- as the package reads them -----------------------------------------------------------------------
+
+
+def kept_run(name: str) -> Path:
+    """A run in ``results/``. Where it is missing, or of another schema than today's, the test is skipped."""
+    path = Path(__file__).parents[1] / "results" / name
+    try:
+        read_run(path)
+    except UsageError as error:
+        pytest.skip(f"{error}")
+    return path
 
 
 def run_json(folder: Path) -> dict[str, Any]:
@@ -357,7 +424,7 @@ def _steps(
 ) -> dict[str, Any]:
     names = (
         "drafted", "tested", "accepted", "emitted", "draft_s", "draft_prefill_s", "verify_s", "accept_s",
-        "rollback_s", "other_s", "expected_acceptance", "closing",
+        "rollback_s", "other_s", "nodes", "passes", "forced", "mask_s", "expected_acceptance", "closing",
     )  # fmt: skip
     steps: dict[str, Any] = {name: [] for name in names}
     policy: dict[str, list[float]] = {"H_norm": [], "H_bar": [], "gamma": []}
@@ -384,6 +451,7 @@ def _steps(
             "drafted": gamma, "tested": tested, "accepted": accepted, "emitted": accepted + 1,
             "draft_s": gamma * c * PASS_S[1] * wobble, "draft_prefill_s": 0.0, "verify_s": verify * wobble,
             "accept_s": 0.0012 * wobble, "rollback_s": 0.0004 * wobble, "other_s": 0.0003 * wobble,
+            "nodes": gamma, "passes": gamma, "forced": 0, "mask_s": 0.0,
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import recordings
+from stored_runs import kept_run
 
 ROOT = recordings.ROOT
 EXAMPLES = ROOT / "examples"
@@ -72,8 +73,7 @@ def test_a_sweep_gives_a_frame():
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_shows_charts():
-    if not (ROOT / "results" / "qwen2.5-coder-int4" / "run.json").exists():
-        pytest.skip("needs the stored runs of a checkout")
+    kept_run("qwen2.5-coder-int4")
     stored = json.loads((ROOT / recordings.NOTEBOOK).read_text(encoding="utf-8"))
     today = recordings.run_notebook(ROOT / recordings.NOTEBOOK)
 

@@ -200,7 +200,14 @@ def test_predictions_are_of_the_experts_that_the_text_read(tmp_path):
 def test_reports_say_by_number_of_tokens_how_many_were_read():
     steps = {"draft_s": [0.0] * 5, "expected_acceptance": [[]] * 5}
     steps |= {f"{name}_s": [0.0] * 5 for name in ("draft_prefill", "verify", "accept", "rollback", "other")}
-    counts = {"drafted": [0, 1, 1, 4, 4], "tested": [0] * 5, "accepted": [0] * 5, "emitted": [1] * 5}
+    steps |= {"passes": [0] * 5, "forced": [0] * 5, "mask_s": [0.0] * 5}
+    counts = {
+        "nodes": [0, 1, 1, 4, 4],
+        "drafted": [0, 1, 1, 4, 4],
+        "tested": [0] * 5,
+        "accepted": [0] * 5,
+        "emitted": [1] * 5,
+    }
     lists = StepLists(**counts, **steps, experts=[16, 30, 31, 50, 54], experts_one=[16.0] * 5)
     found = experts_by_rows(pd.DataFrame([step_columns(lists), step_columns(StepLists.of([]))]))
     assert found == {1: (1, 1.0), 2: (2, 61 / 32), 5: (2, 104 / 32)}

@@ -19,7 +19,7 @@ import yaml
 from cli_runs import refusal
 from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
 from huggingface_hub import constants
-from stored_runs import PASS_S, Drafter, change_run, write_exact, write_run
+from stored_runs import PASS_S, Drafter, change_run, kept_run, write_exact, write_run
 from test_builtin import write_gguf
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -230,7 +230,7 @@ def test_names_of_strangers_stay_words():
 
 
 def test_the_best_of_a_run_with_its_interval():
-    found = RunSettings(load_results(RUNS / "qwen2.5-coder-int4")).all()[0]
+    found = RunSettings(load_results(kept_run("qwen2.5-coder-int4"))).all()[0]
     assert str(found.drafter) == "qwen2.5-coder-0.5b"
     assert (found.drafter_dtype, found.dtype, found.temperature) == ("int4", "bfloat16", 0.0)
     assert found.measured is not None
@@ -241,7 +241,7 @@ def test_the_best_of_a_run_with_its_interval():
 
 
 def test_one_that_is_named():
-    df = load_results(RUNS / "qwen2.5-coder-int4")
+    df = load_results(kept_run("qwen2.5-coder-int4"))
     for name in ("qwen2.5-coder-0.5b (int4)@8", "qwen2.5-coder-0.5b (int4) γ=8"):
         found = RunSettings(df).get(name)
         assert (found.gamma, found.gamma_from) == (8, "")
@@ -266,7 +266,7 @@ def test_without_a_fixed_length_beside_it_one_is_predicted(tmp_path, drafter):
 
 
 def test_requests_side_by_side_go_by_the_passes_they_share():
-    df = load_results(RUNS / "qwen2.5-coder-by-batch")
+    df = load_results(kept_run("qwen2.5-coder-by-batch"))
     found = RunSettings(df).all()[0]
     assert "predicted from acceptance by position" in found.gamma_from
     assert 3 <= found.gamma <= 8
@@ -477,8 +477,8 @@ def test_a_run_tells_of_its_heads(tmp_path):
 
 def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
     named = ("--setting", "lookup+smollm2-135m-head (int8) auto")
-    cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", *named).refused(2, "it is compact", "serve")
-    found = cli("export", RUNS / "smollm2-135m-head", "--to", "vllm", "--json").json()
+    cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", *named).refused(2, "it is compact", "serve")
+    found = cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
 
 
@@ -522,7 +522,7 @@ def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
 
 @pytest.mark.smoke
 def test_the_command_says_what_it_is_from(cli):
-    result = cli("export", RUNS / "qwen2.5-coder-int4", "--to", "vllm")
+    result = cli("export", kept_run("qwen2.5-coder-int4"), "--to", "vllm")
     assert (result.code, result.err) == (0, "")
     assert "# Made for vLLM 0.33.0 by specbench" in result.out
     assert (
@@ -555,7 +555,7 @@ def test_the_command_says_what_is_not_exported(cli, tmp_path):
 
 def test_the_heading_has_the_figure_of_what_is_exported(cli):
     """Not the one of a policy, or of another γ, that is not."""
-    int4, batched = (RUNS / f"qwen2.5-coder-{name}" for name in ("int4", "by-batch"))
+    int4, batched = (kept_run(f"qwen2.5-coder-{name}") for name in ("int4", "by-batch"))
 
     def heading(run: Path, *more: object) -> str:
         found = cli("export", run, "--to", "vllm", *more).out

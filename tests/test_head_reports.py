@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 import pandas as pd
 import pytest
-from cli_runs import refusal
 from msgspec import structs
 from stored_runs import Drafter, change_run, write_run
 
-from specbench.base.errors import UsageError
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 from specbench.results.heads import best_measurement, distinct_trainings, head_rows, training_rows
 from specbench.results.results import Results, load_results
@@ -141,9 +139,11 @@ def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
 
 
-def test_a_damaged_story_is_refused(tmp_path):
-    path = run_with(tmp_path / "run", {HEAD.name: {**TRAINING, "tokens": -1}})
-    assert "heads" in refusal(load_results, path, kind=UsageError)
+def test_a_damaged_story_is_left_out(tmp_path):
+    df = load_results(run_with(tmp_path / "run", {HEAD.name: {**TRAINING, "tokens": -1}}))
+    assert ["heads" in each for each in df.problems] == [True]
+    assert head_rows(df) == []
+    assert len(df.done)
 
 
 def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):

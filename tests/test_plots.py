@@ -20,7 +20,16 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
-from stored_runs import DRAFTERS, Drafter, change_lines, change_run, write_exact, write_lines, write_run
+from stored_runs import (
+    DRAFTERS,
+    Drafter,
+    change_lines,
+    change_run,
+    kept_run,
+    write_exact,
+    write_lines,
+    write_run,
+)
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import run as command
@@ -366,7 +375,7 @@ class TestLooks:
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
     def test_letters_of_another_size_at_saving_cut_nothing_off(self):
-        stored = Path(__file__).parents[1] / "results" / "smollm2-135m-head"
+        stored = kept_run("smollm2-135m-head")
         figure = plots.draw_figures(load_results(stored), ["speedup"]).figures["speedup"]
         plots.figure_bytes(figure, "png")
         renderer = FigureCanvasAgg(figure).get_renderer()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import regret
 from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
-from stored_runs import write_exact
+from stored_runs import kept_run, write_exact
 
 from specbench.decoding.theory import PassCosts
 from specbench.results.results import load_results
@@ -346,7 +345,7 @@ def test_who_surely_is_not_5_percent_faster_need_not_be_told_from_the_leader():
 
 @pytest.fixture(scope="module")
 def scatter() -> regret.Scatter:
-    return scatter_of(Path(__file__).parents[1] / "results" / "qwen2.5-coder-int4")
+    return scatter_of(kept_run("qwen2.5-coder-int4"))
 
 
 @pytest.mark.parametrize("kind", regret.TRUTHS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from stored_runs import run_of
 from specbench.base.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, drafter_argument
-from specbench.results.run import VERSION, Run, StoredRecipe, stored_recipes
-from specbench.results.upgrade import upgraded
+from specbench.results.run import Run, StoredRecipe, stored_recipes
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
@@ -86,52 +84,15 @@ def test_what_this_version_does_not_know_is_left_out(field, value):
     stored = {**RECIPES["tree"].to_json(), field: value}
     with pytest.raises(UsageError):
         Recipe.from_json(stored)
-    run = first_version("lookup")
+    run = small_run("lookup")
     config = structs.replace(run.configs[0], recipe=msgspec.convert(stored, StoredRecipe))
     assert stored_recipes(structs.replace(run, configs=[config, *run.configs])) == {}
 
 
-def first_version(drafter: str, **config: Any) -> Run:
+def small_run(drafter: str, **config: Any) -> Run:
     config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "draft_policy": "auto",
               "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
     options = {"target": "org/big@v2", "target_options": {"dtype": "float32", "device_map": None},
                "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
-    return run_of({"schema": 1, "run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
+    return run_of({"run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
                    "environment": {}, "prompts": [], "command": ["sweep", "--bit-exact"]})  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("drafter", "words", "dtype"),
-    [
-        ("lookup", "lookup", None),
-        ("small (int8)", "/path/to/small", "int8"),
-        ("lookup:n=4+small.gguf (bfloat16)", "lookup:n=4+/path/to/small.gguf", "bfloat16"),
-        ("org/small@v1 (float32)", "org/small@v1", "float32"),
-        ("lookup|small-head (int4)", None, "int4"),
-        ("smollm2-135m-head (int8)", "smollm2-135m-head", "int8"),
-    ],
-)
-def test_runs_of_the_first_version_get_recipes(drafter, words, dtype):
-    run = upgraded(first_version(drafter))
-    (config,) = run.configs
-    assert (run.schema, config.drafter_dtype) == (VERSION, dtype)
-    recipe = stored_recipes(run)["x"]
-    if words is not None:
-        assert drafter_argument(recipe.drafter) == words
-    assert recipe.models.drafter_dtype == ("int4" if dtype == "int4" else "auto")
-    rest = replace(
-        recipe, drafter=parse_drafter("lookup"), models=replace(recipe.models, drafter_dtype="auto")
-    )
-    assert " ".join(rest.arguments()) == (
-        "--drafter lookup --draft-policy auto --target org/big@v2 --dtype float32 --bit-exact --max-new-tokens 48"
-    )
-
-
-def test_what_the_first_version_did_not_say_whole_has_no_recipe():
-    for run in (
-        first_version("other:a|b"),
-        first_version("lookup", draft_policy="none-such"),
-        first_version("x", kind="server"),
-    ):
-        (config,) = upgraded(run).configs
-        assert config.recipe is None

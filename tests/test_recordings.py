@@ -8,6 +8,7 @@ import shlex
 import pytest
 import recordings
 from conftest import SNAPSHOTS
+from stored_runs import kept_run
 from test_trace import ACCEPTED_ALL, REJECTION, event, header, prefill
 from test_trace import shown as trace_shown
 
@@ -89,8 +90,7 @@ def test_the_outputs_of_pages_have_the_shape_of_today(name, cli, tmp_path, monke
     """Each line that is shown begins, up to its first figure, like a line that is printed. What models write is not
     compared, because another processor may write something else; nor what a busy machine adds.
     """
-    if not (ROOT / "results" / "qwen2.5-coder-int4" / "run.json").exists():
-        pytest.skip("needs the stored runs of a checkout")
+    kept_run("qwen2.5-coder-int4")
     recordings.work_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(recordings.COLUMNS))

@@ -1,8 +1,8 @@
 """Declaration, reading and writing of stored records.
 
 The annotations of a record's class declare its fields: type, limits and meaning. Reading, checks, JSON and the tables
-of docs/results-format.md are derived from them. A field with a default can be missing in older runs, and undeclared
-fields are ignored.
+of docs/results-format.md are derived from them. A field with a default can be missing, and undeclared fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
 
 
 def doc(text: str) -> Meta:
@@ -67,10 +66,6 @@ class Estimate(Record, kw_only=False):
             " others; `null` without an interval"
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        if self.basis is None and self.low is not None:  # of an older run
-            force_setattr(self, "basis", "prompts" if self.prompts > 1 else "repeats")
 
     def overlaps(self, value: float) -> bool | None:
         """Return whether ``value`` lies in the interval; ``None`` without an interval."""

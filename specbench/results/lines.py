@@ -95,16 +95,10 @@ class StepLists(Record):
     accept_s: list[Figure]
     rollback_s: list[Figure]
     other_s: list[Figure]
-    nodes: Annotated[list[Small], doc("tokens drafted, in a tree all nodes; in older lines `drafted`")] = []
-    passes: Annotated[
-        list[Small], doc("forward passes of the drafter's model; in older lines `drafted`")
-    ] = []
-    forced: Annotated[
-        list[Small], doc("accepted draft tokens that the output's format forced; in older lines 0")
-    ] = []
-    mask_s: Annotated[
-        list[Figure], doc("the time for masks, within `draft_s` and `accept_s`; in older lines 0")
-    ] = []
+    nodes: Annotated[list[Small], doc("tokens drafted, in a tree all nodes")]
+    passes: Annotated[list[Small], doc("forward passes of the drafter's model")]
+    forced: Annotated[list[Small], doc("accepted draft tokens that the output's format forced")]
+    mask_s: Annotated[list[Figure], doc("the time for masks, within `draft_s` and `accept_s`")]
     expected_acceptance: Annotated[list[list[Figure]], doc("for each step a list over its tested positions")]
     closing: Annotated[
         list[str | None],
@@ -129,7 +123,7 @@ class StepLists(Record):
         list[list[Small]],
         doc(
             "of trees, else empty: for each step a list over its nodes, the number of the parent of each, from 1, or 0"
-            " for the context; older lines lack it, and their trees are predicted as chains"
+            " for the context"
         ),
     ] = []
     experts: Annotated[
@@ -143,16 +137,6 @@ class StepLists(Record):
 
     def __post_init__(self) -> None:
         count = len(self.drafted)
-        none = [0] * count
-        older = {
-            "nodes": self.drafted,
-            "passes": self.drafted,
-            "forced": none,
-            "mask_s": none,
-        }
-        for name, before in older.items():
-            if not getattr(self, name):
-                msgspec.structs.force_setattr(self, name, before)
         optional = (self.closing, self.widths, self.ranks, self.parents, self.experts, self.experts_one)
         lists = [getattr(self, name) for name in (*STEP_FIGURES, "expected_acceptance")]
         lists += [*filter(None, optional), *self.policy.values()]

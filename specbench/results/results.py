@@ -125,7 +125,7 @@ def load_results(path: str | Path) -> Results:
             only that one succeeded.
 
     Raises:
-        UsageError: There are no results, or several runs, or a newer version wrote them.
+        UsageError: There are no results, or several runs, or another version wrote them.
 
     Example:
         >>> results = load_results(run_folder)

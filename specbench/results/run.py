@@ -13,7 +13,7 @@ from specbench.recipe import Recipe
 from specbench.specs.models import ModelKind
 
 VERSION = 3
-"""Of the files of a run. 1: first form. 2: configurations have recipes."""
+"""Of the files of a run; others are not read."""
 
 KIND = "specbench-sweep"
 

@@ -24,7 +24,6 @@ from specbench.base.record import finite, to_dict, to_json, without_wrong_fields
 from specbench.base.textsafe import one_line
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run
-from specbench.results.upgrade import rename_fields, upgraded
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -83,7 +82,7 @@ class RunStore:
         """Open a run to continue it; an unfinished line left by a crash is removed.
 
         Raises:
-            UsageError: There is no run, a newer version wrote it, another process writes there, or the folder is
+            UsageError: There is no run, another version wrote it, another process writes there, or the folder is
             read-only.
         """
         run = read_run(path)
@@ -374,7 +373,7 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
         problems: Gets a sentence for each invalid field that is left out; without it none may be invalid.
 
     Raises:
-        UsageError: The file is missing or damaged, or another program or a newer version of specbench wrote it.
+        UsageError: The file is missing or damaged, or another program or another version of specbench wrote it.
     """
     file = Path(path) / RUN
     try:
@@ -397,8 +396,6 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     _check_version(version.schema, file)
     try:
         whole = msgspec.json.decode(text)
-        if version.schema != VERSION:
-            whole = rename_fields(whole)
         if problems is None:
             run = msgspec.convert(whole, Run, str_keys=True)
         else:
@@ -410,16 +407,16 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
             f"{str(file)!r} is damaged: {where or 'a field'} is missing or invalid.",
             "Restore it, or measure again.",
         ) from None
-    return upgraded(run)
+    return run
 
 
 def _check_version(version: object, file: Path) -> None:
     if not isinstance(version, int) or version < 1:
         raise UsageError(f"{str(file)!r} is damaged: its schema version is {version!r}.", "Restore it.")
-    if version > VERSION:
+    if version != VERSION:
         raise UsageError(
-            f"{str(file)!r} has schema version {version}, this specbench reads up to {VERSION}.",
-            "Update specbench.",
+            f"{str(file)!r} has schema version {version}, and this specbench reads only {VERSION}.",
+            "Update specbench." if version > VERSION else "Measure again.",
         )
 
 
@@ -432,8 +429,7 @@ def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
             what = "is damaged" if line.endswith(b"\n") else "was cut short by a crash"
             problems.append(f"Line {number} of {folder.name}/{GENERATIONS} {what} and is not used.")
             continue
-        if measurement.line.schema > VERSION:
-            _check_version(measurement.line.schema, path)
+        _check_version(measurement.line.schema, path)
         yield measurement
 
 
