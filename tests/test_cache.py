@@ -216,10 +216,11 @@ def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, mon
     assert len(entries()) == 1
 
 
+@needs_native
 @pytest.mark.parametrize("kept", [True, False])
 def test_only_what_is_kept_is_said_to_be(folder, monkeypatch, kept):
     """On processors with tiles, oneDNN packs bfloat16 in memory of its own, which is not kept."""
-    monkeypatch.setattr(module, "_WORTH_KEEPING" if kept else "_WORTH_PACKING", 0)
+    monkeypatch.setattr(module, "_packs_for_long", lambda *_: True)
     monkeypatch.setattr(native.Panels, "is_own", property(lambda self: kept))
     stages: list[str] = []
     progress = SimpleNamespace(update=lambda stage, *_: stages.append(stage))

@@ -206,6 +206,8 @@ class _Made:
         """Do nothing: what is made here is of use."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
+        if not self._header and not self.failed:
+            self._kept()
         *small, (part, large) = _tensors(weight).items()
         self._small |= {f"{place} {name}": tensor for name, tensor in small}
         self._write({f"{place} {part}": large})
@@ -218,7 +220,6 @@ class _Made:
                 raise OSError("no space")
             with (self.work / _FILE).open("ab") as file:
                 if not self._header:
-                    self._kept()
                     file.write(b" " * _DATA_AT)
                 for name, tensor in tensors.items():
                     if gap := -self._end % _ALIGNED:
