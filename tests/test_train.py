@@ -22,7 +22,6 @@ from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
@@ -52,7 +51,7 @@ from specbench.train.result import write_head
 from specbench.train.run import Training, processes
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 from specbench.train.state import TrainerState, read_state, write_state
-from specbench.train.students import Bias, Metrics, soft_cross_entropy
+from specbench.train.students import Metrics, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 DEPTH = 3
@@ -132,10 +131,8 @@ def states_of(model: Any, tokens: Sequence[int], layers: Sequence[int]) -> torch
 
 def decoders_rows(
     model: Any, student: Any, head: torch.Tensor, tokens: Sequence[int], behind: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits of a draft behind ``tokens[: behind + 2]`` that follows the text, as the decoder gets them, and the
-    acceptance that the head predicts.
-    """
+) -> torch.Tensor:
+    """Logits of a draft behind ``tokens[: behind + 2]`` that follows the text, as the decoder gets them."""
     context, draft = tokens[: behind + 2], tokens[behind + 2 : behind + 1 + student.depth]
     fitted = FittedLogits(len(head), None)
     scorer: HeadScorer
@@ -143,18 +140,13 @@ def decoders_rows(
         student.head.lm_head = torch.nn.Linear(head.shape[1], len(head), bias=False)
         student.head.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
         scorer = EagleScorer(student.head, model.get_input_embeddings(), student.layers, fitted, None)
-    elif student.kind in ("dflash", "dspark"):
-        student.head.lm_head = torch.nn.Linear(head.shape[1], len(head), bias=False)
-        student.head.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
-        scorer = BlockScorer(student.head, model.get_input_embeddings(), student.layers, fitted, None)
     else:
         heads = MedusaHeads(student.depth, 1, head.shape[1], len(head), shared=True)
         heads.load_state_dict({**student.tensors(), "lm_heads.0.weight": head})
         scorer = MedusaScorer(heads, 3, torch.float32, torch.device("cpu"), fitted, 290)
     scorer.begin()
     scorer.take_states(len(context) - 1, states_of(model, context[:-1], student.layers))
-    rows = scorer.score(ForwardRequest(scorer, context, draft)).logits
-    return rows, getattr(scorer, "acceptance", None)
+    return scorer.score(ForwardRequest(scorer, context, draft)).logits
 
 
 @pytest.mark.smoke
@@ -170,7 +162,7 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
     """Position by position, draft by draft, with a pass of the decoder's scorer for each."""
     texts = made_up(19, 12)
     teacher = Teacher(model, DRAFTED)
-    student = make_student(kind, model, teacher.head, DEPTH, 0, layers, mask=7)
+    student = make_student(kind, model, teacher.head, DEPTH, 0, layers)
     student.every = every
     with torch.no_grad():
         for parameter in student.parameters():
@@ -179,23 +171,17 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
     metrics = student(lesson)
     drafted = set(DRAFTED.tolist())
     losses: list[list[float]] = [[] for _ in range(DEPTH)]
-    surprises: list[list[float]] = [[] for _ in range(DEPTH)]
     for text in texts:
         with torch.no_grad():
             whole = model(input_ids=torch.tensor([text.tokens])).logits[0]
         p = whole[:, DRAFTED].softmax(-1)
         for behind in range(text.start - 1, len(text.tokens) - 2):
-            rows, predicted = decoders_rows(model, student, teacher.head, text.tokens, behind)
+            rows = decoders_rows(model, student, teacher.head, text.tokens, behind)
             for place in range(DEPTH):
                 end = behind + 2 + place
                 if end >= len(text.tokens) or text.tokens[end] not in drafted:
                     break
                 losses[place].append(float(-(p[end - 1] * rows[place].log_softmax(-1)).sum()))
-                if kind == "dspark":
-                    assert predicted is not None
-                    overlap = torch.minimum(p[end - 1], rows[place].softmax(-1)).sum()
-                    surprise = torch.nn.functional.binary_cross_entropy(predicted[place], overlap)
-                    surprises[place].append(float(surprise))
                 right = rows[place].argmax() == p[end - 1].argmax()
                 if kind != "medusa" and not right and (behind + int(lesson.ids.sum())) % every:
                     break
@@ -203,11 +189,6 @@ def test_losses_are_those_of_what_the_decoder_drafts(model, kind, every, layers)
     expected = torch.tensor([sum(each) / max(1, len(each)) for each in losses])
     torch.testing.assert_close(metrics.losses.detach(), expected, atol=1e-4, rtol=1e-4)
     assert metrics.counted[0] > 0
-    assert (metrics.confidence is None) == (kind != "dspark")
-    if metrics.confidence is not None:
-        expected = torch.tensor([sum(each) / max(1, len(each)) for each in surprises])
-        torch.testing.assert_close(metrics.confidence.detach(), expected, atol=1e-4, rtol=1e-4)
-        metrics.confidence.sum().backward(retain_graph=True)
     metrics.losses.sum().backward()
     learning = [parameter for parameter in student.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in learning)
@@ -218,31 +199,13 @@ def test_cross_entropy_and_its_gradient_are_torchs():
     hidden = torch.randn(600, 8, generator=generator, requires_grad=True)
     head, p = torch.randn(30, 8, generator=generator), torch.randn(50, 30, generator=generator).softmax(-1)
     rows = torch.randint(50, (600,), generator=generator)
-    loss, right, _ = soft_cross_entropy(hidden, head, p, rows, p.argmax(-1))
+    loss, right = soft_cross_entropy(hidden, head, p, rows, p.argmax(-1))
     (found,) = torch.autograd.grad(2 * loss, hidden)
     expected = torch.nn.functional.cross_entropy(hidden @ head.T, p[rows], reduction="sum")
     (gradient,) = torch.autograd.grad(2 * expected, hidden)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
     assert torch.equal(right, (hidden @ head.T).argmax(-1) == p[rows].argmax(-1))
-
-
-def test_a_bias_learns_with_the_head():
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((600, 8), (600, 3), (30, 3))
-    hidden, inputs, outputs = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
-    head, p = torch.randn(30, 8, generator=generator), torch.randn(50, 30, generator=generator).softmax(-1)
-    rows = torch.randint(50, (600,), generator=generator)
-    loss, right, overlap = soft_cross_entropy(hidden, head, p, rows, p.argmax(-1), Bias(inputs, outputs))
-    found = torch.autograd.grad(2 * loss, (hidden, inputs, outputs))
-    logits = hidden @ head.T + inputs @ outputs.T
-    expected = torch.nn.functional.cross_entropy(logits, p[rows], reduction="sum")
-    gradients = torch.autograd.grad(2 * expected, (hidden, inputs, outputs))
-    torch.testing.assert_close(loss, expected)
-    for one, other in zip(found, gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert torch.equal(right, logits.argmax(-1) == p[rows].argmax(-1))
-    torch.testing.assert_close(overlap, torch.minimum(p[rows], logits.softmax(-1)).sum(-1))
 
 
 def test_padding_teaches_nothing(model):
@@ -495,7 +458,7 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("kind", "stored"),
-    [("eagle", False), ("dspark", True), pytest.param("mtp", False, marks=pytest.mark.slow)],
+    [("eagle", False), ("medusa", True), pytest.param("mtp", False, marks=pytest.mark.slow)],
 )
 def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, kind, stored):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -801,10 +764,10 @@ def altered(
 
 def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
     teacher = Teacher(model, DRAFTED)
-    for kind in ("eagle", "dspark", "medusa"):
+    for kind in ("eagle", "medusa"):
         student = make_student(kind, model, teacher.head, DEPTH, 0)
         write_head(tmp_path / kind, student, target, teacher.head, DRAFTED, compact=False)
-    eagle, spark, medusa = (head_in(tmp_path / kind) for kind in ("eagle", "dspark", "medusa"))
+    eagle, medusa = (head_in(tmp_path / kind) for kind in ("eagle", "medusa"))
     assert "is of kind medusa, not eagle" in refusal(
         training, target, tmp_path / "x", replace(QUICK, vocab=None), start=medusa, kind=UsageError
     )
@@ -825,11 +788,6 @@ def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
             DEPTH,
             "it reads the states of layers 0, 1, 1 instead of 0, 1, 2",
         ),
-        (
-            altered(spark, {"sample_from_anchor": False}, {}),
-            DEPTH,
-            "its layers or logits are of a variant that is not trained",
-        ),
     ):
         kind = "eagle" if start.files.kind == "eagle3" else start.files.kind
         other = replace(QUICK, kind=kind, vocab=None, depth=depth, start=start.fingerprint)
@@ -848,7 +806,7 @@ def test_it_ends_when_nothing_is_gained(target, tmp_path):
 
 
 def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
-    for kind in ("eagle", "mtp", "dspark", "medusa"):
+    for kind in KINDS:
         teacher = Teacher(model, DRAFTED)
         student = make_student(kind, model, teacher.head, DEPTH, 0)
         rows = []
@@ -907,7 +865,7 @@ def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_
     drafter.begin(context)
     drafter.scorer.take_states(4, states_of(model, context[:-1], drafter.layers))
     found = drafter.scorer.score(ForwardRequest(drafter.scorer, context, draft)).logits
-    expected, _ = decoders_rows(model, student, teacher.head, [*context, *draft, 0], 3)
+    expected = decoders_rows(model, student, teacher.head, [*context, *draft, 0], 3)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)  # stored in bfloat16
     plain = autoregressive_generate(context, target, max_new_tokens=12)
     assert (
@@ -919,7 +877,7 @@ def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_student_shares_no_memory_with_the_target(model, kind):
     """Training changes the student's weights, and must not change the target's."""
     student = make_student(kind, model, Teacher(model, DRAFTED).head, DEPTH, 0)

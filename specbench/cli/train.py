@@ -18,7 +18,7 @@ from specbench.train.settings import Measured, TrainingProgress, TrainingSetting
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
 
-KindName = Literal["eagle", "mtp", "dflash", "dspark", "medusa"]
+KindName = Literal["eagle", "mtp", "medusa"]
 
 TRAINING = "Training"
 _SAY_EVERY_S = 60.0
@@ -97,9 +97,9 @@ class _Training:
 class _Lessons:
     """What is trained, and on which answers."""
 
-    kind: Annotated[
-        KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, mtp, dflash, dspark or medusa.")
-    ] = "eagle"
+    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, mtp or medusa.")] = (
+        "eagle"
+    )
     prompts: Annotated[
         tuple[str, ...],
         opt.prompts_option(

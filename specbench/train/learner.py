@@ -14,7 +14,6 @@ from torch import nn
 from specbench.base.errors import UsageError
 from specbench.models.checkpoints import text_config
 from specbench.models.heads import shape_text
-from specbench.train.block_students import DFlashStudent
 from specbench.train.kinds import KINDS, make_student
 from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
 from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
@@ -81,9 +80,8 @@ class Learner:
             self.draft_vocab = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
             layers = settings.head_layers(text_config(model.config).num_hidden_layers)
             self._teacher = Teacher(model, self.draft_vocab)
-            mask = min(target.end_ids, default=0)
             self.student = make_student(
-                settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers, mask
+                settings.kind, model, self._teacher.head, settings.depth, settings.seed, layers
             )
         else:
             self.draft_vocab = start.target_tokens
@@ -184,8 +182,7 @@ class Learner:
         with torch.autocast(self._teacher.device.type, torch.bfloat16, enabled=self._half):
             metrics: Metrics = self._module(lesson)
             reached = metrics.counted / metrics.counted[0].clamp_min(1)
-            losses = metrics.losses if metrics.confidence is None else metrics.losses + metrics.confidence
-            loss = (losses * reached * self._weights).sum()
+            loss = (metrics.losses * reached * self._weights).sum()
         self._group.backward(loss)
         return metrics
 
@@ -232,13 +229,9 @@ def _student_from(
 ) -> Student:
     """Return a student with the weights of a head."""
     layers = start.files.number("num_hidden_layers", 1)
-    block: Any = start.files.with_layers([*start.tensors]).block if start.files.is_block else None
-    mask = 0 if block is None else block.mask
-    student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers, mask)
+    student = make_student(settings.kind, model, head, settings.depth, settings.seed, layers)
     own = student.tensors()
     difference = _find_difference(start.tensors, own)
-    if difference is None and isinstance(student, DFlashStudent) and not student.continues(block):
-        difference = "its layers or logits are of a variant that is not trained"
     if difference is None and (read := start.files.layers(model.config)) != student.layers:
         listed, wanted = (", ".join(map(str, each)) for each in (read, student.layers))
         difference = f"it reads the states of layers {listed} instead of {wanted}"

@@ -9,7 +9,7 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 
-_RATES = {"eagle": 1.6e-3, "mtp": 1.6e-3, "dflash": 1.6e-3, "dspark": 1.6e-3, "medusa": 1e-3}
+_RATES = {"eagle": 1.6e-3, "mtp": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
 """Width of hidden states above which the learning rate of decoder layers falls in proportion (Yang et al. 2022, arXiv
 2203.03466)."""
@@ -28,7 +28,7 @@ class TrainingSettings:
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
         epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
-        layers: Decoder layers of a head of another kind than Medusa and MTP; ``None`` for 2.
+        layers: Decoder layers of an EAGLE head; ``None`` for 2.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         learning_rate: Its maximum; ``None`` for the kind's default.
         batch_tokens: Tokens of a step, padding included; longer texts are cut.
@@ -149,7 +149,7 @@ class Measured:
         """Return the predicted speedup over plain decoding at the best draft length; ``None`` if nothing was timed.
 
         A draft of γ tokens gives 1 + a₁ + a₁·a₂ + … tokens, where aᵢ is the acceptance rate at position i. EAGLE and
-        MTP heads need a forward pass for each drafted token, heads of other kinds one for all.
+        MTP heads need a forward pass for each drafted token, Medusa heads one for all.
         """
         if self.step_cost is None:
             return None
@@ -158,7 +158,7 @@ class Measured:
         for gamma, accepted in enumerate(self.accepted, start=1):
             kept *= accepted
             tokens += kept
-            cost = 1 + (self.step_cost - 1) * (gamma / depth if kind in ("eagle", "mtp") else 1.0)
+            cost = 1 + (self.step_cost - 1) * (gamma / depth if kind != "medusa" else 1.0)
             best = max(best, tokens / cost)
         return best
 

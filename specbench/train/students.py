@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, pad
+from torch.nn.functional import pad
 from transformers import LlamaConfig, PreTrainedConfig
 
 from specbench.base.record import Json
@@ -35,14 +35,11 @@ class Metrics(NamedTuple):
         losses: Mean cross-entropy with the target's distributions over the draft vocabulary, [depth]; differentiable.
         right: How often its most probable token was the target's, [depth].
         counted: Number of drafts, [depth].
-        confidence: Mean cross-entropy of the predicted acceptance, [depth]; differentiable. ``None`` without
-            predictions.
     """
 
     losses: torch.Tensor
     right: torch.Tensor
     counted: torch.Tensor
-    confidence: torch.Tensor | None = None
 
 
 class Student(nn.Module):
@@ -89,32 +86,6 @@ def read_layers(kind: str, total: int) -> tuple[int, ...]:
     return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
 
-class Bias(NamedTuple):
-    """A summand of logits: ``inputs`` times the transpose of ``outputs``, which are learned with the head.
-
-    Attributes:
-        inputs: [n, rank].
-        outputs: [vocab, rank].
-    """
-
-    inputs: torch.Tensor
-    outputs: torch.Tensor
-
-
-class Compared(NamedTuple):
-    """The comparison of a head with the target at some rows.
-
-    Attributes:
-        loss: The summed cross-entropy; differentiable.
-        right: Whether the most probable tokens agree, [n].
-        overlap: The acceptance rates Σ min(p, q), [n]; only with a bias.
-    """
-
-    loss: torch.Tensor
-    right: torch.Tensor
-    overlap: torch.Tensor
-
-
 class _SoftCrossEntropy(torch.autograd.Function):
     """An autograd function: the sum over rows of -Σ p log q,
     with logits and gradients computed in parts to save memory.
@@ -128,63 +99,45 @@ class _SoftCrossEntropy(torch.autograd.Function):
         p: torch.Tensor,
         rows: torch.Tensor,
         choices: torch.Tensor,
-        inputs: torch.Tensor | None,
-        outputs: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        gradients = [torch.empty_like(hidden)]
-        if inputs is not None and outputs is not None:
-            gradients += [torch.empty_like(inputs), torch.zeros_like(outputs)]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient = torch.empty_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
         right = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        overlap = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        narrow = None if outputs is None else outputs.to(head.dtype)
         for first in range(0, len(hidden), _ROWS):
             part = slice(first, first + _ROWS)
             wanted = p[rows[part]]
-            logits = (hidden[part].to(head.dtype) @ head.T).float()
-            if inputs is not None and narrow is not None:
-                logits += inputs[part].to(head.dtype) @ narrow.T
-            log_q = logits.log_softmax(-1)
+            log_q = (hidden[part].to(head.dtype) @ head.T).float().log_softmax(-1)
             loss -= torch.linalg.vecdot(wanted, log_q).sum()
             of_choice = log_q.gather(1, choices[rows[part], None])[:, 0]
             right[part] = of_choice >= log_q.amax(-1)
-            q = log_q.exp_()
-            if inputs is not None:
-                overlap[part] = torch.minimum(q, wanted).sum(-1)
-            difference = q.sub_(wanted).to(head.dtype)
-            gradients[0][part] = difference @ head
-            if inputs is not None and narrow is not None:
-                gradients[1][part] = difference @ narrow
-                gradients[2] += difference.T @ inputs[part].to(head.dtype)
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(right, overlap)
-        return loss, right, overlap
+            gradient[part] = log_q.exp_().sub_(wanted).to(head.dtype) @ head
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(right)
+        return loss, right
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, *of_bias = (each * gradients[0] for each in ctx.saved_tensors)
-        return of_hidden, None, None, None, None, *(of_bias or (None, None))
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None, None, None
 
 
 def soft_cross_entropy(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    p: torch.Tensor,
-    rows: torch.Tensor,
-    choices: torch.Tensor,
-    bias: Bias | None = None,
-) -> Compared:
+    hidden: torch.Tensor, head: torch.Tensor, p: torch.Tensor, rows: torch.Tensor, choices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare a head with the target.
 
     Args:
-        hidden: Inputs of the output head, [n, width]; only they and the bias get a gradient.
+        hidden: Inputs of the output head, [n, width]; only they get a gradient.
         p: The target's distributions, [any, vocab].
         rows: Index into ``p`` of each row, [n].
         choices: The most probable token of each row of ``p``.
-        bias: A summand of the logits; ``None`` for none.
+
+    Returns:
+        The summed cross-entropy, which is differentiable, and whether the most probable tokens agree, [n].
     """
     apply: Any = _SoftCrossEntropy.apply
-    return Compared(*apply(hidden, head, p, rows, choices, *(bias or (None, None))))
+    loss, right = apply(hidden, head, p, rows, choices)
+    return loss, right
 
 
 class MetricsBuilder:
@@ -196,7 +149,6 @@ class MetricsBuilder:
         self._losses: list[torch.Tensor] = []
         self._right: list[torch.Tensor] = []
         self._counted: list[int] = []
-        self._confidence: list[torch.Tensor] = []
 
     def rows(self, place: int) -> torch.Tensor:
         """Return the positions after which a draft reaches this place, bool [texts, longest - 1]."""
@@ -212,8 +164,6 @@ class MetricsBuilder:
         hidden: torch.Tensor,
         place: int,
         rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        bias: Bias | None = None,
-        odds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add drafts at a place.
 
@@ -221,28 +171,22 @@ class MetricsBuilder:
             hidden: Inputs of the target's output head, [n, width].
             place: Place in the draft.
             rows: The result of ``rows`` or a part of it, as a mask or as indices of texts and positions.
-            bias: A summand of the logits.
-            odds: Log-odds with which the head predicts that the drafts are accepted, [n]; with a bias only.
 
         Returns:
             Which of them drafted the target's most probable token, [n].
         """
-        lesson, drafts = self._lesson, max(1, len(hidden))
-        found = soft_cross_entropy(
-            hidden, self._head, lesson.p, self._wanted(place)[rows], lesson.choices, bias
+        lesson = self._lesson
+        loss, right = soft_cross_entropy(
+            hidden, self._head, lesson.p, self._wanted(place)[rows], lesson.choices
         )
-        self._losses.append(found.loss / drafts)
-        self._right.append(found.right.sum())
+        self._losses.append(loss / max(1, len(hidden)))
+        self._right.append(right.sum())
         self._counted.append(len(hidden))
-        if odds is not None:
-            summed = binary_cross_entropy_with_logits(odds, found.overlap, reduction="sum")
-            self._confidence.append(summed / drafts)
-        return found.right
+        return right
 
     def build(self) -> Metrics:
         counted = torch.tensor(self._counted, device=self._right[0].device)
-        confidence = torch.stack(self._confidence) if self._confidence else None
-        return Metrics(torch.stack(self._losses), torch.stack(self._right), counted, confidence)
+        return Metrics(torch.stack(self._losses), torch.stack(self._right), counted)
 
 
 def shift_left(x: torch.Tensor, by: int, fill: float = 0) -> torch.Tensor:
