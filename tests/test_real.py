@@ -1,6 +1,6 @@
 """The built-in model's real weights: greedy output in float32 is `transformers`' own, for every drafter and cache.
 
-A part of benchmarks/lossless.py, which does all drafters, caches, several γ and more prompts.
+benchmarks/architectures.py and benchmarks/fuzz.py go further.
 """
 
 from __future__ import annotations

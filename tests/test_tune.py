@@ -116,7 +116,6 @@ def test_above_temperature_0_a_chain_may_be_verified_together():
     assert is_tried(rule, parse_drafter("self:int8"))
     assert is_tried(rule, parse_drafter("lookup+self:int8"))
     assert not is_tried(rule, parse_drafter("lookup"))
-    assert not is_tried(parse_policy("static-tree"), parse_drafter("self:int8"))
 
 
 # -- predictions -----------------------------------------------------------------------------------
