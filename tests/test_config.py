@@ -78,8 +78,6 @@ def test_its_rule_has_all_that_is_said():
         ('drafter = "lookup | ./qwen"', "is no name of a model"),
         ('drafter = "lokup"', "There is no drafter 'lokup'"),
         ('draft-policy = "auto:costs=x.json"', "has no option 'costs'"),
-        ('tree = "oak"', "There is no tree 'oak'"),
-        ('draft-policy = "auto"\ntree = "dynamic"', "decides how much is drafted, and so does auto"),
     ],
 )
 def test_what_it_may_not_hold(here, line, said):
@@ -183,7 +181,7 @@ def test_check_takes_it(tiny, cli):
         tiny,
         'target = "tiny"',
         'drafter = "self:layers=1"',
-        'tree = "dynamic:nodes=4"',
+        'draft-policy = "dynamic-tree:nodes=4"',
         'cache = "preallocated"',
     )
     found = cli("check", "--limit", 1, "-n", 4, "--json").json()
