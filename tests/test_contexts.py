@@ -450,7 +450,7 @@ def curve(*points: tuple[int, str, float]) -> Curve:
         SummaryRow(
             msgspec.structs.replace(config, context=context),
             verdict=verdict,
-            speedup=Estimate(value, 0.9 * value, 1.1 * value, 8),
+            speedup=Estimate(value, 0.9 * value, 1.1 * value, 8, "prompts"),
         )
         for context, verdict, value in points
     ]

@@ -508,7 +508,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Curve:
         if verdict is None:
             return SummaryRow(config, 9, verdict="cannot tell", speedup=Estimate(1.3, None, None, 9))
         value, low = values[verdict]
-        return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9))
+        return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9, "prompts"))
 
     return Curve([row(batch, verdict) for batch, verdict in points])
 
