@@ -451,7 +451,7 @@ def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
     slow = dict.fromkeys(("d@auto", "d@8", "d@heuristic", "d@dynamic-tree"), 0.8)
     answer, found = answered(tmp_path, slow)
     assert found.race.verdict == "plain"
-    assert answer.headline.startswith("Speculation does not pay here: the best drafter is d with ")
+    assert answer.headline.startswith("Speculation does not pay here: the best drafter is d ")
     assert answer.winner.kind == "plain"
     config, note = config_from_recipe(Recipe(parse_model("smollm2-135m")).plain)
     assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
@@ -508,7 +508,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     answer = find_answer(found, sweep.configs, df)
     assert answer.provisional
     assert answer.winner.id == found.race.names[1]
-    assert re.match(r"d with .*: predicted [\d.]+ × over plain decoding \(provisional\)", answer.headline)
+    assert re.match(r"d .*: predicted [\d.]+× over plain decoding \(provisional\)", answer.headline)
     json.dumps(as_json(answer, found), allow_nan=False)
     assert stored_answer(answer, found).measured == {}
     slow = replace(found, predicted=dict.fromkeys(found.predicted, 0.9))
