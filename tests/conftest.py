@@ -59,9 +59,13 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def cli(capsys, monkeypatch) -> Cli:
-    """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed."""
+    """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed. For it the machine
+    is quiet, whatever runs beside the tests.
+    """
     from specbench.cli import run
+    from specbench.results.load import LoadSnapshot
 
+    monkeypatch.setattr(LoadSnapshot, "busy_elsewhere", lambda *_: 0.0)
     def call(*words: object) -> Result:
         capsys.readouterr()  # what a fixture printed
         given = [str(word) for word in words]

@@ -120,7 +120,7 @@ def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
     out = StringIO()
     show(Console(file=out, width=60), *answer_parts(answer))
     first, *_, command = (line for line in out.getvalue().splitlines() if line)
-    assert first.rstrip() == "small (int8) γ=2: 2.00× [2.00, 2.00] over plain"
+    assert first.rstrip() == "small (int8) γ=2: 2.00× [2.00, 2.00] over plain decoding,"
     words = shlex.split(command)
     assert words[:2] == ["specbench", "generate"]
     assert run([*words[1:], "-n", "3", "--quiet"]) == 0

@@ -150,7 +150,7 @@ def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch)
     monkeypatch.setattr(loading, "is_available", lambda: True)
 
     def of_small(given: Any, _: object, **_options: Any) -> Any:
-        return drafters_to_try(given, ())[3:]  # without those that need no model
+        return drafters_to_try(given, ())[2:]  # without those that need no model
 
     factors = {"lookup+small (int4)@auto": 3.0}
     said = tune("--drafter", models / "small", drafters=of_small, factors=factors)

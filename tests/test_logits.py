@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbench.decoding.distributions import Scores
-from specbench.decoding.logits import DraftVocabulary, Logits
+from specbench.decoding.logits import DraftVocabulary, Logits, NoTokenError
 
 
 def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impossible():
@@ -31,8 +31,9 @@ def test_a_few_tokens_have_the_chances_that_they_have_where_all_others_are_impos
     assert Logits.certain(4).best(3) == [4]
 
 
-@pytest.mark.parametrize("everywhere", [-math.inf, math.inf])
-def test_logits_without_an_end_have_none_in_sum(everywhere):
+@pytest.mark.parametrize("everywhere", [-math.inf, math.inf, math.nan])
+def test_logits_without_an_end_are_an_error(everywhere):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Logits(torch.full((4,), everywhere)).log_sum == everywhere
+        with pytest.raises(NoTokenError):
+            _ = Logits(torch.full((4,), everywhere)).log_sum

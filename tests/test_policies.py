@@ -655,7 +655,7 @@ def test_the_costs_of_a_sweep_are_told_apart_by_drafter():
         {"target_pass_s": {"1": 1.0}, "drafter_pass_s": True},
         {"target_pass_s": {"0": 1.0}, "drafter_pass_s": 0.1},
         {"target_pass_s": {"one": 1.0}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"1": 0}, "drafter_pass_s": 0.1},
+        {"target_pass_s": {"1": -1e-9}, "drafter_pass_s": 0.1},
         {"target_pass_s": {"1": math.inf}, "drafter_pass_s": 0.1},
         {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": [[1.0]]},
         {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": "no"},

@@ -27,7 +27,7 @@ from tokenizers import processors
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.logits import Logits
+from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter
 from specbench.decoding.records import Prefill, Step, StepTimes
@@ -532,13 +532,14 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         draft = Draft(
             logits=[] if logits else None, match_confidence=[0.5] * 8 if made["knows"] == "evidence" else None
         )
-        while len(draft.tokens) < limit and rule.should_continue(draft):
-            i = len(draft.tokens)
-            if logits:
-                if rule.num_children(draft, (i - 1,), (Logits(made["logits"][i]),)) == (0,):
-                    break
-                draft.logits.append(Logits(made["logits"][i]))  # type: ignore[union-attr]
-            draft.tokens.append(made["tokens"][i])
+        with suppress(NoTokenError):  # where logits are no numbers, a drafter drafts nothing
+            while len(draft.tokens) < limit and rule.should_continue(draft):
+                i = len(draft.tokens)
+                if logits:
+                    if rule.num_children(draft, (i - 1,), (Logits(made["logits"][i]),)) == (0,):
+                        break
+                    draft.logits.append(Logits(made["logits"][i]))  # type: ignore[union-attr]
+                draft.tokens.append(made["tokens"][i])
         gamma = len(draft.tokens)
         assert gamma <= made["room"]
         accepted = min(made["accepted"], gamma)
