@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import httpx2
@@ -148,7 +149,9 @@ def tables() -> str:
         f"Pre-tokenizers that split {len(HARD_STRINGS)} hard strings as llama.cpp does, by their rule:",
         "",
     ]
-    lines += [f"- {', '.join(f'`{name}`' for name in names)}" for names in rules()]
+    for names in rules():
+        listed = f"- {', '.join(f'`{name}`' for name in names)}"
+        lines += wrap(listed, 118, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

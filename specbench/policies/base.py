@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.base.errors import UsageError
+from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -99,10 +100,14 @@ def is_free(draft: Draft, i: int) -> bool:
 def confidence(draft: Draft, i: int) -> float:
     """Return the drafter's confidence in token ``i``.
 
-    It is the token's probability in the untempered softmax; without logits its ``match_confidence``, or else 1.
+    It is the token's probability in the untempered softmax, 0 where that is none; without logits its
+    ``match_confidence``, or else 1.
     """
     if draft.logits is not None and not is_free(draft, i):
-        return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
+        try:
+            return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
+        except NoTokenError:
+            return 0.0
     return draft.match_confidence[i] if draft.match_confidence is not None else 1.0
 
 
