@@ -340,10 +340,10 @@ def read_config(
             raise UsageError(
                 f"The GGUF file {file!r} has the tensor {name!r}, which cannot be converted.", SAFETENSORS
             )
-    for kind in ("bos", "eos", "padding"):
-        settings[f"{'pad' if kind == 'padding' else kind}_token_id"] = keys.get(
-            f"tokenizer.ggml.{kind}_token_id"
-        )
+    for kind, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        token = keys.get(f"tokenizer.ggml.{kind}_token_id")
+        if token is not None or name != "unk":
+            settings[f"{name}_token_id"] = token
     return AutoConfig.for_model(family.model_type, **settings), tensors
 
 
