@@ -104,7 +104,7 @@ def test_lines_are_messages_and_commands(chat, folder, capsys):
     assert "1 answer" in told.err
     assert "There is no command /what; /help lists the commands." in told.err
     assert "/system TEXT" in told.err
-    speeds = re.findall(r"^speed .*\d+ tokens", told.err, flags=re.MULTILINE)
+    speeds = re.findall(r"^speed +\d+ tokens?: ", told.err, flags=re.MULTILINE)
     assert len(speeds) == 3
     assert len(re.findall(r"\d+ of \d+ prompt tokens in the KV cache", told.err)) >= 1
 
