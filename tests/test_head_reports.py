@@ -86,7 +86,7 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     slower = {row.config.label for row in rows if row.verdict == "slower"}
     assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
     report, (page, markdown) = write_report(folder, tmp_path)
-    assert "training" in {picture.name for picture in report.pictures}
+    assert "plots/training.png" in {image.path for image in report.figures}
     for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
         assert "Trained heads" in text
         assert "first accepted" in text

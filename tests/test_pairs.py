@@ -125,17 +125,19 @@ def test_what_is_whole_is_kept_when_a_repeat_breaks_off():
 
 
 def test_a_busy_machine_predicts_nothing():
+    """Where nothing would be predicted, there is nothing to say either."""
     quiet = load_snapshot()
-    for busy in (False, True):
+    for busy, drafter in itertools.product((False, True), ("d", "none")):
+        made = replace(generation(1.0), drafter=drafter)
         every = (
             replace(quiet, cores=2, busy_s=2.0 * busy * i, total_s=2.0 * i, own_s=0.0, steal_s=None)
             for i in itertools.count()
         )
-        pairs = Pairs(lambda plain: generation(1.0, plain=plain), snapshot=lambda every=every: next(every))
+        pairs = Pairs(lambda plain, made=made: made, snapshot=lambda every=every: next(every))
         pairs.measure_alone()
         figures = pairs.figures()
-        assert (figures["explained"] is None) == busy
-        assert [each["id"] for each in figures["warnings"]] == ["machine-busy"] * busy
+        assert (figures["explained"] is None) == (busy or drafter == "none")
+        assert [each["id"] for each in figures["warnings"]] == ["machine-busy"] * (busy and drafter != "none")
 
 
 # -- what explains a speedup -------------------------------------------------------------------------

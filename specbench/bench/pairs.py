@@ -105,10 +105,10 @@ class Pairs:
         warnings = warn_of_disturbances(count, self._disturbances)
         if not pairs:
             # As in a report: a busy machine's times predict nothing.
-            busy = not BUSY_WARNINGS.isdisjoint(self._disturbances)
-            alone = predict(self.speculative[0]) if self.speculative and not busy else None
-            told = [to_dict(warning) for warning in warnings if warning.id in BUSY_WARNINGS]
-            return {"explained": alone and asdict(alone), "warnings": told}
+            alone = predict(self.speculative[0]) if self.speculative else None
+            busy = [each for each in warnings if alone is not None and each.id in BUSY_WARNINGS]
+            explained = asdict(alone) if alone is not None and not busy else None
+            return {"explained": explained, "warnings": [to_dict(each) for each in busy]}
         repeats: list[Json] = []
         for number, (fast, slow) in enumerate(pairs):
             of_fast, of_slow = _times(fast), _times(slow)
