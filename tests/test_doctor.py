@@ -12,7 +12,14 @@ import pytest
 from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
 
-from specbench.bench.engines.client import Chunk, ServerClient, SpeculationCounters, StreamedAnswer
+from specbench.bench.engines.client import (
+    Chunk,
+    ServerClient,
+    SpeculationCounters,
+    StreamedAnswer,
+    choice_of,
+    text_of,
+)
 from specbench.doctor import probes
 from specbench.doctor.findings import Examined, Finding, diagnose, verdict_of
 from specbench.doctor.probes import Examination, Observations
@@ -232,6 +239,54 @@ def test_a_planted_fault_is_named(examine, fault):
     assert problems(findings) == {check}, findings
     assert done.code == 1
     assert all(each["remedy"] for each in findings if each["status"] == "problem")
+
+
+def endless(text: str) -> Counts:
+    """Counters of which one is written as a number that nobody can have counted."""
+    counts = Counts()
+    written = counts.metrics
+    counts.metrics = lambda answers: written(answers) + text  # type: ignore[method-assign]
+    return counts
+
+
+_HUGE = 10**400
+_TOTAL = "vllm:spec_decode_num_draft_tokens_total"
+ABSURD: dict[str, tuple[Callable[[], Manner], Counts]] = {
+    "a position beyond all drafts": (
+        vllm,
+        endless('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="99999999999999"} 1.0'),
+    ),
+    "a counter beyond all numbers": (vllm, endless(f"{_TOTAL} 1e999")),
+    "a counter that is no number": (vllm, endless(f"{_TOTAL} 1.2.3")),
+    "more tokens than floats": (lambda: vllm(facts={"usage": {"completion_tokens": _HUGE}}), Counts()),
+    "a log probability beyond all": (
+        lambda: vllm(logprobs={"content": [{"token": "a", "logprob": _HUGE}]}),
+        Counts(),
+    ),
+    "a probability beyond all": (lambda: vllm(logprobs={"token_logprobs": [1e300]}), Counts()),
+    "a number in place of alternatives": (
+        lambda: vllm(logprobs={"content": [{"token": "a", "logprob": -1.0, "top_logprobs": 5}]}),
+        Counts(),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ABSURD)
+def test_what_no_server_can_mean_ends_nothing(examine, fault):
+    manner, counts = ABSURD[fault]
+    done, findings = examine(manner(), counts)
+    assert done.code in (0, 1)
+    assert {"tokens", "repeat", "counters"} <= {each["check"] for each in findings}, done.err
+
+
+@pytest.mark.parametrize("choices", [5, {}, "text", [], [5], None])
+def test_an_answer_without_choices_is_no_answer(choices):
+    assert text_of(choice_of({"choices": choices})) == ""
+
+
+def test_pages_that_hold_something_else_name_no_method():
+    for about in ({"data": 5}, {"data": [5]}, {"default_generation_settings": 5}):
+        assert "Method" not in found(drafting(4, (90, 80), about=about), "method").text
 
 
 def test_what_is_expected(examine):

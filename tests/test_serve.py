@@ -687,6 +687,7 @@ def test_a_request_decides_how_it_is_drafted_for():
             )
         ]
         metrics = running.metrics_text()
+    assert "gamma" in refused[1].json()["error"]["message"], "and not the other alternative"
     assert {each["choices"][0]["text"] for each in (usual, off, short, egag)} == {usual["choices"][0]["text"]}
     assert drafts(off) == {
         "num_draft_tokens": 0, "num_accepted_draft_tokens": 0, "acceptance_histogram": []

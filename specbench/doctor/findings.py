@@ -182,7 +182,7 @@ def _method(e: Examined) -> Iterator[Finding]:
 def _named_method(about: Json) -> str:
     """Return the method that a server's page names; empty if it names none."""
     places: list[Any] = [about.get("speculative_algorithm")]
-    for model in about.get("data") or ():
+    for model in _listed(about.get("data")):
         if isinstance(model, dict) and isinstance(model.get("speculation"), dict):
             places += [model["speculation"].get("drafter")]
     defaults = about.get("default_generation_settings")
@@ -321,7 +321,7 @@ def _logprobs(e: Examined) -> Iterator[Finding]:
         if math.isnan(own) or math.isnan(total) or not math.isfinite(own):
             wrong = f"a log probability of token {place} is not finite"
         elif own > _SUM_SLACK:
-            wrong = f"token {place} has a probability of {math.exp(own):.2f}"
+            wrong = f"token {place} has the log probability {own:.3g}"
         elif total > 1.0 + _SUM_SLACK:
             wrong = f"the probabilities of token {place} sum to {total:.2f}"
         elif others and max(others) > own + 0.5:
@@ -343,18 +343,21 @@ def _logprobs(e: Examined) -> Iterator[Finding]:
 
 def _entries(logprobs: Json) -> Iterator[tuple[float, list[float]]]:
     """Yield the log probability of each token, and those of its alternatives, of either endpoint's form."""
-    content = logprobs.get("content")
-    for each in content if isinstance(content, list) else ():
+    for each in _listed(logprobs.get("content")):
         if isinstance(each, dict):
-            top = each.get("top_logprobs") or each.get("top_probs") or ()
+            top = _listed(each.get("top_logprobs")) or _listed(each.get("top_probs"))
             yield (
                 _number(each.get("logprob")),
                 [_number(one.get("logprob")) for one in top if isinstance(one, dict)],
             )
-    own, top = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
-    for place, value in enumerate(own if isinstance(own, list) else ()):
-        others = top[place] if isinstance(top, list) and place < len(top) else None
+    top = _listed(logprobs.get("top_logprobs"))
+    for place, value in enumerate(_listed(logprobs.get("token_logprobs"))):
+        others = top[place] if place < len(top) else None
         yield _number(value), [_number(one) for one in others.values()] if isinstance(others, dict) else []
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _number(value: object) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
-from specbench.bench.engines.client import ServerError, text_of
+from specbench.bench.engines.client import ServerError, choice_of, text_of
 from specbench.bench.engines.dialects import Dialect, dialect_of
 
 if TYPE_CHECKING:
@@ -206,12 +206,10 @@ class Examination:
             if error.status is None or not 400 <= error.status < 500:
                 raise
             return
-        choice = next(iter(body.get("choices") or ()), None)
-        if isinstance(choice, dict):
-            text = text_of(choice)
-            seen.again += [text] if text else []
-            found = choice.get("logprobs")
-            seen.logprobs = found if isinstance(found, dict) else None
+        choice = choice_of(body)
+        text, found = text_of(choice), choice.get("logprobs")
+        seen.again += [text] if text else []
+        seen.logprobs = found if isinstance(found, dict) else None
 
     async def _turns(self) -> None:
         """Ask two turns of a conversation about a text that is new to the server."""

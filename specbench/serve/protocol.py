@@ -375,9 +375,10 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
     try:
         request = kind.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{f'{one_line(place)}: ' if place else ''}{one_line(first['msg'])}.") from error
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        worst = max(found, key=lambda each: len(each["loc"]))  # of alternatives, the one that fits furthest
+        place = ".".join(str(part) for part in worst["loc"])
+        raise UsageError(f"{f'{one_line(place)}: ' if place else ''}{one_line(worst['msg'])}.") from error
     if len(request.decoding.get("stop") or ()) > _MAX_STOPS:
         raise UsageError(f"stop: there are more than {_MAX_STOPS}.", "Send fewer.")
     return request

@@ -193,7 +193,9 @@ class SpeculationCounters:
         return found
 
 
-_SAMPLE = re.compile(r"(?:([a-z_]*):)?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+([0-9.eE+]+)(?:\s.*)?")
+_SAMPLE = re.compile(
+    r"(?:([a-z_]*):)?spec_decode_num_(\w+?)_total(?:\{([^}]*)\})?\s+(\d{1,20}(?:\.\d*)?(?:[eE]\+?\d\d?)?)(?:\s.*)?"
+)
 
 
 def speculation_counters(metrics: str) -> SpeculationCounters | None:
@@ -211,7 +213,7 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
             continue
         prefix = sample[1] or ""
         name, labels, value = sample[2], sample[3] or "", float(sample[4])
-        place = re.search(r'position="(\d+)"', labels)
+        place = re.search(r'position="(\d{1,3})"', labels)
         if name == "accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value
         else:
@@ -367,10 +369,7 @@ class ServerClient:
             if body.get("error"):
                 message = self._message(body)
                 raise ServerError(f"The server {self.name} failed in the middle of its answer: {message}.")
-            choices = body.get("choices")
-            choice = (
-                choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-            )
+            choice = choice_of(body)
             text, ids = text_of(choice), _ids_of(choice)
             if text or ids:
                 pieces.append(Chunk(at_s, text, ids))
@@ -427,12 +426,18 @@ def _reason(error: Exception) -> str:
 
 
 def _object(text: str) -> Json:
-    """Parse a JSON object; return an empty one for anything else."""
+    """Parse a JSON object; return an empty one for anything else. Integers that are no counts become floats."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def choice_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first choice of an answer; an empty one if there is none."""
+    choices = body.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
