@@ -66,6 +66,7 @@ def cli(capsys, monkeypatch) -> Cli:
     from specbench.results.load import LoadSnapshot
 
     monkeypatch.setattr(LoadSnapshot, "busy_elsewhere", lambda *_: 0.0)
+    monkeypatch.setattr(LoadSnapshot, "steal_share", lambda *_: 0.0)
 
     def call(*words: object) -> Result:
         capsys.readouterr()  # what a fixture printed
