@@ -7,8 +7,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from itertools import chain, repeat
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -37,18 +35,16 @@ from specbench.models.mtp import load_any_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
-from specbench.train import hidden_states as hidden_states_module
 from specbench.train import learner as learner_module
 from specbench.train import result as result_module
 from specbench.train import run as run_module
 from specbench.train import state as state_module
 from specbench.train import texts as texts_module
-from specbench.train.hidden_states import HiddenStates
 from specbench.train.kinds import KINDS, make_student
 from specbench.train.learner import Learner
 from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, trainable_texts
 from specbench.train.result import write_head
-from specbench.train.run import Training, processes
+from specbench.train.run import Training
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 from specbench.train.state import TrainerState, read_state, write_state
 from specbench.train.students import Metrics, soft_cross_entropy
@@ -234,17 +230,6 @@ def test_a_head_that_does_more_than_a_product_is_asked_itself(model):
     assert not torch.allclose(plain.p, capped.p)
 
 
-def test_states_are_no_use_where_a_head_does_more_than_a_product(model, target, tmp_path):
-    hook = model.lm_head.register_forward_hook(lambda _module, _given, out: 3 * torch.tanh(out / 3))
-    try:
-        said = refusal(
-            training, target, tmp_path / "head", replace(QUICK, store_states=True), kind=UsageError
-        )
-    finally:
-        hook.remove()
-    assert "are not a plain matrix product of its hidden states" in said
-
-
 # -- texts and batches -----------------------------------------------------------------------------
 
 
@@ -295,46 +280,6 @@ def test_answers_that_had_not_ended_are_kept_apart(target, tmp_path):
         assert 0 < text.written < 40
 
 
-def test_states_are_heard_while_the_target_writes(model, target, tmp_path):
-    prompts, layers = [[5, 9, 14], [30, 2], [7, 7, 8, 1]], (1, 2, 3)
-    states = HiddenStates(tmp_path / "states", layers, 32, torch.float32)
-    store, cut = store_for(target, prompts, 20, 0), TextStore(tmp_path / "cut")
-    enough = {
-        "enough": lambda _, everything: everything >= 70
-    }  # of 60 greedy tokens, and some at a temperature
-    write_texts(target, prompts, store, answer_tokens=20, seed=0, cut=cut, states=states, **enough)
-    texts = {**store.read(), **cut.read()}
-    assert {number for number, _ in texts} == {0, 1}
-    for text in texts.values():
-        found = states.find(text.key, text.tokens)
-        assert found is not None
-        expected = states_of(model, text.tokens, layers)[: len(found)]
-        assert len(found) >= len(text.tokens) - 1
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        shorter = states.find(text.key, text.tokens[:6])
-        assert shorter is not None
-        assert torch.equal(shorter, found[:6])
-        assert states.find(text.key, (*text.tokens[:-1], text.tokens[-1] + 1)) is None
-    assert states.find((2, 0), (1, 2, 3)) is None
-    other = HiddenStates(tmp_path / "states", layers[1:], 32, torch.float32)
-    assert other.find((0, 0), texts[0, 0].tokens) is None
-    next((tmp_path / "states").iterdir()).write_bytes(b"x")
-    assert [states.find(text.key, text.tokens) is None for text in texts.values()].count(True) == 1
-
-
-def test_a_full_disk_ends_a_training_that_goes_on_later(target, tmp_path, monkeypatch):
-    out, settings = tmp_path / "head", replace(QUICK, store_states=True)
-    free = chain(5 * [1 << 40], repeat(1 << 30))
-    with monkeypatch.context() as patched:
-        patched.setattr(hidden_states_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
-        said = refusal(training(target, out, settings).run, kind=RunError)
-    assert "No space is left for hidden states" in said
-    assert "--resume" in said
-    assert list((out / "state" / "states").iterdir())
-    training(target, out, settings, resume=True).run()
-    assert not (out / "state").exists()
-
-
 def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(target, tmp_path, monkeypatch):
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -348,24 +293,6 @@ def test_a_disk_without_room_for_a_head_ends_a_training_that_goes_on_later(targe
     assert story(tmp_path / "head")["measured"]
 
 
-def test_states_that_are_stored_teach_what_the_target_would(model, target, tmp_path, monkeypatch):
-    texts = made_up(9, 14, 11)
-    read = lesson_of(model, make_student("eagle", model, model.lm_head.weight[DRAFTED], DEPTH, 0), texts)
-    states = HiddenStates(tmp_path / "states", (0, 1, 2, 3), 32, torch.float32)
-    learner = Learner(target, texts, replace(QUICK, layers=1), processes(cpu=True), states=states)
-    learner._teacher = Teacher(model, DRAFTED)
-    assert learner.student.layers == states.layers[:-1]
-    for _ in range(2):
-        recalled = learner._teacher.lesson(learner._read(texts))
-        for name in ("ids", "places", "choices"):
-            assert torch.equal(getattr(recalled, name), getattr(read, name))
-        torch.testing.assert_close(recalled.p, read.p)
-        for row, text in enumerate(texts):
-            own = slice(len(text.tokens))
-            torch.testing.assert_close(recalled.states[row, own], read.states[row, own])
-        monkeypatch.setattr(learner._teacher, "states", None)  # all of them are known now
-
-
 def test_a_line_cut_short_is_written_again(tmp_path):
     store = TextStore(tmp_path / "texts")
     first, second = made_up(8, 9)
@@ -375,8 +302,6 @@ def test_a_line_cut_short_is_written_again(tmp_path):
     assert list(store.read()) == [(0, 0)]
     store.add([second])
     assert store.read() == {(0, 0): first, (0, 1): second}
-    TextStore(tmp_path / "texts", 1).add([replace(first, prompt=2)])
-    assert list(store.read()) == [(0, 0), (0, 1), (0, 2)]
 
 
 # -- the whole of it -------------------------------------------------------------------------------
@@ -414,6 +339,9 @@ def training(target: Target, out: Path, settings: TrainingSettings = QUICK, **mo
     return Training(target, PROMPTS, settings, out, source="mine", save_interval_s=0, **more)
 
 
+FILES = {"config.json", "model.safetensors", "training.json"}
+
+
 def story(out: Path) -> dict[str, Any]:
     return dict(json.loads((out / "training.json").read_text(encoding="utf-8")))
 
@@ -425,23 +353,14 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     settings = replace(QUICK, kind=kind, epochs=20, tokens=300, learning_rate=5e-3)
     best = training(easy, out, settings, progress=watch).run()
     told = story(out)
-    assert sorted(path.name for path in out.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "training.json",
-    ]
+    assert {path.name for path in out.iterdir()} == FILES
     first, last = told["loss"][0]["loss"], told["loss"][-1]["loss"]
     assert all(after < before for before, after in zip(first, last, strict=True))
     assert best.tokens_per_step == max(each["tokens_per_step"] for each in told["measured"])
     assert told["measured"][0]["step"] == 0
     assert told["target"]["fingerprint"] == easy.language_model.identity
     assert told["data"]["held_out"] == ["p6", "p7"]
-    if kind != "medusa":
-        assert told["derived"].startswith(
-            "The rows of its head are the target's, and it was started from "
-            + ("" if kind == "mtp" else "layer 1, ")
-            + "layer 2 and the final norm"
-        )
+    assert ("layer 2 and the final norm" in told["derived"]) == (kind != "medusa")
     assert set(told["measured"][0]["categories"]) == {"a", "b"}
     assert [each.tokens_per_step for each in watch.measures] == [
         each["tokens_per_step"] for each in told["measured"]
@@ -456,13 +375,10 @@ def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
         assert found.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize(
-    ("kind", "stored"),
-    [("eagle", False), ("medusa", True), pytest.param("mtp", False, marks=pytest.mark.slow)],
-)
-def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, kind, stored):
+@pytest.mark.parametrize("kind", ["eagle", "medusa", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_cut_off_anywhere_it_ends_the_same(target, tmp_path, monkeypatch, kind):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = replace(QUICK, kind=kind, store_states=stored)
+    settings = replace(QUICK, kind=kind)
     training(target, whole, settings).run()
     monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "other"))
     random, starts, resume = Random(5), 0, False
@@ -505,20 +421,7 @@ def test_half_a_file_of_a_killed_training_is_gone_at_its_end(target, tmp_path):
         training(target, out, QUICK, progress=Watched(1)).run()
     (out / ".model.safetensors.0123456789abcdef.partial").write_bytes(b"half")
     training(target, out, QUICK, resume=True).run()
-    assert sorted(path.name for path in out.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "training.json",
-    ]
-
-
-def test_minutes_are_kept_to(target, tmp_path):
-    out = tmp_path / "head"
-    settings = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000)
-    training(target, out, settings).run()
-    told = story(out)
-    assert told["data"]["texts"] > 0
-    assert told["steps"] < 10_000
+    assert {path.name for path in out.iterdir()} == FILES
 
 
 class Clock:
@@ -575,7 +478,7 @@ def test_minutes_hold_however_slow_the_machine_is(
 ):
     """Five minutes, of which the target writes in half at most: a step or measure under way is all that may follow."""
     clock = Clock(monkeypatch, writing=writing, measuring=measuring, learning=learning)
-    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    settings = replace(QUICK, tokens=None, minutes=5.0, patience=100)
     training(target, tmp_path / "head", settings).run()
     assert clock.spent["writing"] <= 0.5 * 300 + writing
     assert clock.spent["learning"] >= 0.25 * 300
@@ -594,7 +497,7 @@ def test_minutes_hold_where_the_machine_becomes_slow(target, tmp_path, monkeypat
             if step == 20:
                 clock.slow_down(5.0)
 
-    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    settings = replace(QUICK, tokens=None, minutes=5.0, patience=100)
     training(target, tmp_path / "head", settings, progress=Slowed()).run()
     assert clock.now <= 1.1 * 300
 
@@ -612,7 +515,7 @@ def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(target, tmp_pat
         return found
 
     monkeypatch.setattr(Training, "_decode_held_out", counted)
-    settings = replace(QUICK, tokens=None, minutes=5.0, epochs=None, patience=100)
+    settings = replace(QUICK, tokens=None, minutes=5.0, patience=100)
     training(target, tmp_path / "head", settings, progress=watch).run()
     assert len(seen) >= 2
     assert len({*seen}) == 1
@@ -621,56 +524,32 @@ def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(target, tmp_pat
 
 def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
     untrained = Measured(0, 472, None, 1.03, (0.02, 0.0, 0.0, 0.0), step_cost=1.4)
-    speedup = untrained.speedup("eagle")
-    assert speedup is not None
-    assert speedup < 1
+    assert untrained.speedup("eagle") < 1  # type: ignore[operator]
     assert replace(untrained, step_cost=None).speedup("eagle") is None
     trained = replace(untrained, accepted=(0.5, 0.5, 0.5, 0.5), tokens_per_step=1.94)
-    assert trained.speedup("eagle") == pytest.approx(
-        1.75 / 1.2
-    )  # two drafts: 1.5 / 1.1, 1.75 / 1.2, 1.875 / 1.3
+    # One to three drafts: 1.5 / 1.1, 1.75 / 1.2, 1.875 / 1.3.
+    assert trained.speedup("eagle") == pytest.approx(1.75 / 1.2)
     assert trained.speedup("medusa") == pytest.approx(1.94 / 1.4)  # which cost as much as one
 
 
-@pytest.mark.parametrize(("tokens", "pays"), [(1.03, False), (1.6, True)])
-def test_a_head_is_recommended_only_where_it_pays(tokens, pays, capsys):
-    best = Measured(5, 472, 5.0, tokens, (tokens - 1, 0.0), step_cost=1.2)
-    show = import_module("specbench.cli.train")._show_result
-    show(best, "eagle", Path("head"), as_json=False, verbose=False)
-    said = capsys.readouterr().out
-    assert ("--drafter head" in said) == pays
-    assert ("SLOWS decoding" in said) != pays
-    assert "a step takes 1.20 times a plain one" in said
-    show(best, "eagle", Path("head"), as_json=True, verbose=False)
-    assert (json.loads(capsys.readouterr().out)["expected_speedup"] > 1) == pays
-
-
-def test_more_minutes_may_be_given_later(target, tmp_path):
+def test_more_minutes_may_be_given_later(target, tmp_path, monkeypatch):
+    clock = Clock(monkeypatch, writing=1.0, measuring=0.1, learning=1.0)
     out = tmp_path / "head"
-    short = replace(QUICK, tokens=None, minutes=0.05, epochs=10_000, patience=10_000)
+    short = replace(QUICK, tokens=None, minutes=1.0, patience=10_000)
     with pytest.raises(KilledError):
         training(target, out, short, progress=Watched(1)).run()
     counted = training(target, out, QUICK, resume=True)
     assert "was begun with another tokens" in refusal(counted.run, kind=UsageError)
-    training(target, out, replace(short, minutes=0.15), resume=True).run()
-    told = story(out)
-    assert told["settings"]["minutes"] == 0.15
-    assert told["seconds"] > 0.1 * 60
-
-
-def test_texts_are_read_once_for_several_turns():
-    course: Any = SimpleNamespace(epoch_steps=5, _chunk_size=2, turns=3)
-    places = [Learner._place(course, number) for number in range(30)]
-    assert [place for _, _, place in places[:15]] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
-    assert [(whole, chunk) for whole, chunk, _ in places[:15]] == 6 * [(0, 0)] + 6 * [(0, 1)] + 3 * [(0, 2)]
-    assert places[15:] == [(1, chunk, place) for _, chunk, place in places[:15]]
+    training(target, out, replace(short, minutes=3.0), resume=True).run()
+    assert story(out)["settings"]["minutes"] == 3.0
+    assert 2 * 60 < clock.now < 4 * 60
 
 
 def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
     texts = made_up(*range(8, 40))
     monkeypatch.setattr(learner_module, "_KEPT_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
     settings = replace(QUICK, batch_tokens=64)
-    learner = Learner(target, texts, settings, processes(cpu=True))
+    learner = Learner(target, texts, settings)
     read: list[Sequence[Text]] = []
     reads = learner._read
     monkeypatch.setattr(learner, "_read", lambda each: (read.append(each), reads(each))[1])
@@ -688,39 +567,25 @@ def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
 
 def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     texts = made_up(20, 20)
-    learner = Learner(target, texts, QUICK, processes(cpu=True))
+    learner = Learner(target, texts, QUICK)
     losses = torch.full((DEPTH,), 2.0, requires_grad=True)
     metrics = Metrics(losses, torch.zeros(DEPTH), torch.tensor([8, 4, 0]))
-    monkeypatch.setattr(learner, "_module", lambda _lesson: metrics)
+    monkeypatch.setattr(learner.student, "forward", lambda _lesson: metrics)
     learner._backward(learner._read(texts))
     assert losses.grad is not None
     torch.testing.assert_close(losses.grad, torch.tensor([1.0, 0.8 * 4 / 8, 0.0]))
 
 
 def test_measures_are_spread_over_the_steps_there_are_time_for():
-    state = TrainerState(num_measured=1)  # untrained
+    state = TrainerState(measurements=[{}])  # untrained
     found = []
     for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
         state.plan(steps, 4)
         found.append(state.next_measurement)
-        state.step, state.num_measured = state.next_measurement, state.num_measured + 1
+        state.step = state.next_measurement
+        state.measurements.append({})
     assert found == [25, 40, 55, 90]
     assert state.measurements_left(4) == 0
-
-
-def test_with_minutes_steps_go_by_the_pace_of_the_last_ones(target, tmp_path, monkeypatch):
-    settings = replace(QUICK, tokens=None, minutes=2.0, epochs=None, measures=4)
-    running: Any = training(target, tmp_path / "head", settings)
-    monkeypatch.setattr(Training, "_seconds", 60.0)
-    state = TrainerState(step=10, num_measured=2, measure_s=5.0, first_measure_s=2.0)
-    learner: Any = SimpleNamespace(epoch_steps=20)
-    assert running._steps_in_time(learner, state, 0.5) == 10 + (60 - 3 * 5) / 0.5
-    assert running._steps_in_time(learner, state, 1e9) == 11
-    assert running._measures(state) == 4
-    assert running._measures(TrainerState(first_measure_s=6.0)) == 0.15 * 0.6 * 120 // 6
-    assert running._measures(TrainerState(first_measure_s=60.0)) == 1
-    capped: Any = training(target, tmp_path / "other", replace(settings, epochs=3))
-    assert capped._steps_in_time(learner, state, 0.5) == 60
 
 
 def test_wide_targets_have_heads_that_learn_at_a_lower_rate():
@@ -768,35 +633,23 @@ def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
         student = make_student(kind, model, teacher.head, DEPTH, 0)
         write_head(tmp_path / kind, student, target, teacher.head, DRAFTED, compact=False)
     eagle, medusa = (head_in(tmp_path / kind) for kind in ("eagle", "medusa"))
-    assert "is of kind medusa, not eagle" in refusal(
-        training, target, tmp_path / "x", replace(QUICK, vocab=None), start=medusa, kind=UsageError
+    plain = replace(QUICK, vocab=None)
+    assert "is of kind medusa" in refusal(
+        training, target, tmp_path / "x", plain, start=medusa, kind=UsageError
     )
+    wide = altered(eagle, {}, {"layers.0.mlp.up_proj.weight": torch.zeros(40, 32)})
     for start, depth, odd in (
-        (medusa, DEPTH + 1, f"it lacks the tensor blocks.{DEPTH}.layers.0.weight, 32×32"),
-        (
-            medusa,
-            DEPTH - 1,
-            f"it has another tensor blocks.{DEPTH - 1}.layers.0.weight, 32×32",
-        ),
-        (
-            altered(eagle, {}, {"layers.0.mlp.up_proj.weight": torch.zeros(40, 32)}),
-            DEPTH,
-            "its tensor layers.0.mlp.up_proj.weight is 40×32 instead of 64×32",
-        ),
-        (
-            altered(eagle, {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, {}),
-            DEPTH,
-            "it reads the states of layers 0, 1, 1 instead of 0, 1, 2",
-        ),
+        (medusa, DEPTH + 1, f"blocks.{DEPTH}.layers.0.weight"),
+        (medusa, DEPTH - 1, f"blocks.{DEPTH - 1}.layers.0.weight"),
+        (wide, DEPTH, "layers.0.mlp.up_proj.weight is 40×32"),
+        (altered(eagle, {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, {}), DEPTH, "layers 0, 1, 1"),
     ):
         kind = "eagle" if start.files.kind == "eagle3" else start.files.kind
         other = replace(QUICK, kind=kind, vocab=None, depth=depth, start=start.fingerprint)
         said = refusal(training, target, tmp_path / "x", other, start=start, kind=UsageError)
-        assert f"cannot be trained further with these options: {odd}." in said
+        assert odd in said
     assert not (tmp_path / "x").exists()
-    assert "was trained for" in refusal(
-        training, easy, tmp_path / "y", replace(QUICK, vocab=None), start=eagle, kind=UsageError
-    )
+    assert "was trained for" in refusal(training, easy, tmp_path / "y", plain, start=eagle, kind=UsageError)
 
 
 def test_it_ends_when_nothing_is_gained(target, tmp_path):
@@ -989,7 +842,7 @@ def train(cli, tmp_path) -> Cli:
 
 def test_train_on_the_command_line(cli, train, tmp_path):
     out = tmp_path / "head"
-    short = ("--tokens", 120, "--epochs", 1, "--held-out", 1)
+    short = ("--tokens", 60)
     told = train(*short, "--out", out, "--compact")
     assert told.code == 0, told.err
     assert "tokens per step on held-out prompts" in told.out
@@ -1004,16 +857,11 @@ def test_train_on_the_command_line(cli, train, tmp_path):
     assert found["drafted"] > 0
     train(*short, "--out", out).refused(2, "is not empty")
     train(*short, "--out", out, "--resume").refused(2, "has ended")
-    best = train(*short, "--kind", "medusa", "--out", tmp_path / "medusa", "--json", "--quiet").json()
-    assert best["best"]["tokens_per_step"] >= 1
     again = train(*short, "--start", out, "--out", tmp_path / "again", "--json", "--quiet").json()
     assert again["best"]["tokens_per_step"] >= 1
     train(*short, "--start", tmp_path / "tiny", "--out", tmp_path / "x").refused(2, "is no trained head")
     train("--out", tmp_path / "x").refused(2, "Give either --tokens or --minutes")
-    for dtype in ("int8", "int4"):
-        train(*short, "--out", tmp_path / "x", "--dtype", dtype).refused(
-            2, f"cannot be trained for an {dtype} target"
-        )
+    train(*short, "--out", tmp_path / "x", "--dtype", "int8").refused(2, "int8 target")
     train(*short, "--out", tmp_path / "x", "--prompts", "chat").refused(2, "also in a benchmark set")
     train(*short, "--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
     assert not (tmp_path / "x").exists()

@@ -43,12 +43,6 @@ class _Training:
             " before --resume; the current step or measurement is finished.",
         ),
     ] = None
-    epochs: Annotated[
-        int | None,
-        _training(
-            "--epochs", "N", "Maximum number of epochs. Default: 4, or as many as --minutes allows.", min=1
-        ),
-    ] = None
     depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
     layers: Annotated[
         int | None,
@@ -69,27 +63,6 @@ class _Training:
             min=1,
         ),
     ] = None
-    learning_rate: Annotated[
-        float | None, _training("--learning-rate", "X", "Peak learning rate. Default: one for each kind.")
-    ] = None
-    held_out: Annotated[
-        int,
-        _training(
-            "--held-out",
-            "N",
-            "Number of held-out prompts to measure the head on; at most a third of all.",
-            min=1,
-        ),
-    ] = 24
-    store_states: Annotated[
-        bool,
-        _training(
-            "--store-states",
-            None,
-            "Store hidden states on disk while the target writes, so that its forward passes are not repeated for"
-            " training. Faster where they are slow, as on a CPU; takes 4 to 32 KiB per token until the training ends.",
-        ),
-    ] = False
     seed: Annotated[int, _training("--seed", "N", "Seed of everything random.", min=0)] = 0
 
 
@@ -172,16 +145,14 @@ def train(
     chosen = training_prompts(sources)
     with starting(quiet) as progress:
         from specbench.base.progress import quiet_transformers
-        from specbench.models.devices import resolve_device
         from specbench.models.prepare import prepare
-        from specbench.train.run import Training, processes
+        from specbench.train.run import Training
         from specbench.train.state import check_folder
 
         check_folder(out, resume=resume)
-        group = processes(cpu=resolve_device(models.device).type == "cpu")
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-    display = _Display(quiet or not group.is_main_process)
+    display = _Display(quiet)
     job = Training(
         loaded,
         chosen,
@@ -190,13 +161,11 @@ def train(
         source=", ".join(Path(source).name for source in sources),
         resume=resume,
         start=begun,
-        group=group,
         progress=display,
     )
     with display:
         best = job.run()
-    if group.is_main_process:
-        _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
+    _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,12 +20,10 @@ from specbench.train.state import StepResult, restore_optimizer, stored_optimize
 from specbench.train.students import Metrics, Student
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
     from specbench.models.heads import TrainedHead
     from specbench.models.target import Target
-    from specbench.train.hidden_states import HiddenStates
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
 
@@ -48,14 +46,13 @@ _MAX_GRADIENT = 1.0
 class Learner:
     """Trainer of a head on texts.
 
-    The seed determines the order of the batches, which processes take in turn. The target's forward over a batch takes
+    The seed determines the order of the batches. The target's forward over a batch takes
     longer than a training step. So several batches are run through the target together, and each is trained on several
     times before the next ones are run.
 
     Args:
         target: The target that wrote the texts.
         start: A head to continue from; ``None`` to begin from scratch.
-        states: Stored hidden states, to which missing ones are added; ``None`` to run the target over the texts.
 
     Attributes:
         student: The head.
@@ -70,11 +67,9 @@ class Learner:
         target: Target,
         texts: Sequence[Text],
         settings: TrainingSettings,
-        group: Accelerator,
         start: TrainedHead | None = None,
-        states: HiddenStates | None = None,
     ) -> None:
-        self._texts, self._settings, self._group = texts, settings, group
+        self._texts, self._settings = texts, settings
         model = target.language_model.model
         if start is None:
             self.draft_vocab = _draft_vocabulary(target, texts, settings.draft_vocab(target.vocab_size))
@@ -97,15 +92,13 @@ class Learner:
             weight_decay=_WEIGHT_DECAY,
             fused=self._teacher.device.type == "cpu",
         )
-        self._module: Any = group.prepare_model(self.student)
         self._half = model.dtype == torch.bfloat16
         self._weights = torch.tensor(
             [_DECAY**place for place in range(settings.depth)], device=self.head.device
         )
         self._epoch, self._order = 0, self._batches(0)
-        self.epoch_steps = max(1, len(self._order) // group.num_processes)
+        self.epoch_steps = max(1, len(self._order))
         self.turns = 1
-        self._states = states
         batch_bytes = settings.batch_tokens * self.head.shape[1] * self.head.element_size()
         batch_bytes *= len(self.student.layers) + 1
         self._chunk_size = max(1, _KEPT_BYTES // batch_bytes)
@@ -113,9 +106,8 @@ class Learner:
 
     def plan(self, steps: int) -> None:
         """Set ``turns`` so that in about ``steps`` steps all texts are used about equally often."""
-        limit = 1 if self._states is not None else _MAX_TURNS
         epochs = max(1, round(steps / self.epoch_steps))
-        self.turns = round(epochs / -(-epochs // limit))
+        self.turns = round(epochs / -(-epochs // _MAX_TURNS))
 
     def _batches(self, epoch: int) -> list[list[int]]:
         return make_batches(self._texts, self._settings.batch_tokens, self._settings.seed, epoch)
@@ -128,24 +120,13 @@ class Learner:
         return whole, chunk, first + rest % min(self._chunk_size, self.epoch_steps - first)
 
     def _batch(self, epoch: int, place: int) -> Sequence[Text]:
-        """Return this process's texts of a batch."""
+        """Return the texts of a batch."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._batches(epoch)
-        place = place * self._group.num_processes + self._group.process_index
         return [self._texts[text] for text in self._order[place % len(self._order)]]
 
     def _read(self, texts: Sequence[Text]) -> TargetOutput:
-        batch, states = pad_batch(texts, self._teacher.device), self._states
-        if states is None:
-            return self._teacher.read(batch, self.student.layers)
-        known = []
-        for text in texts:
-            found = states.find(text.key, text.tokens)
-            if found is None:
-                found = self._teacher.states(text.tokens, states.layers)
-                states.add(text.key, text.tokens, found)
-            known.append(found)
-        return self._teacher.from_states(batch, known)
+        return self._teacher.read(pad_batch(texts, self._teacher.device), self.student.layers)
 
     def step(self, number: int, steps: int) -> StepResult:
         """Train on a batch."""
@@ -156,17 +137,14 @@ class Learner:
         if place not in self._outputs:
             self._outputs[place] = self._read(texts)
         metrics = self._backward(self._outputs[place])
-        self._group.clip_grad_norm_([*self._parameters.values()], _MAX_GRADIENT)
+        nn.utils.clip_grad_norm_([*self._parameters.values()], _MAX_GRADIENT)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * _rate_factor(number, steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        tokens = torch.tensor(sum(text.written for text in texts), device=self.head.device)
         right = metrics.right / metrics.counted.clamp_min(1)
-        counts = self._group.reduce(tokens, "sum")
-        figures = self._group.reduce(torch.stack((metrics.losses.detach(), right)), "mean")
-        losses, shares = figures.tolist()
-        return StepResult(int(counts), tuple(losses), tuple(shares))
+        losses, shares = torch.stack((metrics.losses.detach(), right)).tolist()
+        return StepResult(sum(text.written for text in texts), tuple(losses), tuple(shares))
 
     def time_step(self, number: int) -> tuple[float, float]:
         """Return the seconds to run the target over a batch, and to compute gradients, which are discarded."""
@@ -180,10 +158,10 @@ class Learner:
     def _backward(self, output: TargetOutput) -> Metrics:
         lesson = self._teacher.lesson(output)
         with torch.autocast(self._teacher.device.type, torch.bfloat16, enabled=self._half):
-            metrics: Metrics = self._module(lesson)
+            metrics: Metrics = self.student(lesson)
             reached = metrics.counted / metrics.counted[0].clamp_min(1)
             loss = (metrics.losses * reached * self._weights).sum()
-        self._group.backward(loss)
+        torch.autograd.backward(loss)
         return metrics
 
     def tensors(self) -> dict[str, torch.Tensor]:

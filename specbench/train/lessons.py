@@ -141,26 +141,6 @@ class Teacher:
             found,
         )
 
-    @torch.no_grad()
-    def states(self, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-        """Return the hidden states of layers for a text, [tokens, layers, width], from a forward of the target."""
-        output = self._forward(torch.tensor([tokens], device=self.device), layers, 1)
-        return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
-
-    def from_states(self, batch: Batch, states: Sequence[torch.Tensor]) -> TargetOutput:
-        """Return the result of ``read`` from stored states, without a forward; for a plain output head only.
-
-        Args:
-            states: For each text, states of the requested layers and the last one, [positions, layers + 1, width]. At
-                the end, positions that are not wanted can be missing.
-        """
-        ids, (_, layers, width) = batch.ids, states[0].shape
-        known = torch.zeros(*ids.shape, layers, width, dtype=states[0].dtype, device=self.device)
-        for row, each in enumerate(states):
-            known[row, : len(each)] = each
-        wanted = self._wanted(batch)
-        return TargetOutput(ids, known[:, :, :-1], _places(wanted), known[:, :, -1][wanted])
-
     def _wanted(self, batch: Batch) -> torch.Tensor:
         """Return the wanted positions that are followed by a token of the draft vocabulary, bool [texts, longest]."""
         followed = torch.zeros_like(batch.wanted)

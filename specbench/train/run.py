@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
 
 from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
@@ -40,14 +38,12 @@ from specbench.models.mtp import load_any_head
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.policies import FixedLength
 from specbench.specs.models import parse_model
-from specbench.train.hidden_states import HiddenStates
 from specbench.train.learner import Learner, check_start
-from specbench.train.lessons import has_plain_head, trainable_texts
+from specbench.train.lessons import trainable_texts
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_training_file
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 from specbench.train.state import BEGUN, STATE, Pace, TrainerState, check_folder, read_state, write_state
-from specbench.train.students import read_layers
 from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
 
 if TYPE_CHECKING:
@@ -58,9 +54,6 @@ if TYPE_CHECKING:
 
 _WRITING, _MAX_WRITING = 0.4, 0.5
 """Share of the given time in which the target writes (docs/training.md); the larger one while it has hardly begun."""
-
-_EPOCHS = 4
-"""Default number of epochs where the tokens decide."""
 
 _MEASURING = 0.15
 """Share of the training time for measurements: there are fewer if they take long, and a longer one is cut off."""
@@ -77,14 +70,6 @@ _COST_STEPS, _COST_ROUNDS = 8, 2
 """Steps that are timed with and without the head, in turn."""
 
 _SAVE_INTERVAL_S = 10.0
-
-
-def processes(*, cpu: bool) -> Accelerator:
-    """Return the processes of a training, as started by ``accelerate launch``; a single one without it.
-
-    On CUDA each process gets its own device, so this must be called before the target is loaded.
-    """
-    return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
 
 
 class Training:
@@ -116,7 +101,6 @@ class Training:
         source: str = "",
         resume: bool = False,
         start: TrainedHead | None = None,
-        group: Accelerator | None = None,
         progress: TrainingProgress | None = None,
         save_interval_s: float = 60.0,
     ) -> None:
@@ -133,16 +117,10 @@ class Training:
         settings.draft_vocab(target.vocab_size)
         self._target, self._settings, self._out, self._source = target, settings, out, source
         self._start, self._model = start, target.language_model.model
-        self._group = group or processes(cpu=target.scorer.device.type == "cpu")
         self._progress, self._save_interval_s = progress or TrainingProgress(), save_interval_s
         layers = text_config(self._model.config).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
-        if settings.store_states and not has_plain_head(self._model):
-            raise UsageError(
-                f"Logits of {target.name} are not a plain matrix product of its hidden states.",
-                "Leave --store-states out.",
-            )
         if start is not None:
             check_start(start, target, settings)
         trained, held_out = held_out_prompts(prompts, settings.held_out)
@@ -153,21 +131,9 @@ class Training:
         self._texts: list[Text] = []
 
     @property
-    def _main(self) -> bool:
-        return bool(self._group.is_main_process)
-
-    @property
     def _seconds(self) -> float:
         """Duration of the training so far, over all starts."""
         return self._earlier_s + time.monotonic() - self._began
-
-    def _broadcast(self, value: Any) -> Any:
-        """Return the main process's value."""
-        if self._group.num_processes == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
-
-        return broadcast_object_list([value])[0]
 
     def run(self) -> Measured:
         """Train to the end.
@@ -181,22 +147,16 @@ class Training:
         """
         with self._lock():
             self._begin()
-            states = self._hidden_states()
-            self._texts = self._write_texts(states)
-            learner = Learner(self._target, self._texts, self._settings, self._group, self._start, states)
-            best = self._train(learner)
-        if self._main:
-            with suppress(OSError):
-                # First: without its checkpoint, this training would begin anew and overwrite its head.
-                (self._out / STATE / BEGUN).unlink()
-                shutil.rmtree(self._out / STATE)
+            self._texts = self._write_texts()
+            best = self._train(Learner(self._target, self._texts, self._settings, self._start))
+        with suppress(OSError):
+            # First: without its checkpoint, this training would begin anew and overwrite its head.
+            (self._out / STATE / BEGUN).unlink()
+            shutil.rmtree(self._out / STATE)
         return best
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        if not self._main:
-            yield
-            return
         state = self._out / STATE
         with file_errors(f"The folder {str(self._out)!r} cannot be written", "Choose another --out."):
             state.mkdir(parents=True, exist_ok=True)
@@ -227,8 +187,7 @@ class Training:
         path = self._out / STATE / BEGUN
         if not path.is_file():
             self._begun = {"settings": begun, "texts": None, "steps": None, "seconds": 0.0}
-            if self._main:
-                self._store_begun()
+            self._store_begun()
             return
         with file_errors(f"The state {str(path)!r} cannot be read"):
             try:
@@ -256,23 +215,14 @@ class Training:
 
     # -- texts -----------------------------------------------------------------------------------------
 
-    def _hidden_states(self) -> HiddenStates | None:
-        if not self._settings.store_states:
-            return None
-        config = text_config(self._model.config)
-        layers = (*read_layers(self._settings.kind, config.num_hidden_layers), config.num_hidden_layers)
-        return HiddenStates(self._out / STATE / "states", layers, config.hidden_size, self._model.dtype)
-
-    def _write_texts(self, states: HiddenStates | None) -> list[Text]:
+    def _write_texts(self) -> list[Text]:
         """Return the texts to train on; texts that are not stored yet are written now."""
-        settings, rank = self._settings, self._group.process_index
-        store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed, rank)
+        settings = self._settings
+        store = store_for(self._target, self._prompts, settings.answer_tokens, settings.seed)
         folder = f"folder {str(self._out)!r}"
-        cut = TextStore(self._out / STATE, rank, within=folder, advice="Choose another --out.")
+        cut = TextStore(self._out / STATE, within=folder, advice="Choose another --out.")
         if self._begun["texts"] is None:
             store.check_space(settings.tokens or 0)
-            if states is not None:
-                states.check_space(settings.tokens or 0)
             write_texts(
                 self._target,
                 self._prompts,
@@ -280,15 +230,10 @@ class Training:
                 answer_tokens=settings.answer_tokens,
                 seed=settings.seed,
                 enough=self._enough_written(),
-                share=slice(rank, None, self._group.num_processes),
                 cut=None if settings.minutes is None else cut,
-                states=states,
             )
-            self._group.wait_for_everyone()
-            if self._main:
-                texts = self._first_texts(store.read() | cut.read())
-                self._store_begun(texts=[text.key for text in texts])
-            self._begun["texts"] = self._broadcast(self._begun["texts"])
+            texts = self._first_texts(store.read() | cut.read())
+            self._store_begun(texts=[text.key for text in texts])
         known = store.read() | cut.read()
         keys = [tuple(key) for key in self._begun["texts"]]
         if any(key not in known for key in keys):
@@ -305,26 +250,27 @@ class Training:
 
     def _enough_written(self) -> Callable[[int, int], bool]:
         """Return a function that reports the progress of writing, and returns whether there is enough text."""
-        settings, group_size = self._settings, int(self._group.num_processes)
+        settings = self._settings
         first: tuple[int, float] | None = None
         saved = self._seconds
 
         def enough(written: int, everything: int) -> bool:
             nonlocal first, saved
-            now, total = self._seconds, everything * group_size
-            first = first or (total, now)
-            if self._main and now - saved > _SAVE_INTERVAL_S:
+            now = self._seconds
+            first = first or (everything, now)
+            if now - saved > _SAVE_INTERVAL_S:
                 saved = now
                 self._store_begun()
             if settings.minutes is not None:
                 share = _WRITING if everything >= settings.answer_tokens else _MAX_WRITING
                 limit = 60 * settings.minutes * share
-                self._progress.report_writing(total, None, max(0.0, limit - now))
+                self._progress.report_writing(everything, None, max(0.0, limit - now))
                 return now >= limit
             wanted = settings.tokens or 0
-            pace = (total - first[0]) / (now - first[1]) if now > first[1] else 0
-            self._progress.report_writing(total, wanted, max(0, wanted - total) / pace if pace else None)
-            return written * group_size >= wanted
+            pace = (everything - first[0]) / (now - first[1]) if now > first[1] else 0
+            left_s = max(0, wanted - everything) / pace if pace else None
+            self._progress.report_writing(everything, wanted, left_s)
+            return written >= wanted
 
         return enough
 
@@ -357,18 +303,17 @@ class Training:
 
         def save() -> None:
             state.seconds = self._seconds
-            if self._main:
-                write_state(path, learner.tensors(), asdict(state))
+            write_state(path, learner.tensors(), asdict(state))
 
-        if not state.num_measured:
+        if not state.measurements:
             self._measure(learner, state)
         self._plan(learner, state)
         saved, pace = time.monotonic(), Pace(state.step)
-        while state.step < state.steps and not self._broadcast(state.ended):
+        while state.step < state.steps and not state.ended:
             state.record_step(learner.step(state.step, state.steps))
             left_s = self._seconds_left(state, pace)
             self._progress.report_step(state.step, state.steps, state.loss, left_s)
-            if state.step == state.next_measurement or self._broadcast(self._time_is_up(state)):
+            if state.step == state.next_measurement or self._time_is_up(state):
                 self._measure(learner, state)
                 self._plan_again(learner, state, pace)
                 save()
@@ -376,9 +321,8 @@ class Training:
             elif time.monotonic() - saved >= self._save_interval_s:
                 save()
                 saved = time.monotonic()
-        if self._main:
-            write_training_file(self._out, self._metadata(learner, state))
-        measurements = map(Measured.from_dict, self._broadcast(state.measurements))
+        write_training_file(self._out, self._metadata(learner, state))
+        measurements = map(Measured.from_dict, state.measurements)
         return max(measurements, key=lambda each: each.tokens_per_step)
 
     def _time_is_up(self, state: TrainerState) -> bool:
@@ -407,18 +351,16 @@ class Training:
         """Decide the number of steps, which the learning rate depends on; it is stored before the first step."""
         if self._begun["steps"] is None:
             if self._settings.minutes is None:
-                steps = (self._settings.epochs or _EPOCHS) * learner.epoch_steps
+                steps = self._settings.epochs * learner.epoch_steps
             else:
                 timed = [learner.time_step(0)]
                 if sum(timed[0]) <= _TIMING * (60 * self._settings.minutes - self._seconds):
                     timed = [learner.time_step(number) for number in range(_TIMED_STEPS)]
                 reading_s, learning_s = (sum(each) / len(timed) for each in zip(*timed, strict=True))
-                learner.plan(self._steps_in_time(learner, state, learning_s))
-                steps = self._steps_in_time(learner, state, learning_s + reading_s / learner.turns)
-            if self._main:
-                self._store_begun(steps=steps)
-            self._begun["steps"] = steps
-        first = int(self._broadcast(self._begun["steps"]))
+                learner.plan(self._steps_in_time(state, learning_s))
+                steps = self._steps_in_time(state, learning_s + reading_s / learner.turns)
+            self._store_begun(steps=steps)
+        first = int(self._begun["steps"])
         learner.plan(first)
         if not state.steps:
             state.plan(first, self._measures(state))
@@ -431,48 +373,44 @@ class Training:
         steps = state.steps
         if self._settings.minutes is not None and state.step < steps:
             step_s = pace.seconds_per_step(state.step, state.measure_s)
-            steps = self._broadcast(self._steps_in_time(learner, state, step_s))
+            steps = self._steps_in_time(state, step_s)
         state.plan(steps, self._measures(state))
 
-    def _steps_in_time(self, learner: Learner, state: TrainerState, step_s: float) -> int:
+    def _steps_in_time(self, state: TrainerState, step_s: float) -> int:
         """Return the total number of steps of ``step_s`` seconds that the time is enough for."""
         settings = self._settings
         assert settings.minutes is not None
         measurements = state.measurements_left(self._measures(state))
         left = 60 * settings.minutes - self._seconds - measurements * state.measure_s
-        steps = state.step + max(1, int(left / step_s))
-        return steps if settings.epochs is None else min(steps, settings.epochs * learner.epoch_steps)
+        return state.step + max(1, int(left / step_s))
 
     # -- measurements ----------------------------------------------------------------------------------
 
     def _measure(self, learner: Learner, state: TrainerState) -> None:
         """Decode the held-out prompts in a batch with the current head, and keep the head if it is the best."""
-        if self._main:
-            began = time.monotonic()
-            drafter = self._load_candidate(learner)
-            by_category = self._decode_held_out(drafter, state)
-            state.measure_s = time.monotonic() - began
-            state.first_measure_s = state.first_measure_s or state.measure_s
-            state.step_cost = state.step_cost or self._step_cost(drafter)
-            every = [step for steps in by_category.values() for step in steps]
-            measured = Measured(
-                state.step,
-                state.tokens,
-                state.mean_loss,
-                tokens_per_step(every) or 1.0,
-                tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
-                {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
-                round(self._seconds, 1),
-                state.step_cost,
-            )
-            best = state.record_measurement(measured, self._settings.patience)
-            state.ended = state.ended or self._time_is_up(state)
-            if best:
-                self._write_head(learner, self._out)
-                write_training_file(self._out, self._metadata(learner, state))
-            self._progress.report_measurement(measured, best=best)
-        state.num_measured += 1
-        self._group.wait_for_everyone()
+        began = time.monotonic()
+        drafter = self._load_candidate(learner)
+        by_category = self._decode_held_out(drafter, state)
+        state.measure_s = time.monotonic() - began
+        state.first_measure_s = state.first_measure_s or state.measure_s
+        state.step_cost = state.step_cost or self._step_cost(drafter)
+        every = [step for steps in by_category.values() for step in steps]
+        measured = Measured(
+            state.step,
+            state.tokens,
+            state.mean_loss,
+            tokens_per_step(every) or 1.0,
+            tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
+            {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
+            round(self._seconds, 1),
+            state.step_cost,
+        )
+        best = state.record_measurement(measured, self._settings.patience)
+        state.ended = state.ended or self._time_is_up(state)
+        if best:
+            self._write_head(learner, self._out)
+            write_training_file(self._out, self._metadata(learner, state))
+        self._progress.report_measurement(measured, best=best)
 
     def _load_candidate(self, learner: Learner) -> Drafter:
         """Write the current head, and load it from its files."""

@@ -27,7 +27,7 @@ class TrainingSettings:
         kind: One of ``specbench.train.kinds.KINDS``.
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
-        epochs: Largest number of epochs; ``None`` for 4, or as many as the minutes allow.
+        epochs: Number of epochs where the tokens decide.
         layers: Decoder layers of an EAGLE head; ``None`` for 2.
         vocab: Size of the draft vocabulary; ``None`` for a quarter of the target's, at least 8192.
         learning_rate: Its maximum; ``None`` for the kind's default.
@@ -36,20 +36,19 @@ class TrainingSettings:
         measured_tokens: Tokens decoded for each of these prompts.
         measures: Number of measurements.
         patience: Number of consecutive measurements without improvement that ends the training.
-        store_states: Whether the target's hidden states are stored until the end, see ``HiddenStates``.
         compact: See ``write_head``.
         start: Fingerprint of the head to continue from; ``None`` to begin from scratch.
 
     Raises:
-        UsageError: Not exactly one of tokens and minutes is given, a value is out of range, or layers or states are
-            given for a head without them.
+        UsageError: Not exactly one of tokens and minutes is given, a value is out of range, or layers are given for
+            a head without them.
     """
 
     kind: str = "eagle"
     tokens: int | None = None
     minutes: float | None = None
     answer_tokens: int = 256
-    epochs: int | None = None
+    epochs: int = 4
     depth: int = 4
     layers: int | None = None
     vocab: int | None = None
@@ -60,7 +59,6 @@ class TrainingSettings:
     measures: int = 10
     patience: int = 6
     seed: int = 0
-    store_states: bool = False
     compact: bool = False
     start: str | None = None
 

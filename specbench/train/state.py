@@ -33,7 +33,7 @@ _CURVE_POINTS = 200
 
 
 class StepResult(NamedTuple):
-    """The result of a training step, over all processes.
+    """The result of a training step.
 
     Attributes:
         tokens: Answer tokens.
@@ -57,8 +57,7 @@ class TrainerState:
         since: Losses and shares of right tokens by position, for each step since the last point of the curve.
         loss_count, loss_sum: Number and sum of losses at the first position since the last measurement.
         curve: Points of the loss curve.
-        num_measured: Number of measurements, that of the untrained head included.
-        measurements: The measurements, see ``Measured``; in the main process only.
+        measurements: The measurements, that of the untrained head first, see ``Measured``.
         stale: Number of measurements since the best one.
         ended: Whether to stop.
         measure_s, first_measure_s: Durations of the last and first measurement.
@@ -75,7 +74,6 @@ class TrainerState:
     loss_count: int = 0
     loss_sum: float = 0.0
     curve: list[Json] = field(default_factory=list)
-    num_measured: int = 0
     measurements: list[Json] = field(default_factory=list)
     stale: int = 0
     ended: bool = False
@@ -97,7 +95,7 @@ class TrainerState:
 
     def measurements_left(self, measures: int) -> int:
         """Return how many of ``measures`` measurements are left, not counting that of the untrained head."""
-        return max(0, measures + 1 - self.num_measured)
+        return max(0, measures + 1 - len(self.measurements))
 
     def plan(self, steps: int, measures: int) -> None:
         """Set the total steps, and spread the remaining measurements over them."""

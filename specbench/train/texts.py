@@ -27,11 +27,9 @@ from specbench.decoding.sampling import Greedy, Multinomial
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.cache import CACHE_VARIABLE, cache_folder
-from specbench.train.hidden_states import StateRecorder
 
 if TYPE_CHECKING:
     from specbench.models.target import Target
-    from specbench.train.hidden_states import HiddenStates
 
 BATCH = 64
 """Texts written in one batch."""
@@ -72,7 +70,7 @@ class Text:
 
 
 class TextStore:
-    """Texts in a folder. Each process of a training writes its own file and reads the files of all.
+    """Texts in a folder, in one file.
 
     Args:
         folder: The folder; created when the first text is added.
@@ -80,19 +78,18 @@ class TextStore:
         advice: Hint of error messages.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, *, within: str | None = None, advice: str = "") -> None:
-        self.folder, self._own = folder, folder / f"texts-{rank}.jsonl"
+    def __init__(self, folder: Path, *, within: str | None = None, advice: str = "") -> None:
+        self.folder, self._file = folder, folder / "texts-0.jsonl"
         self._within = within or f"cache folder {str(cache_folder())!r}"
         self._advice = advice or f"Set {CACHE_VARIABLE} to another folder, and continue with --resume."
 
     def read(self) -> dict[tuple[int, int], Text]:
         """Return all texts by their keys, in order. A line cut short by a crash is left out."""
-        found = {}
-        for path in sorted(self.folder.glob("texts-*.jsonl")):
-            with file_errors(f"The texts in {str(path)!r} cannot be read"):
-                lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            for text in filter(None, map(_parsed, lines)):
-                found[text.key] = text
+        if not self._file.is_file():
+            return {}
+        with file_errors(f"The texts in {str(self._file)!r} cannot be read"):
+            lines = self._file.read_text(encoding="utf-8", errors="replace").split("\n")
+        found = {text.key: text for text in filter(None, map(_parsed, lines))}
         return dict(sorted(found.items()))
 
     def add(self, texts: Iterable[Text]) -> None:
@@ -100,8 +97,8 @@ class TextStore:
         lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            refuse_link(self._own)
-            with self._own.open("a+b") as file:
+            refuse_link(self._file)
+            with self._file.open("a+b") as file:
                 end = file.seek(0, os.SEEK_END)
                 if end:
                     file.seek(end - 1)
@@ -135,13 +132,11 @@ def _parsed(line: str) -> Text | None:
     return None if text.start > len(text.tokens) else text
 
 
-def store_for(
-    target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int, rank: int = 0
-) -> TextStore:
+def store_for(target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int) -> TextStore:
     """Return the store for texts of a target, in its dtype, to these prompts."""
     facts = [target.language_model.fingerprint, target.dtype, [*map(list, prompts)], answer_tokens, seed]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return TextStore(cache_folder() / "texts" / name, rank)
+    return TextStore(cache_folder() / "texts" / name)
 
 
 def write_texts(
@@ -152,9 +147,7 @@ def write_texts(
     answer_tokens: int,
     seed: int,
     enough: Callable[[int, int], bool],
-    share: slice = slice(None),
     cut: TextStore | None = None,
-    states: HiddenStates | None = None,
 ) -> None:
     """Let a target answer the prompts, first greedily and then at temperatures above 0, until there is enough text.
 
@@ -163,15 +156,13 @@ def write_texts(
         store: Store of the texts; texts already in it are not written again.
         enough: Called with two numbers of tokens: in all answers before the first missing one, and in all answers
             including unfinished ones. Returns whether to stop.
-        share: The prompts of a round that this process answers.
         cut: Store for unfinished answers; ``None`` to discard them.
-        states: Store for the target's hidden states; ``None`` for none.
 
     Raises:
         UsageError: No prompt fits the target's context.
         RunError: See ``TextStore.add``.
     """
-    known, places = store.read(), range(len(prompts))[share]
+    known, places = store.read(), range(len(prompts))
     written, everything = count_complete(known, places), sum(text.written for text in known.values())
     number = 0
     while places and not enough(written, everything):
@@ -179,8 +170,7 @@ def write_texts(
         for first in range(0, len(missing), BATCH * _GROUP):
             group = missing[first : first + BATCH * _GROUP]
             runs = {
-                place: _run(target, prompts[place], number, place, answer_tokens, seed, states)
-                for place in group
+                place: _run(target, prompts[place], number, place, answer_tokens, seed) for place in group
             }
             answers: dict[int, list[int]] = {place: [] for place in group}
             for place, fresh, ended in _write_answers(runs):
@@ -188,7 +178,6 @@ def write_texts(
                 everything += len(fresh)
                 if ended:
                     text = _text(number, place, prompts[place], answers.pop(place))
-                    _store_states(text, runs[place], states)
                     store.add([text])
                     known[text.key] = text
                     written = count_complete(known, places)
@@ -197,9 +186,7 @@ def write_texts(
                         return
                     for place, answer in answers.items():
                         if answer:
-                            text = _text(number, place, prompts[place], answer)
-                            _store_states(text, runs[place], states)
-                            cut.add([text])
+                            cut.add([_text(number, place, prompts[place], answer)])
                     return
         if not any(known[number, place].written for place in places):
             raise UsageError(
@@ -225,19 +212,12 @@ def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int])
 
 
 def _run(
-    target: Target,
-    prompt: Sequence[int],
-    number: int,
-    place: int,
-    answer_tokens: int,
-    seed: int,
-    states: HiddenStates | None,
+    target: Target, prompt: Sequence[int], number: int, place: int, answer_tokens: int, seed: int
 ) -> GenerationRun:
     digest = hashlib.sha256(f"{seed} {number} {place}".encode()).digest()
     return GenerationRun(
         prompt,
         target,
-        None if states is None else states.recorder(),
         sampling=Multinomial(_TEMPERATURES[(number - 1) % len(_TEMPERATURES)]) if number else Greedy(),
         max_new_tokens=answer_tokens,
         seed=int.from_bytes(digest[:4], "big"),
@@ -256,12 +236,6 @@ def _write_answers(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Seq
         if isinstance(event, Exception):
             raise event
         yield places[i], tokens_of(event), event.finish_reason is not None
-
-
-def _store_states(text: Text, run: GenerationRun, states: HiddenStates | None) -> None:
-    if states is not None and text.written:
-        assert isinstance(run.drafter, StateRecorder)
-        states.add(text.key, text.tokens, run.drafter.take())
 
 
 def tokens_of(event: Prefill | Step) -> Sequence[int]:
