@@ -315,7 +315,7 @@ class Training:
             self._progress.report_step(state.step, state.steps, state.loss, left_s)
             if state.step == state.next_measurement or self._time_is_up(state):
                 self._measure(learner, state)
-                self._plan_again(learner, state, pace)
+                self._plan_again(state, pace)
                 save()
                 saved, pace = time.monotonic(), Pace(state.step)
             elif time.monotonic() - saved >= self._save_interval_s:
@@ -365,7 +365,7 @@ class Training:
         if not state.steps:
             state.plan(first, self._measures(state))
 
-    def _plan_again(self, learner: Learner, state: TrainerState, pace: Pace) -> None:
+    def _plan_again(self, state: TrainerState, pace: Pace) -> None:
         """Adapt the number of steps to the latest pace, if the time in minutes is given.
 
         The learning rate then reaches its end even if the machine becomes slower.
