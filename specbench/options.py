@@ -7,9 +7,9 @@ A group is a frozen dataclass that is passed whole to the functions that need se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import typer
 
@@ -99,12 +99,8 @@ def flag(group: Any, name: str, *, on: bool = True) -> str:
     """Return the first flag of a field, such as ``--max-new-tokens``;
     with ``on=False`` the flag that switches it off.
     """
-    option: Any = get_type_hints(group, include_extras=True)[name].__metadata__[0]
-    written = (
-        option.default if isinstance(option.default, str) else option.param_decls[0]
-    )  # which typer moves
-    switches_on, _, switches_off = str(written).partition("/")
-    return switches_on if on else switches_off
+    first = next(each.metadata["flags"] for each in fields(group) if each.name == name).split()[0]
+    return str(first.split("/")[0 if on else 1])
 
 
 def arguments_of(group: Any) -> list[str]:
@@ -121,55 +117,59 @@ def arguments_of(group: Any) -> list[str]:
 
 
 def panel(heading: str) -> Callable[..., Any]:
-    """Return a function that declares options below a heading of the help.
+    """Return a function that declares options below a heading of the help, for annotations of parameters.
 
-    It is called like ``option("--limit", "N", "Number of ...", min=1)``. Flags separated by spaces are several names
-    of one option; a switch has the metavar ``None``.
+    It is called like ``option("--max-new-tokens -n N", "Maximum length", min=1)``: names of the option and, if it is
+    no switch, what its value is called.
     """
 
-    def option(flags: str, metavar: str | None, help: str, **more: Any) -> Any:  # noqa: A002
-        return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=heading, **more)
+    def option(syntax: str, help: str, **more: Any) -> Any:  # noqa: A002
+        words = syntax.split()
+        names = [word for word in words if word.startswith("-")]
+        metavar = " ".join(words[len(names) :]) or None
+        return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=heading, **more)
 
     return option
 
 
-_model, _policy = panel(MODELS), panel(POLICY)
-_decoding, _sampling = panel(DECODING), panel(SAMPLING)
+def group(heading: str) -> Callable[..., Any]:
+    """Return a function that declares fields of a group: a default, and then what ``panel``'s function takes."""
+    declared = panel(heading)
+
+    def option(default: Any, syntax: str, help: str, **more: Any) -> Any:  # noqa: A002
+        metadata = {"flags": syntax, "option": declared(syntax, help, **more)}
+        return field(default=default, metadata=metadata)
+
+    return option
+
+
+_model, _policy = group(MODELS), group(POLICY)
+_decoding, _sampling = group(DECODING), group(SAMPLING)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """How the target and the drafters' models are loaded."""
 
-    dtype: Annotated[
-        DtypeName, _model("--dtype", "DTYPE", "Target dtype: auto, float32, bfloat16, float16, int8 or int4.")
-    ] = "auto"
-    device: Annotated[str, _model("--device", "DEVICE", "Target device: auto, cpu, cuda, cuda:N or mps.")] = (
-        "auto"
+    dtype: DtypeName = _model(
+        "auto", "--dtype DTYPE", "Target dtype: auto, float32, bfloat16, float16, int8 or int4."
     )
-    device_map: Annotated[
-        str | None,
-        _model(
-            "--device-map",
-            "MAP",
-            "Device map instead of --device: accelerate's auto, balanced, balanced_low_0, sequential, or a JSON file.",
-        ),
-    ] = None
-    drafter_dtype: Annotated[
-        DtypeName, _model("--drafter-dtype", "DTYPE", "Drafter dtype; auto is int8 on a CPU.")
-    ] = "auto"
-    drafter_device: Annotated[str, _model("--drafter-device", "DEVICE", "Drafter device.")] = "auto"
-    allow_pickle: Annotated[
-        bool, _model("--allow-pickle", None, "Load pickled weights where there are no safetensors.")
-    ] = False
-    any_target: Annotated[
-        bool,
-        _model(
-            "--any-target",
-            None,
-            "Use a trained head with other target weights than those it was trained for.",
-        ),
-    ] = False
+    device: str = _model("auto", "--device DEVICE", "Target device: auto, cpu, cuda, cuda:N or mps.")
+    device_map: str | None = _model(
+        None,
+        "--device-map MAP",
+        "Device map instead of --device: accelerate's auto, balanced, balanced_low_0, sequential, or a JSON file.",
+    )
+    drafter_dtype: DtypeName = _model(
+        "auto", "--drafter-dtype DTYPE", "Drafter dtype; auto is int8 on a CPU."
+    )
+    drafter_device: str = _model("auto", "--drafter-device DEVICE", "Drafter device.")
+    allow_pickle: bool = _model(
+        False, "--allow-pickle", "Load pickled weights where there are no safetensors."
+    )
+    any_target: bool = _model(
+        False, "--any-target", "Use a trained head with other target weights than those it was trained for."
+    )
 
     @property
     def target(self) -> LoadOptions:
@@ -184,19 +184,15 @@ class ModelOptions:
 class SharedPolicyOptions:
     """Options that all draft policies share; an option of a single policy is part of that policy's spec."""
 
-    verification: Annotated[
-        VerificationName | None,
-        _policy(
-            "--verification",
-            "NAME",
-            f"Verification above temperature 0: {', '.join(VERIFICATIONS)}. Default: the one that accepts most"
-            f" draft tokens.",
-        ),
-    ] = None
-    costs: Annotated[
-        Path | None,
-        _policy("--costs", "FILE", "JSON file of an earlier run with forward pass times for auto."),
-    ] = None
+    verification: VerificationName | None = _policy(
+        None,
+        "--verification NAME",
+        f"Verification above temperature 0: {', '.join(VERIFICATIONS)}. Default: the one that accepts most"
+        f" draft tokens.",
+    )
+    costs: Path | None = _policy(
+        None, "--costs FILE", "JSON file of an earlier run with forward pass times for auto."
+    )
 
     @property
     def given(self) -> dict[str, Any]:
@@ -219,64 +215,46 @@ class DecodingOptions:
         64
     """
 
-    max_new_tokens: Annotated[
-        int, _decoding("--max-new-tokens -n", "N", "Maximum length of the output, in tokens.", min=1)
-    ] = 256
-    min_new_tokens: Annotated[
-        int, _decoding("--min-new-tokens", "N", "No end token before N new tokens.", min=0)
-    ] = 0
-    stop: Annotated[
-        tuple[str, ...],
-        _decoding("--stop", "TEXT", "Text or special token that ends the output; repeatable."),
-    ] = ()
-    ignore_eos: Annotated[bool, _decoding("--ignore-eos", None, "Continue after end tokens.")] = False
-    first_target: Annotated[
-        bool,
-        _decoding(
-            "--first-target/--no-first-target",
-            None,
-            "Let the target emit the first token before anything is drafted.",
-        ),
-    ] = True
-    residual_adjustment: Annotated[
-        bool,
-        _decoding(
-            "--residual-adjustment/--no-residual-adjustment",
-            None,
-            "Draw correction tokens from the residual distribution. NOT LOSSLESS without it, for demonstration:"
-            " they are drawn from p.",
-        ),
-    ] = True
-    model_defaults: Annotated[
-        bool,
-        _decoding(
-            "--model-defaults/--no-model-defaults",
-            None,
-            "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
-        ),
-    ] = True
-    json_schema: Annotated[
-        str | None,
-        _decoding(
-            "--json-schema",
-            "FILE",
-            "Only output JSON that fits a JSON Schema, on one line. In place of a file: the schema itself.",
-            callback=_text_of,
-        ),
-    ] = None
-    regex: Annotated[
-        str | None, _decoding("--regex", "REGEX", "Only output text that a regular expression matches.")
-    ] = None
-    grammar: Annotated[
-        str | None,
-        _decoding(
-            "--grammar",
-            "FILE",
-            "Only output text of a context-free grammar, as llguidance reads it (Lark). In place of a file: the"
-            " grammar itself.",
-            callback=_text_of,
-        ),
-    ] = None
+    max_new_tokens: int = _decoding(
+        256, "--max-new-tokens -n N", "Maximum length of the output, in tokens.", min=1
+    )
+    min_new_tokens: int = _decoding(0, "--min-new-tokens N", "No end token before N new tokens.", min=0)
+    stop: tuple[str, ...] = _decoding(
+        (), "--stop TEXT", "Text or special token that ends the output; repeatable."
+    )
+    ignore_eos: bool = _decoding(False, "--ignore-eos", "Continue after end tokens.")
+    first_target: bool = _decoding(
+        True,
+        "--first-target/--no-first-target",
+        "Let the target emit the first token before anything is drafted.",
+    )
+    residual_adjustment: bool = _decoding(
+        True,
+        "--residual-adjustment/--no-residual-adjustment",
+        "Draw correction tokens from the residual distribution. NOT LOSSLESS without it, for demonstration:"
+        " they are drawn from p.",
+    )
+    model_defaults: bool = _decoding(
+        True,
+        "--model-defaults/--no-model-defaults",
+        "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
+    )
+    json_schema: str | None = _decoding(
+        None,
+        "--json-schema FILE",
+        "Only output JSON that fits a JSON Schema, on one line. In place of a file: the schema itself.",
+        callback=_text_of,
+    )
+    regex: str | None = _decoding(
+        None, "--regex REGEX", "Only output text that a regular expression matches."
+    )
+    grammar: str | None = _decoding(
+        None,
+        "--grammar FILE",
+        "Only output text of a context-free grammar, as llguidance reads it (Lark). In place of a file: the"
+        " grammar itself.",
+        callback=_text_of,
+    )
 
     def __post_init__(self) -> None:
         given: Any = self.stop
@@ -345,44 +323,32 @@ class DecodingKeywords(TypedDict, total=False):
 class CacheOptions:
     """Options of the KV cache, and of the forward passes that use it."""
 
-    cache: Annotated[
-        CacheName,
-        _decoding(
-            "--cache",
-            "KIND",
-            "KV cache: dynamic (grown), preallocated (written by index; default of an int8 or int4 target), static"
-            " (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
-        ),
-    ] = "dynamic"
-    bit_exact: Annotated[
-        bool,
-        _decoding(
-            "--bit-exact",
-            None,
-            "Make logits bitwise equal in forward passes of any size, so that greedy outputs are those of plain"
-            " decoding even at ties; an error where that is not possible. Uses the preallocated cache.",
-        ),
-    ] = False
-    compiled: Annotated[
-        bool,
-        _decoding(
-            "--compile",
-            None,
-            "Compile forward passes of fixed shapes for a GPU (torch.compile), each size at its first use, which"
-            " takes some seconds. Uses the static cache.",
-        ),
-    ] = False
+    cache: CacheName = _decoding(
+        "dynamic",
+        "--cache KIND",
+        "KV cache: dynamic (grown), preallocated (written by index; default of an int8 or int4 target), static"
+        " (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
+    )
+    bit_exact: bool = _decoding(
+        False,
+        "--bit-exact",
+        "Make logits bitwise equal in forward passes of any size, so that greedy outputs are those of plain"
+        " decoding even at ties; an error where that is not possible. Uses the preallocated cache.",
+    )
+    compiled: bool = _decoding(
+        False,
+        "--compile",
+        "Compile forward passes of fixed shapes for a GPU (torch.compile), each size at its first use, which"
+        " takes some seconds. Uses the static cache.",
+    )
 
-    state_checkpoints: Annotated[
-        int,
-        _decoding(
-            "--state-checkpoints",
-            "N",
-            "Keep the states of recurrent layers every N tokens, so that other contexts can begin there: the next turn"
-            " of a conversation, or, for multiples of 16, prompts in a paged pool. 0 keeps the last states alone.",
-            min=0,
-        ),
-    ] = 0
+    state_checkpoints: int = _decoding(
+        0,
+        "--state-checkpoints N",
+        "Keep the states of recurrent layers every N tokens, so that other contexts can begin there: the next turn"
+        " of a conversation, or, for multiples of 16, prompts in a paged pool. 0 keeps the last states alone.",
+        min=0,
+    )
 
     @property
     def kind(self) -> CacheKind:
@@ -398,30 +364,20 @@ class CacheOptions:
 class SamplingOptions:
     """Options of how a token is chosen from the logits, see ``specbench.decoding.sampling.Sampling``."""
 
-    temperature: Annotated[
-        float, _sampling("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)
-    ] = 0.0
-    top_k: Annotated[int, _sampling("--top-k", "K", "Keep the K most probable tokens, 0 for all.", min=0)] = 0
-    top_p: Annotated[
-        float,
-        _sampling(
-            "--top-p",
-            "P",
-            "Keep the most probable tokens whose probabilities add up to P; above 0 and at most 1.",
-        ),
-    ] = 1.0
-    min_p: Annotated[
-        float,
-        _sampling(
-            "--min-p", "P", "Drop tokens less probable than P times the most probable one.", min=0.0, max=1.0
-        ),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, _sampling("--repetition-penalty", "X", "Repetition penalty above 0; 1 for none.")
-    ] = 1.0
-    seed: Annotated[
-        int, _sampling("--seed", "N", "Seed of the generator for every random draw.", callback=_check_seed)
-    ] = 0
+    temperature: float = _sampling(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
+    top_k: int = _sampling(0, "--top-k K", "Keep the K most probable tokens, 0 for all.", min=0)
+    top_p: float = _sampling(
+        1.0,
+        "--top-p P",
+        "Keep the most probable tokens whose probabilities add up to P; above 0 and at most 1.",
+    )
+    min_p: float = _sampling(
+        0.0, "--min-p P", "Drop tokens less probable than P times the most probable one.", min=0.0, max=1.0
+    )
+    repetition_penalty: float = _sampling(
+        1.0, "--repetition-penalty X", "Repetition penalty above 0; 1 for none."
+    )
+    seed: int = _sampling(0, "--seed N", "Seed of the generator for every random draw.", callback=_check_seed)
 
     @property
     def transforms(self) -> dict[str, Any]:

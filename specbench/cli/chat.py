@@ -48,7 +48,7 @@ def chat(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes, no statistics.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes, no statistics.")] = False,
 ) -> None:
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers

@@ -18,43 +18,38 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     SharedPolicyOptions,
-    panel,
+    group,
 )
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 _DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
-_check = panel(CHECKED)
+_check = group(CHECKED)
 
 
 @dataclass(frozen=True)
 class _Checked:
     """Which outputs are checked, and how closely."""
 
-    prompts: Annotated[tuple[str, ...], opt.prompts_option(CHECKED)] = ()
-    category: Annotated[
-        tuple[str, ...], _check("--category", "NAME", "Category of prompts; repeatable. Default: all.")
-    ] = ()
-    limit: Annotated[
-        int | None,
-        _check(
-            "--limit",
-            "N",
-            "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
-            f" {_DEFAULT_LIMIT} prompts, all lines.",
-            min=1,
-        ),
-    ] = None
-    outputs: Annotated[
-        Path | None,
-        _check(
-            "--outputs",
-            "FILE",
-            'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
-            " reads standard input.",
-        ),
-    ] = None
+    prompts: tuple[str, ...] = opt.prompts_field(CHECKED)
+    drafter: tuple[str, ...] = opt.drafters_field(MODELS)
+    category: tuple[str, ...] = _check(
+        (), "--category NAME", "Category of prompts; repeatable. Default: all."
+    )
+    limit: int | None = _check(
+        None,
+        "--limit N",
+        "Number of prompts, taken in turn from the categories, or of lines of --outputs. Default:"
+        f" {_DEFAULT_LIMIT} prompts, all lines.",
+        min=1,
+    )
+    outputs: Path | None = _check(
+        None,
+        "--outputs FILE",
+        'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
+        " reads standard input.",
+    )
 
 
 def check(
@@ -64,7 +59,6 @@ def check(
     system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    drafter: Annotated[list[str] | None, opt.drafters_option(MODELS)] = None,
     models: ModelOptions,
     drafting: opt.PoliciesOptions,
     length: SharedPolicyOptions,
@@ -82,7 +76,7 @@ def check(
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
@@ -118,7 +112,7 @@ def check(
             job = DecodingJob(
                 request,
                 load_prompts(checked.prompts or ["all"], checked.category, checked.limit or _DEFAULT_LIMIT),
-                tuple(map(parse_drafter, dict.fromkeys(drafter or [opt.DEFAULT_DRAFTER]))),
+                tuple(map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))),
                 requested_policies(
                     drafting.draft_policy,
                     length.costs,

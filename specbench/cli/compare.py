@@ -34,26 +34,22 @@ def compare(
         ),
     ],
     a: Annotated[
-        str | None, _compared("--a", "CONFIG", "Configuration A, by its name in the tables or its id.")
+        str | None, _compared("--a CONFIG", "Configuration A, by its name in the tables or its id.")
     ] = None,
-    b: Annotated[str | None, _compared("--b", "CONFIG", "Configuration B.")] = None,
+    b: Annotated[str | None, _compared("--b CONFIG", "Configuration B.")] = None,
     measure: Annotated[
         Literal["auto", "speed", "speedup"],
         _option(
-            "--measure",
-            "WHAT",
+            "--measure WHAT",
             "Quantity to compare: speed (tokens/s), speedup (over the baseline of the same run), or auto: speed if"
             " both runs are from the same kind of machine.",
         ),
     ] = "auto",
-    other_target: Annotated[
-        bool, _option("--other-target", None, "Compare runs of different targets.")
-    ] = False,
+    other_target: Annotated[bool, _option("--other-target", "Compare runs of different targets.")] = False,
     fail_below: Annotated[
         float | None,
         _option(
-            "--fail-below",
-            "RATIO",
+            "--fail-below RATIO",
             "Exit with code 1 if the 95% interval of A / B, over all prompts, is wholly below RATIO for any"
             " configuration. Ratios without an interval pass; so do all if other programs used the processor most"
             " of the time.",
@@ -63,13 +59,12 @@ def compare(
         bool | None,
         output(
             "--categories/--no-categories",
-            None,
             f"Show a row for each category. On by default with at most {_FEW} configurations.",
             show_default=False,
         ),
     ] = None,
-    markdown: Annotated[bool, output("--markdown", None, "Print a Markdown table.")] = False,
-    as_json: Annotated[bool, output("--json", None, "Print JSON.")] = False,
+    markdown: Annotated[bool, output("--markdown", "Print a Markdown table.")] = False,
+    as_json: Annotated[bool, output("--json", "Print JSON.")] = False,
 ) -> None:
     """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):

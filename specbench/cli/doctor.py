@@ -45,23 +45,21 @@ def doctor(
     target: Annotated[
         str | None,
         _option(
-            "--target", "MODEL", "Model whose tokenizer checks the server's token counts. It is not loaded."
+            "--target MODEL", "Model whose tokenizer checks the server's token counts. It is not loaded."
         ),
     ] = None,
     expect: Annotated[
         Literal["on", "off"] | None,
-        _option("--expect", "on|off", "Report a problem if speculation is not on, or not off."),
+        _option("--expect on|off", "Report a problem if speculation is not on, or not off."),
     ] = None,
     api: Annotated[
         Literal["chat", "completions"] | None,
-        _option("--api", "WHAT", "Endpoint: chat or completions. Default: chat if the server has it."),
+        _option("--api WHAT", "Endpoint: chat or completions. Default: chat if the server has it."),
     ] = None,
     body: Annotated[
-        str | None, _option("--body", "JSON", "Object with further fields of every request.")
+        str | None, _option("--body JSON", "Object with further fields of every request.")
     ] = None,
-    seconds: Annotated[
-        float, _option("--seconds", "X", "Time for all requests.", min=5.0, max=3600.0)
-    ] = 55.0,
+    seconds: Annotated[float, _option("--seconds X", "Time for all requests.", min=5.0, max=3600.0)] = 55.0,
     json_output: JsonOption = False,
 ) -> None:
     """Examine a running server: does it speculate, do its counts and outputs hold, is it faster with its drafts?

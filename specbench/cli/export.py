@@ -41,34 +41,30 @@ def export(
             metavar="SOURCE", help="Folder of results (the newest run of several), or a specbench.toml."
         ),
     ],
-    to: Annotated[EngineName, _option("--to", "ENGINE", f"Engine: {', '.join(ENGINES)}.")],
+    to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
     setting: Annotated[
         str | None,
         _option(
-            "--setting",
-            "NAME",
+            "--setting NAME",
             "Setting to export: its name in the tables or its id. Default: the fastest one the engine supports.",
             autocompletion=complete_configurations,
         ),
     ] = None,
     gamma: Annotated[
         int | None,
-        _option("--gamma -g", "N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
+        _option("--gamma -g N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         _option(
-            "--checkpoint",
-            "FOLDER",
+            "--checkpoint FOLDER",
             "Write the target with the MTP layer of `specbench train` to FOLDER, where the engine reads both.",
         ),
     ] = None,
     model: Annotated[
         list[str] | None,
         _option(
-            "--model",
-            "PATH",
-            "Folder or file of a model that the run names without its path. Can be repeated.",
+            "--model PATH", "Folder or file of a model that the run names without its path. Can be repeated."
         ),
     ] = None,
     json_output: JsonOption = False,

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress
+from specbench.options import PROMPT, group
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -21,49 +22,36 @@ if TYPE_CHECKING:
     from specbench.recipe import Recipe
 
 _BATCH = 8
+_prompts = group(PROMPT)
 
 
 @dataclass(frozen=True)
 class ManyOptions:
     """Prompts that are decoded in batches."""
 
-    prompts: Annotated[
-        tuple[str, ...],
-        opt.prompts_option(
-            help="Prompts instead of PROMPT: the first turns of a built-in set, of 'all', or of a JSON Lines file;"
-            " repeatable."
-        ),
-    ] = ()
-    batch: Annotated[
-        int | None, opt.prompt_option("--batch", "N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
-    ] = None
-    kv_memory: Annotated[
-        int | None,
-        opt.prompt_option(
-            "--kv-memory",
-            "MB",
-            "Memory for the target's KV cache (--prompts). Default: enough for --batch. With less, prompts wait.",
-            min=1,
-        ),
-    ] = None
-    kv_pool: Annotated[
-        Literal["slotted", "paged"] | None,
-        opt.prompt_option(
-            "--kv-pool",
-            "KIND",
-            "Layout of that memory (--prompts): slotted, one range for each prompt, or paged, in short blocks. Default:"
-            " slotted; paged with --kv-memory.",
-        ),
-    ] = None
-    disable_by_batch_size: Annotated[
-        int | None,
-        opt.prompt_option(
-            "--disable-by-batch-size",
-            "N",
-            "Largest batch that drafts (--prompts): nothing is drafted while more than N prompts are decoded.",
-            min=1,
-        ),
-    ] = None
+    prompts: tuple[str, ...] = opt.prompts_field(
+        help="Prompts instead of PROMPT: the first turns of a built-in set, of 'all', or of a JSON Lines file;"
+        " repeatable."
+    )
+    batch: int | None = _prompts(None, "--batch N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
+    kv_memory: int | None = _prompts(
+        None,
+        "--kv-memory MB",
+        "Memory for the target's KV cache (--prompts). Default: enough for --batch. With less, prompts wait.",
+        min=1,
+    )
+    kv_pool: Literal["slotted", "paged"] | None = _prompts(
+        None,
+        "--kv-pool KIND",
+        "Layout of that memory (--prompts): slotted, one range for each prompt, or paged, in short blocks. Default:"
+        " slotted; paged with --kv-memory.",
+    )
+    disable_by_batch_size: int | None = _prompts(
+        None,
+        "--disable-by-batch-size N",
+        "Largest batch that drafts (--prompts): nothing is drafted while more than N prompts are decoded.",
+        min=1,
+    )
 
 
 def refuse_for_many(recipe: Recipe) -> None:

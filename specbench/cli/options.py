@@ -17,7 +17,17 @@ from typer.core import TyperCommand
 
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given, refuse_conflicts
-from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, CacheOptions, ModelOptions, panel, quantized
+from specbench.options import (
+    MODELS,
+    OUTPUT,
+    POLICY,
+    PROMPT,
+    CacheOptions,
+    ModelOptions,
+    group,
+    panel,
+    quantized,
+)
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.policies import policy_words
 
@@ -85,8 +95,8 @@ class Fields:
 def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
     """Return a command as typer reads it, with single options in place of groups.
 
-    A group is a parameter whose type is a dataclass. Each of its fields is an option, an annotated type as typer takes
-    it; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
+    A group is a parameter whose type is a dataclass. Each of its fields is an option, declared with
+    ``specbench.options.group``; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
     passed to the command.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
@@ -127,9 +137,10 @@ def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
 
 def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[Parameter]:
     """Yield the fields of a group as parameters of a command."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
     for field in chosen:
-        (value, option), default = get_args(hints[field.name]), taken.defaults.get(field.name, field.default)
+        value, option = hints[field.name], field.metadata["option"]
+        default = taken.defaults.get(field.name, field.default)
         if field.name in taken.words:
             option = copy(option)
             option.help = taken.words[field.name]
@@ -250,131 +261,112 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 # -- options that several commands take ----------------------------------------------------------------
 
 
-prompt_option, model_option, policy_option = panel(PROMPT), panel(MODELS), panel(POLICY)
 output = panel(OUTPUT)
+_policy = group(POLICY)
 
 _DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
+_TARGET = (
+    "--target MODEL",
+    "Target model: a hub id (org/name@revision), a folder, a .gguf file, or smollm2-135m.",
+)
 
 
-def drafters_option(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.") -> Any:  # noqa: A002
-    """Return a ``--drafter`` that may be repeated."""
-    return panel(heading)("--drafter", "DRAFTER", help, autocompletion=complete_drafters)
+def drafters_field(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.") -> Any:  # noqa: A002
+    """Return the field of a group for ``--drafter`` that may be repeated."""
+    return group(heading)((), "--drafter DRAFTER", help, autocompletion=complete_drafters)
 
 
-def prompts_option(
+def prompts_field(
     heading: str = PROMPT,
     help: str = "Prompts: a built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",  # noqa: A002
 ) -> Any:
-    """Return a ``--prompts`` that may be repeated."""
-    return panel(heading)("--prompts -p", "SET", help, autocompletion=complete_prompts)
+    """Return the field of a group for ``--prompts`` that may be repeated."""
+    return group(heading)((), "--prompts -p SET", help, autocompletion=complete_prompts)
 
 
-def suite_option(heading: str = PROMPT, more: str = "") -> Any:
-    """Return a ``--suite`` that may be repeated."""
+def suite_field(heading: str = PROMPT, more: str = "") -> Any:
+    """Return the field of a group for ``--suite`` that may be repeated."""
     about = "Public benchmark in place of --prompts: spec-bench, mt-bench, gsm8k and others, or a file; repeatable."
-    return panel(heading)("--suite", "NAME", f"{about} {more}".rstrip(), autocompletion=complete_suites)
+    return group(heading)((), "--suite NAME", f"{about} {more}".rstrip(), autocompletion=complete_suites)
 
 
-TargetOption = Annotated[
-    str,
-    model_option(
-        "--target",
-        "MODEL",
-        "Target model: a hub id (org/name@revision), a folder, a .gguf file, or smollm2-135m.",
-    ),
-]
-DrafterOption = Annotated[
-    str,
-    model_option(
-        "--drafter", "DRAFTER", f"Drafter: {_DRAFTER}", autocompletion=complete_drafters, show_default=False
-    ),
-]
+TargetOption = Annotated[str, panel(MODELS)(*_TARGET)]
 
 
 @dataclass(frozen=True)
 class PoliciesOptions:
     """Draft policies, for commands that compare several."""
 
-    gamma: Annotated[
-        str | None,
-        policy_option(
-            "--gamma -g",
-            "RANGE",
-            f"Draft lengths γ of the policy fixed (default: 5), and of the first step of heuristic: {_RANGE}.",
-        ),
-    ] = None
-    draft_policy: Annotated[
-        tuple[str, ...],
-        policy_option(
-            "--draft-policy",
-            "RULE",
-            "Draft policy, as `generate` takes it; repeatable.",
-            autocompletion=complete_policies,
-        ),
-    ] = ()
+    gamma: str | None = _policy(
+        None,
+        "--gamma -g RANGE",
+        f"Draft lengths γ of the policy fixed (default: 5), and of the first step of heuristic: {_RANGE}.",
+    )
+    draft_policy: tuple[str, ...] = _policy(
+        (),
+        "--draft-policy RULE",
+        "Draft policy, as `generate` takes it; repeatable.",
+        autocompletion=complete_policies,
+    )
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
     """Target, drafter and draft policy, for commands that decode with one of each."""
 
-    target: TargetOption = DEFAULT_TARGET
-    drafter: DrafterOption = DEFAULT_DRAFTER
-    draft_policy: Annotated[
-        str | None,
-        policy_option(
-            "--draft-policy",
-            "RULE",
-            "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip, heuristic, or for draft"
-            " trees static-tree or dynamic-tree; options follow a colon: dynamic-tree:nodes=12. Default: auto at"
-            " temperature 0; fixed above it (a seed then repeats a run) and with --gamma.",
-            autocompletion=complete_policies,
-        ),
-    ] = None
-    gamma: Annotated[
-        int | None,
-        policy_option(
-            "--gamma -g",
-            "N",
-            "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",
-            min=1,
-        ),
-    ] = None
+    target: str = group(MODELS)(DEFAULT_TARGET, *_TARGET)
+    drafter: str = group(MODELS)(
+        DEFAULT_DRAFTER,
+        "--drafter DRAFTER",
+        f"Drafter: {_DRAFTER}",
+        autocompletion=complete_drafters,
+        show_default=False,
+    )
+    draft_policy: str | None = _policy(
+        None,
+        "--draft-policy RULE",
+        "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip, heuristic, or for draft"
+        " trees static-tree or dynamic-tree; options follow a colon: dynamic-tree:nodes=12. Default: auto at"
+        " temperature 0; fixed above it (a seed then repeats a run) and with --gamma.",
+        autocompletion=complete_policies,
+    )
+    gamma: int | None = _policy(
+        None,
+        "--gamma -g N",
+        "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",
+        min=1,
+    )
 
 
-PromptFile = Annotated[Path | None, prompt_option("--prompt-file", "FILE", "File that holds the prompt.")]
+PromptFile = Annotated[Path | None, panel(PROMPT)("--prompt-file FILE", "File that holds the prompt.")]
 ChatOption = Annotated[
     bool | None,
-    prompt_option(
+    panel(PROMPT)(
         "--chat/--raw",
-        None,
         "Apply the chat template, or continue the raw text. Default: chat if the model has one.",
     ),
 ]
-SystemOption = Annotated[str | None, prompt_option("--system", "TEXT", "System message.")]
-JsonOption = Annotated[bool, output("--json", None, "Print one JSON object.")]
-VerboseOption = Annotated[bool, output("--verbose -v", None, "Print all numbers and notes.")]
+SystemOption = Annotated[str | None, panel(PROMPT)("--system TEXT", "System message.")]
+JsonOption = Annotated[bool, output("--json", "Print one JSON object.")]
+VerboseOption = Annotated[bool, output("--verbose -v", "Print all numbers and notes.")]
 
 
 @dataclass(frozen=True)
 class TracebackOptions:
     """Read by ``specbench.cli.run``, which sees every error; every command has it."""
 
-    traceback: Annotated[bool, output("--traceback", None, "Show the traceback of an error.")] = False
+    traceback: bool = group(OUTPUT)(False, "--traceback", "Show the traceback of an error.")
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
     """Read by ``GroupedCommand``; the commands of ``specbench.cli.CONFIGURED`` have them."""
 
-    config: Annotated[
-        Path | None,
-        output(
-            "--config", "FILE", "File of defaults for options that are not given. Default: ./specbench.toml."
-        ),
-    ] = None
-    no_config: Annotated[bool, output("--no-config", None, "Ignore ./specbench.toml.")] = False
+    config: Path | None = group(OUTPUT)(
+        None, "--config FILE", "File of defaults for options that are not given. Default: ./specbench.toml."
+    )
+    no_config: bool = group(OUTPUT)(False, "--no-config", "Ignore ./specbench.toml.")
 
 
 # -- the command line as given --------------------------------------------------------------------------

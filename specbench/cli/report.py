@@ -16,19 +16,17 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULTS...",
-            help="Folders of runs. A folder of several runs stands for the newest one.",
+            metavar="RESULTS...", help="Folders of runs. A folder of several runs stands for the newest one."
         ),
     ],
     out: Annotated[
         Path | None,
         output(
-            "--out",
-            "DIR",
+            "--out DIR",
             "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
-    latex: Annotated[bool, output("--latex", None, "Also write the tables to tables.tex.")] = False,
+    latex: Annotated[bool, output("--latex", "Also write the tables to tables.tex.")] = False,
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
     from specbench.show.report import write_report

@@ -24,7 +24,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     SharedPolicyOptions,
-    panel,
+    group,
 )
 
 if TYPE_CHECKING:
@@ -35,38 +35,31 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1024
 _KV_MEMORY = 1024
 
-_server = panel("Server")
+_server = group("Server")
 
 
 @dataclass(frozen=True)
 class _ServerOptions:
     """The address, and how much work is accepted."""
 
-    host: Annotated[
-        str,
-        _server(
-            "--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts everybody who reaches this machine."
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, _server("--port", "N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    ] = 8000
-    batch: Annotated[int, _server("--batch", "N", "Requests decoded at a time.", min=1)] = 8
-    queue: Annotated[int, _server("--queue", "N", "Requests that may wait; more are refused.", min=0)] = 64
-    kv_memory: Annotated[
-        int | None,
-        _server(
-            "--kv-memory",
-            "MB",
-            f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch requests with full"
-            f" contexts fit in less.",
-            min=1,
-        ),
-    ] = None
-    grace: Annotated[
-        float,
-        _server("--grace", "SECONDS", "Time that running requests get to finish after SIGTERM.", min=0.0),
-    ] = 20.0
+    host: str = _server(
+        "127.0.0.1",
+        "--host ADDRESS",
+        "Address to listen on; 0.0.0.0 accepts everybody who reaches this machine.",
+    )
+    port: int = _server(8000, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
+    batch: int = _server(8, "--batch N", "Requests decoded at a time.", min=1)
+    queue: int = _server(64, "--queue N", "Requests that may wait; more are refused.", min=0)
+    kv_memory: int | None = _server(
+        None,
+        "--kv-memory MB",
+        f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch requests with full"
+        f" contexts fit in less.",
+        min=1,
+    )
+    grace: float = _server(
+        20.0, "--grace SECONDS", "Time that running requests get to finish after SIGTERM.", min=0.0
+    )
 
 
 def serve(
@@ -79,7 +72,7 @@ def serve(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress, no notes.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Serve a model by the OpenAI protocol, by default to this machine only.
 
@@ -113,10 +106,7 @@ def serve(
         if not quiet:
             address, port = listening.getsockname()[:2]
             where = f"[{address}]" if ":" in address else address
-            notes = [
-                *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decoding),
-            ]
+            notes = [*setting.target.language_model.notes, *facts(setting.target, setting.drafter, decoding)]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:

@@ -61,8 +61,8 @@ def sweep(
     length: SharedPolicyOptions,
     keep_policy_state: Annotated[
         bool,
-        opt.policy_option(
-            "--keep-policy-state", None, "Draft policies keep what they have learned from earlier prompts."
+        opt.panel(opt.POLICY)(
+            "--keep-policy-state", "Draft policies keep what they have learned from earlier prompts."
         ),
     ] = False,
     experiment: ExperimentOptions,
@@ -70,7 +70,7 @@ def sweep(
     caching: CacheOptions,
     results: ResultsOptions,
     verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.base.errors import UsageError
-from specbench.cli.options import (
-    drafters_option,
-    output,
-    prompt_option,
-    prompts_option,
-    suite_option,
-)
-from specbench.options import DECODING, MODELS, CacheName, panel
+from specbench.cli.options import drafters_field, prompts_field, suite_field
+from specbench.options import DECODING, MODELS, OUTPUT, PROMPT, CacheName, group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +26,9 @@ _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _GROUPS = 3  # of prompts side by side that an interval takes at least
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
-_what, _experiment, _results = panel(COMPARED), panel(EXPERIMENT), panel("Results")
-_servers = panel("Servers instead of models")
-_engines = panel("Another engine")
+_what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group("Results")
+_servers = group("Servers instead of models")
+_engines = group("Another engine")
 StartedName = Literal["vllm", "sglang", "llama.cpp"]
 """Engines whose servers are started."""
 
@@ -43,131 +37,91 @@ StartedName = Literal["vllm", "sglang", "llama.cpp"]
 class ComparedOptions:
     """The axes of the grid other than draft policies."""
 
-    drafter: Annotated[tuple[str, ...], drafters_option(COMPARED)] = ()
-    temperature: Annotated[
-        tuple[float, ...],
-        _what("--temperature -t", "X", "Temperature; repeatable. Default: 0, greedy decoding."),
-    ] = ()
-    baseline: Annotated[
-        tuple[str, ...],
-        _what(
-            "--baseline",
-            "NAME",
-            "Other baseline; repeatable: transformers (its own generate) or beam:N (its beam search with N beams,"
-            " which gives other outputs).",
-        ),
-    ] = ()
-    assisted: Annotated[
-        Literal["transformers"] | None,
-        _what(
-            "--assisted",
-            "transformers",
-            "Speculative decoding of transformers: its prompt lookup and, for drafter models, assisted generation.",
-        ),
-    ] = None
-    batch: Annotated[
-        str | None,
-        _what(
-            "--batch",
-            "RANGE",
-            "Batch sizes: 1,2,4,8 or a range as in --gamma. Plain decoding of the same batch is the baseline. Default:"
-            " one prompt after the other.",
-        ),
-    ] = None
-    arrivals: Annotated[
-        tuple[str, ...],
-        _what(
-            "--arrivals",
-            "KIND",
-            "Workload of --batch; repeatable. closed:N: N clients that wait for their answers (default: as many as the"
-            " batch); poisson:RATE: random arrivals, RATE per second.",
-        ),
-    ] = ()
-    context: Annotated[
-        str | None,
-        _what(
-            "--context",
-            "LENGTHS",
-            "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
-            " the same length is the baseline. Default: the prompts as they are.",
-        ),
-    ] = None
-    context_file: Annotated[
-        Path | None,
-        _what("--context-file", "FILE", "Text for --context. Default: pages of specbench's documentation."),
-    ] = None
+    drafter: tuple[str, ...] = drafters_field(COMPARED)
+    temperature: tuple[float, ...] = _what(
+        (), "--temperature -t X", "Temperature; repeatable. Default: 0, greedy decoding."
+    )
+    baseline: tuple[str, ...] = _what(
+        (),
+        "--baseline NAME",
+        "Other baseline; repeatable: transformers (its own generate) or beam:N (its beam search with N beams,"
+        " which gives other outputs).",
+    )
+    assisted: Literal["transformers"] | None = _what(
+        None,
+        "--assisted transformers",
+        "Speculative decoding of transformers: its prompt lookup and, for drafter models, assisted generation.",
+    )
+    batch: str | None = _what(
+        None,
+        "--batch RANGE",
+        "Batch sizes: 1,2,4,8 or a range as in --gamma. Plain decoding of the same batch is the baseline. Default:"
+        " one prompt after the other.",
+    )
+    arrivals: tuple[str, ...] = _what(
+        (),
+        "--arrivals KIND",
+        "Workload of --batch; repeatable. closed:N: N clients that wait for their answers (default: as many as the"
+        " batch); poisson:RATE: random arrivals, RATE per second.",
+    )
+    context: str | None = _what(
+        None,
+        "--context LENGTHS",
+        "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
+        " the same length is the baseline. Default: the prompts as they are.",
+    )
+    context_file: Path | None = _what(
+        None, "--context-file FILE", "Text for --context. Default: pages of specbench's documentation."
+    )
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Servers to measure instead of models."""
 
-    server: Annotated[
-        tuple[str, ...],
-        _servers(
-            "--server",
-            "NAME=URL[#MODEL]",
-            "Server to measure by the OpenAI protocol; repeatable, the first is the baseline. Default of MODEL: the one"
-            " it lists. --target names the model for its tokenizer. Keys are read from SPECBENCH_KEY_NAME in the"
-            " environment.",
-        ),
-    ] = ()
-    api: Annotated[
-        Literal["chat", "completions"],
-        _servers("--api", "WHAT", "Endpoint: chat (the server applies its template) or completions."),
-    ] = "chat"
-    timeout: Annotated[
-        float, _servers("--timeout", "SECONDS", "Timeout for each streamed chunk.", min=0.1)
-    ] = 300.0
-    prompt_cache: Annotated[
-        Literal["avoid", "keep"],
-        _servers(
-            "--prompt-cache",
-            "WHAT",
-            "Prompt caches of servers: avoid, or keep those of earlier turns in a conversation. keep sends all turns.",
-        ),
-    ] = "avoid"
-    check_outputs: Annotated[
-        bool,
-        _servers(
-            "--check-outputs",
-            None,
-            "At the end, load --target and use its logits to judge outputs that differ.",
-        ),
-    ] = False
+    server: tuple[str, ...] = _servers(
+        (),
+        "--server NAME=URL[#MODEL]",
+        "Server to measure by the OpenAI protocol; repeatable, the first is the baseline. Default of MODEL: the one"
+        " it lists. --target names the model for its tokenizer. Keys are read from SPECBENCH_KEY_NAME in the"
+        " environment.",
+    )
+    api: Literal["chat", "completions"] = _servers(
+        "chat", "--api WHAT", "Endpoint: chat (the server applies its template) or completions."
+    )
+    timeout: float = _servers(300.0, "--timeout SECONDS", "Timeout for each streamed chunk.", min=0.1)
+    prompt_cache: Literal["avoid", "keep"] = _servers(
+        "avoid",
+        "--prompt-cache WHAT",
+        "Prompt caches of servers: avoid, or keep those of earlier turns in a conversation. keep sends all turns.",
+    )
+    check_outputs: bool = _servers(
+        False, "--check-outputs", "At the end, load --target and use its logits to judge outputs that differ."
+    )
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """An engine whose servers are started, with one setting each."""
 
-    engine: Annotated[
-        StartedName | None,
-        _engines(
-            "--engine",
-            "ENGINE",
-            "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp. Options for"
-            " the engine follow --.",
-        ),
-    ] = None
-    engine_command: Annotated[
-        str,
-        _engines(
-            "--engine-command",
-            "COMMAND",
-            "Command that starts the engine's server in place of its usual one, such as docker or ssh; {port} stands"
-            " for the port.",
-        ),
-    ] = ""
-    max_servers: Annotated[
-        int | None,
-        _engines(
-            "--max-servers", "N", "Servers that run at a time. Default: as many as fit into memory.", min=1
-        ),
-    ] = None
-    start_timeout: Annotated[
-        float, _engines("--start-timeout", "SECONDS", "Timeout for the start of a server.", min=1.0)
-    ] = 600.0
+    engine: StartedName | None = _engines(
+        None,
+        "--engine ENGINE",
+        "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp. Options for"
+        " the engine follow --.",
+    )
+    engine_command: str = _engines(
+        "",
+        "--engine-command COMMAND",
+        "Command that starts the engine's server in place of its usual one, such as docker or ssh; {port} stands"
+        " for the port.",
+    )
+    max_servers: int | None = _engines(
+        None, "--max-servers N", "Servers that run at a time. Default: as many as fit into memory.", min=1
+    )
+    start_timeout: float = _engines(
+        600.0, "--start-timeout SECONDS", "Timeout for the start of a server.", min=1.0
+    )
 
 
 StartedArguments = Annotated[
@@ -180,83 +134,60 @@ StartedArguments = Annotated[
 class ExperimentOptions:
     """Prompts, and how often they are decoded."""
 
-    prompts: Annotated[tuple[str, ...], prompts_option(EXPERIMENT)] = ()
-    suite: Annotated[
-        tuple[str, ...], suite_option(EXPERIMENT, "--limit draws as many prompts of each task, by --seed.")
-    ] = ()
-    category: Annotated[
-        tuple[str, ...], _experiment("--category", "NAME", "Category of prompts; repeatable. Default: all.")
-    ] = ()
-    limit: Annotated[
-        int | None,
-        _experiment(
-            "--limit",
-            "N",
-            "Number of prompts, taken in turn from the categories. Default: all of the named sets or categories,"
-            f" {_DEFAULT_LIMIT} of a suite or if none is named.",
-            min=1,
-        ),
-    ] = None
-    turns: Annotated[
-        int | None,
-        _experiment(
-            "--turns",
-            "N",
-            "Maximum number of turns of each conversation. Default: all; with servers 1, without --prompt-cache keep.",
-            min=1,
-        ),
-    ] = None
-    repeats: Annotated[int, _experiment("--repeats -r", "N", "Repeats of each generation.")] = 2
-    warmup: Annotated[
-        int, _experiment("--warmup", "N", "Warm-up generations of each configuration, short and not counted.")
-    ] = 1
-    seed: Annotated[int, _experiment("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
-    until: Annotated[
-        str | None,
-        _experiment(
-            "--until",
-            "WIDTH",
-            "Stop as soon as the answer is known: sure (the verdict on the fastest configuration) or 5% (its interval"
-            " reaches at most 5% to each side). --limit and --repeats are then upper limits; the default of --limit is"
-            " all prompts.",
-        ),
-    ] = None
-    minutes: Annotated[
-        float, _experiment("--minutes", "X", "Time limit of --until, without loading.", min=0.0)
-    ] = 60.0
+    prompts: tuple[str, ...] = prompts_field(EXPERIMENT)
+    suite: tuple[str, ...] = suite_field(EXPERIMENT, "--limit draws as many prompts of each task, by --seed.")
+    category: tuple[str, ...] = _experiment(
+        (), "--category NAME", "Category of prompts; repeatable. Default: all."
+    )
+    limit: int | None = _experiment(
+        None,
+        "--limit N",
+        "Number of prompts, taken in turn from the categories. Default: all of the named sets or categories,"
+        f" {_DEFAULT_LIMIT} of a suite or if none is named.",
+        min=1,
+    )
+    turns: int | None = _experiment(
+        None,
+        "--turns N",
+        "Maximum number of turns of each conversation. Default: all; with servers 1, without --prompt-cache keep.",
+        min=1,
+    )
+    repeats: int = _experiment(2, "--repeats -r N", "Repeats of each generation.")
+    warmup: int = _experiment(
+        1, "--warmup N", "Warm-up generations of each configuration, short and not counted."
+    )
+    seed: int = _experiment(0, "--seed N", "Seed of the random order and of sampling.", min=0)
+    until: str | None = _experiment(
+        None,
+        "--until WIDTH",
+        "Stop as soon as the answer is known: sure (the verdict on the fastest configuration) or 5% (its interval"
+        " reaches at most 5% to each side). --limit and --repeats are then upper limits; the default of --limit is"
+        " all prompts.",
+    )
+    minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
 
 @dataclass(frozen=True)
 class ResultsOptions:
     """Where results go, and which run is continued."""
 
-    out: Annotated[
-        Path | None, _results("--out -o", "FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
-    ] = None
-    resume: Annotated[
-        bool,
-        _results(
-            "--resume",
-            None,
-            "Continue the run in --out, or begin one there. Without --out: the newest unfinished run of this sweep in"
-            " results/.",
-        ),
-    ] = False
-    accept_changes: Annotated[
-        bool,
-        _results(
-            "--accept-changes",
-            None,
-            "With --resume, continue even if the machine, versions or options have changed.",
-        ),
-    ] = False
-    retry_failed: Annotated[
-        bool, _results("--retry-failed", None, "With --resume, measure failed generations again.")
-    ] = False
-    dry_run: Annotated[bool, _results("--dry-run", None, "Show the plan, then exit.")] = False
+    out: Path | None = _results(None, "--out -o FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
+    resume: bool = _results(
+        False,
+        "--resume",
+        "Continue the run in --out, or begin one there. Without --out: the newest unfinished run of this sweep in"
+        " results/.",
+    )
+    accept_changes: bool = _results(
+        False,
+        "--accept-changes",
+        "With --resume, continue even if the machine, versions or options have changed.",
+    )
+    retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
+    dry_run: bool = _results(False, "--dry-run", "Show the plan, then exit.")
 
 
-_decoding, _option = panel(DECODING), panel("Options")
+_decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 MINUTES, ENGINE_MINUTES = 6.0, 20.0
 """Time limits of a search."""
 
@@ -265,71 +196,52 @@ MINUTES, ENGINE_MINUTES = 6.0, 20.0
 class TuneResultsOptions:
     """Where the answer and the measurements go."""
 
-    out: Annotated[Path, output("--out -o", "FILE", "File to write the configuration found to.")] = Path(
-        "specbench.toml"
+    out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
+    overwrite: bool = _output(False, "--overwrite", "Overwrite --out.")
+    results: Path | None = _output(
+        None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
     )
-    overwrite: Annotated[bool, output("--overwrite", None, "Overwrite --out.")] = False
-    results: Annotated[
-        Path | None, output("--results", "FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune.")
-    ] = None
-    resume: Annotated[
-        bool,
-        output(
-            "--resume",
-            None,
-            "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
-            " results/.",
-        ),
-    ] = False
+    resume: bool = _output(
+        False,
+        "--resume",
+        "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
+        " results/.",
+    )
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """What is tried, on which prompts, and for how long."""
 
-    drafter: Annotated[
-        tuple[str, ...],
-        drafters_option(
-            MODELS,
-            "Drafter to try as well: a model, a trained head, or a word of `specbench drafters`; repeatable. To measure"
-            " given drafters alone: `specbench sweep --until sure`.",
-        ),
-    ] = ()
-    prompts: Annotated[tuple[str, ...], prompts_option()] = ()
-    suite: Annotated[tuple[str, ...], suite_option()] = ()
-    category: Annotated[
-        tuple[str, ...], prompt_option("--category", "NAME", "Category of prompts; repeatable. Default: all.")
-    ] = ()
-    temperature: Annotated[
-        float, _decoding("--temperature -t", "X", "Temperature; 0 for greedy decoding.", min=0.0)
-    ] = 0.0
-    cache: Annotated[
-        CacheName | None,
-        _decoding(
-            "--cache",
-            "KIND",
-            "KV cache: dynamic, preallocated, static or none. Default: preallocated where forward passes are faster"
-            " with it.",
-        ),
-    ] = None
-    batch: Annotated[
-        str | None,
-        _option(
-            "--batch",
-            "RANGE",
-            "With --engine: batch sizes to measure at the end, for a schedule of draft lengths.",
-        ),
-    ] = None
-    minutes: Annotated[
-        float | None,
-        _option(
-            "--minutes",
-            "X",
-            f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, with --engine"
-            f" {ENGINE_MINUTES:g}.",
-        ),
-    ] = None
-    seed: Annotated[int, _option("--seed", "N", "Seed of the random order and of sampling.", min=0)] = 0
+    drafter: tuple[str, ...] = drafters_field(
+        MODELS,
+        "Drafter to try as well: a model, a trained head, or a word of `specbench drafters`; repeatable. To measure"
+        " given drafters alone: `specbench sweep --until sure`.",
+    )
+    prompts: tuple[str, ...] = prompts_field()
+    suite: tuple[str, ...] = suite_field()
+    category: tuple[str, ...] = group(PROMPT)(
+        (), "--category NAME", "Category of prompts; repeatable. Default: all."
+    )
+    temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
+    cache: CacheName | None = _decoding(
+        None,
+        "--cache KIND",
+        "KV cache: dynamic, preallocated, static or none. Default: preallocated where forward passes are faster"
+        " with it.",
+    )
+    batch: str | None = _option(
+        None,
+        "--batch RANGE",
+        "With --engine: batch sizes to measure at the end, for a schedule of draft lengths.",
+    )
+    minutes: float | None = _option(
+        None,
+        "--minutes X",
+        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, with --engine"
+        f" {ENGINE_MINUTES:g}.",
+    )
+    seed: int = _option(0, "--seed N", "Seed of the random order and of sampling.", min=0)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ def trace(
         Path, typer.Argument(metavar="FILE", help="Trace that --trace-file wrote; - reads standard input.")
     ],
     html: Annotated[
-        Path | None,
-        output("--html", "FILE", "Write a web page, one file, instead of showing the trace here."),
+        Path | None, output("--html FILE", "Write a web page, one file, instead of showing the trace here.")
     ] = None,
 ) -> None:
     """Show a step trace that `specbench generate --trace-file` wrote, here or as a web page."""

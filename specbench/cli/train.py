@@ -11,7 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_lines
 from specbench.cli.progress import starting
-from specbench.options import ModelOptions, panel, quantized
+from specbench.options import MODELS, PROMPT, ModelOptions, group, panel, quantized
 from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
@@ -24,65 +24,48 @@ TRAINING = "Training"
 _SAY_EVERY_S = 60.0
 """Between lines of progress where there is no terminal."""
 
-_training = panel(TRAINING)
+_training = group(TRAINING)
 
 
 @dataclass(frozen=True)
 class _Training:
     """How a head is trained; fields of ``TrainingSettings``."""
 
-    tokens: Annotated[
-        int | None, _training("--tokens", "N", "Tokens of the target's own answers to train on.", min=1)
-    ] = None
-    minutes: Annotated[
-        float | None,
-        _training(
-            "--minutes",
-            "X",
-            "Training time instead of --tokens, counted from when the target is loaded and including the time"
-            " before --resume; the current step or measurement is finished.",
-        ),
-    ] = None
-    depth: Annotated[int, _training("--depth", "N", "Tokens that the head learns to draft.", min=1)] = 4
-    layers: Annotated[
-        int | None,
-        _training(
-            "--layers",
-            "N",
-            "Decoder layers of the head, for all kinds but mtp and medusa. Default: 2.",
-            min=1,
-        ),
-    ] = None
-    vocab: Annotated[
-        int | None,
-        _training(
-            "--vocab",
-            "N",
-            "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
-            " at least 8192.",
-            min=1,
-        ),
-    ] = None
-    seed: Annotated[int, _training("--seed", "N", "Seed of everything random.", min=0)] = 0
+    tokens: int | None = _training(
+        None, "--tokens N", "Tokens of the target's own answers to train on.", min=1
+    )
+    minutes: float | None = _training(
+        None,
+        "--minutes X",
+        "Training time instead of --tokens, counted from when the target is loaded and including the time"
+        " before --resume; the current step or measurement is finished.",
+    )
+    depth: int = _training(4, "--depth N", "Tokens that the head learns to draft.", min=1)
+    layers: int | None = _training(
+        None, "--layers N", "Decoder layers of the head, for all kinds but mtp and medusa. Default: 2.", min=1
+    )
+    vocab: int | None = _training(
+        None,
+        "--vocab N",
+        "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
+        " at least 8192.",
+        min=1,
+    )
+    seed: int = _training(0, "--seed N", "Seed of everything random.", min=0)
 
 
 @dataclass(frozen=True)
 class _Lessons:
     """What is trained, and on which answers."""
 
-    kind: Annotated[KindName, opt.model_option("--kind", "KIND", "Kind of head: eagle, mtp or medusa.")] = (
-        "eagle"
+    kind: KindName = group(MODELS)("eagle", "--kind KIND", "Kind of head: eagle, mtp or medusa.")
+    prompts: tuple[str, ...] = opt.prompts_field(
+        help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable. Default:"
+        " training, the built-in set for it."
     )
-    prompts: Annotated[
-        tuple[str, ...],
-        opt.prompts_option(
-            help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable. Default:"
-            " training, the built-in set for it."
-        ),
-    ] = ()
-    max_new_tokens: Annotated[
-        int, opt.prompt_option("--max-new-tokens -n", "N", "Maximum length of an answer, in tokens.", min=2)
-    ] = 256
+    max_new_tokens: int = group(PROMPT)(
+        256, "--max-new-tokens -n N", "Maximum length of an answer, in tokens.", min=2
+    )
 
 
 def train(
@@ -93,32 +76,30 @@ def train(
     training: _Training,
     start: Annotated[
         str | None,
-        _training(
-            "--start",
-            "HEAD",
+        panel(TRAINING)(
+            "--start HEAD",
             "Trained head of this target to start from, with its draft vocabulary: a folder or hub id.",
         ),
     ] = None,
     out: Annotated[
-        Path, opt.output("--out -o", "FOLDER", "Output folder of the head; --drafter FOLDER drafts with it.")
+        Path, opt.output("--out -o FOLDER", "Output folder of the head; --drafter FOLDER drafts with it.")
     ],
     compact: Annotated[
         bool,
         opt.output(
             "--compact",
-            None,
             "Save the head in int8, without weights that the target has too. Only specbench can load such a head.",
         ),
     ] = False,
     resume: Annotated[
         bool,
         opt.output(
-            "--resume", None, "Continue an interrupted training, with the same options; --minutes may differ."
+            "--resume", "Continue an interrupted training, with the same options; --minutes may differ."
         ),
     ] = False,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
 ) -> None:
     """Train a head to draft for a target: --drafter FOLDER.
 

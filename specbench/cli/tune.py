@@ -30,7 +30,7 @@ def tune(
     results: TuneResultsOptions,
     json_output: opt.JsonOption = False,
     verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", None, "No progress.")] = False,
+    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
     """Find the fastest drafter, draft policy and KV cache for a target on this machine, and write specbench.toml.

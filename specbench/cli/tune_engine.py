@@ -96,12 +96,7 @@ class _EngineJob(RunJob):
     advice = "Restore what changed, or give other --results."
 
     def __init__(
-        self,
-        sweep: Sweep,
-        made: LaunchedEngine,
-        folder: Path,
-        quiet: bool,
-        planned: EngineServers,
+        self, sweep: Sweep, made: LaunchedEngine, folder: Path, quiet: bool, planned: EngineServers
     ) -> None:
         super().__init__(sweep, made, folder, quiet)
         self._launched, self._planned = made, planned
@@ -156,13 +151,7 @@ class _EngineJob(RunJob):
         return answer
 
     def show(
-        self,
-        answer: TuneAnswer,
-        found: EngineFound,
-        starts: str,
-        *,
-        json_output: bool,
-        verbose: bool,
+        self, answer: TuneAnswer, found: EngineFound, starts: str, *, json_output: bool, verbose: bool
     ) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
         from specbench.results.results import load_results
@@ -183,11 +172,7 @@ class _EngineJob(RunJob):
             planned.arguments,
             planned.options.engine_command,
         )
-        lines = [
-            *batch_lines(found),
-            *shown.needs,
-            f"Start:  {shown.command}",
-        ]
+        lines = [*batch_lines(found), *shown.needs, f"Start:  {shown.command}"]
         self.write_summary(summary, "\n\n".join([as_markdown(answer), *lines, table]))
         if json_output:
             write_json(

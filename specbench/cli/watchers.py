@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Generic, Protocol, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import write_out
-from specbench.cli.options import VerboseOption, output
+from specbench.options import OUTPUT, group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,44 +28,37 @@ if TYPE_CHECKING:
     Paint: TypeAlias = Callable[[str, Origin], str]
 
 
+_output = group(OUTPUT)
+
+
 @dataclass(frozen=True)
 class ShownOptions:
     """Output options."""
 
-    compare: Annotated[
-        bool,
-        output(
-            "--compare",
-            None,
-            "Also decode plainly, in turn, and show the speedup with its interval and any difference in the output.",
-        ),
-    ] = False
-    repeats: Annotated[
-        int | None,
-        output(
-            "--repeats",
-            "N",
-            "Number of pairs of generations for --compare. Default: 3, and up to 12 within 10 s.",
-            min=1,
-        ),
-    ] = None
-    show_accepted: Annotated[
-        bool,
-        output(
-            "--show-accepted", None, "Colors by origin: accepted drafts, corrected tokens, the target's own."
-        ),
-    ] = False
-    stream: Annotated[bool, output("--stream/--no-stream", None, "Print text as it is decoded.")] = True
-    debug: Annotated[bool, output("--debug", None, "Show every step on stderr.")] = False
-    trace_file: Annotated[
-        Path | None, output("--trace-file", "FILE", "File to write every step to, as JSON Lines.")
-    ] = None
-    json_output: Annotated[
-        bool,
-        output("--json", None, "Print one JSON object instead of text, or a line for each of --prompts."),
-    ] = False
-    verbose: VerboseOption = False
-    quiet: Annotated[bool, output("--quiet -q", None, "No progress, no summary.")] = False
+    compare: bool = _output(
+        False,
+        "--compare",
+        "Also decode plainly, in turn, and show the speedup with its interval and any difference in the output.",
+    )
+    repeats: int | None = _output(
+        None,
+        "--repeats N",
+        "Number of pairs of generations for --compare. Default: 3, and up to 12 within 10 s.",
+        min=1,
+    )
+    show_accepted: bool = _output(
+        False, "--show-accepted", "Colors by origin: accepted drafts, corrected tokens, the target's own."
+    )
+    stream: bool = _output(True, "--stream/--no-stream", "Print text as it is decoded.")
+    debug: bool = _output(False, "--debug", "Show every step on stderr.")
+    trace_file: Path | None = _output(
+        None, "--trace-file FILE", "File to write every step to, as JSON Lines."
+    )
+    json_output: bool = _output(
+        False, "--json", "Print one JSON object instead of text, or a line for each of --prompts."
+    )
+    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
+    quiet: bool = _output(False, "--quiet -q", "No progress, no summary.")
 
     @property
     def streamed(self) -> bool:
