@@ -95,8 +95,8 @@ class Fields:
 def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
     """Return a command as typer reads it, with single options in place of groups.
 
-    A group is a parameter whose type is a dataclass. Each of its fields is an option, declared with
-    ``specbench.options.group``; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
+    A group is a parameter whose type is a dataclass, with fields that ``specbench.options.group`` declares. Each is an
+    option; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
     passed to the command.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
