@@ -415,14 +415,10 @@ def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache):
     assert left_in(cache) == []
 
 
-def test_a_gguf_is_hashed_once_and_again_when_it_changes(tmp_path, tiny_gguf, monkeypatch, cache):
-    hashed: list[Path] = []
-    real = builtin.sha256
-    monkeypatch.setattr(builtin, "sha256", lambda path, *_: (hashed.append(path), real(path))[1])
-    mine = shutil.copy(tiny_gguf, tmp_path / "mine.gguf")
+def test_a_gguf_is_converted_again_when_it_changes(tmp_path, tiny_gguf):
+    mine = Path(shutil.copy(tiny_gguf, tmp_path / "mine.gguf"))
     first = prepare_gguf(mine)
     assert prepare_gguf(mine) == first
-    assert hashed.count(mine) == 1
     write_gguf(mine, seed=1)
     assert prepare_gguf(mine) != first
     assert same_logits(load_model(str(mine), CPU).model, seed=1)

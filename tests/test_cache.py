@@ -453,7 +453,7 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
         "calibrations/1.json": '{"target": "org/name"}',
         "vocabularies/1.json": '{"target": "org/name"}',
         "texts/5f/texts.jsonl": "[]",
-        "gguf-hashes/6a": "00",
+        "hashes/6a": "00",
         "starts/7b.json": "{}",
         "stray\x1b[2J": "?",
     }

@@ -17,12 +17,11 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from specbench.base.errors import RunError, SpecbenchError
-from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync, write_text
+from specbench.base.errors import RunError
+from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
 from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size, is_intact, write_manifest
@@ -56,16 +55,15 @@ def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
 
 
 def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
-    """Return the converted copy of a GGUF file, which is made at its first use and found again by the file's sha256.
+    """Return the converted copy of a GGUF file, which is made at its first use, and again if the file changes.
 
     Raises:
         RunError: The file is damaged or does not fit into memory, or the cache cannot be written.
         UsageError: `transformers` cannot read this kind of GGUF.
     """
-    digest = _known_sha256(gguf)
-    if digest is None:
-        read_gguf_header(gguf)  # a truncated file is named before seconds are spent on its hash
-        digest = _remember_sha256(gguf, progress)
+    with file_errors(f"The file {str(gguf)!r} cannot be read"):
+        state = gguf.stat()
+    key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
 
     def build(folder: Path, _: Path) -> None:
         convert_gguf(gguf, folder, name=gguf.name, progress=progress)
@@ -75,9 +73,9 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
         return header.elements * header.stored_itemsize
 
     return _prepare(
-        f"gguf-{digest[:32]}",
+        f"gguf-{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}",
         build,
-        source={"name": gguf.name, "sha256": digest},
+        source={"name": gguf.name},
         space=space,
         progress=progress,
     )
@@ -148,33 +146,6 @@ def _no_space(detail: str = "") -> RunError:
         f"No space is left in the cache folder {str(cache_folder())!r}{detail}; nothing partial was kept.",
         f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
     )
-
-
-def _hash_note(gguf: Path) -> Path:
-    """Return the path of the note with the sha256 of ``gguf``, which is valid for the file's current size and time."""
-    state = gguf.stat()
-    key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    return cache_folder() / "gguf-hashes" / hashlib.sha256(os.fsencode(key)).hexdigest()
-
-
-def _known_sha256(gguf: Path) -> str | None:
-    try:
-        digest = _hash_note(gguf).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
-    return digest if len(digest) == 64 and set(digest) <= set("0123456789abcdef") else None
-
-
-def _remember_sha256(gguf: Path, progress: Progress | None) -> str:
-    report = None if progress is None else partial(progress.update, f"checking {gguf.name}")
-    with file_errors(f"The file {str(gguf)!r} cannot be read"):
-        note = _hash_note(gguf)
-        digest = sha256(gguf, report)
-    # A cache that is read-only or full may still hold the converted copy.
-    with suppress(OSError, SpecbenchError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, digest)
-    return digest
 
 
 # -- fetching --------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ _KINDS = {
     LAYERS_FOLDER: "packed and quantized layers of models, so that these start sooner",
     "timings": "timings of this machine that choose how forward passes are run",
     "texts": "what targets have written to train heads on",
-    "gguf-hashes": "hashes of GGUF files",
     SUITES_FOLDER: "prompts of public benchmarks",
 }
 _DERIVED = (LAYERS_FOLDER, "timings")

@@ -26,7 +26,7 @@ from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
 from specbench.models.assistant import ASSISTANTS, layers_of_target, make_assistant
 from specbench.models.block_files import BLOCK_KINDS, BlockSettings, block_head
-from specbench.models.checkpoints import MAX_HEADER, read_any_config, read_settings, text_config
+from specbench.models.checkpoints import read_any_config, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec
@@ -42,6 +42,9 @@ _STATES = 3
 
 _AHEAD = 8
 """Tokens that P-EAGLE drafts in a forward pass unless its configuration says: what its authors train it for."""
+
+_MOST_NAMES = 100_000_000
+"""Bytes of the largest pickle that is searched for the names of tensors."""
 
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names that tools give the token P-EAGLE reads in place of one to be guessed."""
@@ -430,7 +433,7 @@ def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | Non
             with ZipFile(folder / "pytorch_model.bin") as archive:
                 pickled = (each for each in archive.infolist() if each.filename.endswith("data.pkl"))
                 return any(
-                    b"fc.weight" in archive.read(each) for each in pickled if each.file_size <= MAX_HEADER
+                    b"fc.weight" in archive.read(each) for each in pickled if each.file_size <= _MOST_NAMES
                 )
     except Exception:  # what parsers raise; loading it reports the damage
         return False

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import check_memory, fingerprint, safetensors_elements, weight_files
+from specbench.models.checkpoints import check_memory, fingerprint, weight_files
 from specbench.models.head_files import HeadFiles
 from specbench.models.training_metadata import PACKED_WEIGHTS, check_weights
 
@@ -204,7 +204,6 @@ def _weight_files(files: HeadFiles, allow_pickle: bool) -> list[Path]:
 def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
-            safetensors_elements(path)
             return load_file(path)
         if path.suffix == ".gz":
             with gzip.open(path) as file:
@@ -215,8 +214,6 @@ def _read(path: Path, name: str) -> dict[str, torch.Tensor]:
         read = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
             raise ValueError("it has no named tensors")
-    except RunError:
-        raise
     except Exception as error:  # what unpicklers and parsers raise
         reason = excerpt(error).rstrip(".")
         raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error

@@ -6,7 +6,6 @@ headers of its files, or the free memory. Remote code is never run. Pickled weig
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -41,7 +40,7 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.devices import available_memory, check_options, read_device_map, resolve_device
 from specbench.models.hub import HubModel
-from specbench.models.tokenizers import TEMPLATE, end_ids_of, make_tokenizer, tokenizer_digest
+from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 
@@ -80,7 +79,6 @@ class LanguageModel:
         identity: A fingerprint of the weights that does not depend on the dtype they are loaded in.
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
-        tokenizer_files: Digest of the tokenizer's files; ``None`` if they are not known.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
     """
 
@@ -99,7 +97,6 @@ class LanguageModel:
     identity: str = ""
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
-    tokenizer_files: str | None = None
     folder: Path | None = None
 
     def __repr__(self) -> str:
@@ -143,8 +140,7 @@ def load_model(
         progress: Receives the progress of fetching, converting and loading.
         allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
         tokenizer: Whether to load the tokenizer.
-        share_tokenizer_with: A model whose tokenizer is used if its files are equal, since making a tokenizer takes a
-            second.
+        share_tokenizer_with: A model whose tokenizer is taken if its files are equal: making one takes a second.
 
     Raises:
         UsageError: There is no such model, device or dtype, or the model cannot be decoded speculatively.
@@ -280,13 +276,15 @@ def _load_folder(
         needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
     placement = _placement(options, config, unpacked or needed // dtype.itemsize, stored, dtype, name)
-    tokenizer, tokenizer_files = (
-        _load_tokenizer(folder, hub, name, share_with) if with_tokenizer else (None, None)
-    )
+    tokenizer = None
+    if share_with and share_with.folder and same_tokenizer(folder, share_with.folder):
+        tokenizer = share_with.tokenizer
+    if tokenizer is None and with_tokenizer:
+        tokenizer = make_tokenizer(folder, hub, name)
     model = _read_weights(folder, name, config, dtype, placement, safetensors=not pickled, progress=progress)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
-    loaded.tokenizer_files, loaded.folder = tokenizer_files, folder
+    loaded.folder = folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files, times=True)
@@ -396,24 +394,6 @@ def _placement(
     _, peak = weight_memory(config, numbers, stored, loaded, quantize=quantized(options.dtype))
     check_memory(peak, name=name, device=device)
     return None
-
-
-def _load_tokenizer(
-    folder: Path, hub: HubModel | None, name: str, share_with: LanguageModel | None
-) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return a model's tokenizer and a digest of its files; for ``share_with`` see ``load_model``."""
-    known = None if share_with is None or share_with.tokenizer_files is None else share_with.tokenizer
-    if (
-        share_with is not None
-        and known is not None
-        and tokenizer_digest(folder) == share_with.tokenizer_files
-    ):
-        tokenizer = copy.copy(known)
-        tokenizer.name_or_path = name
-        if (folder / TEMPLATE).exists():
-            tokenizer.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
-        return tokenizer, share_with.tokenizer_files
-    return make_tokenizer(folder, hub, name), tokenizer_digest(folder)  # a hub's files are all there by now
 
 
 def _context_limit(config: PreTrainedConfig) -> int | None:

@@ -17,7 +17,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.assistant import assistant_beside
-from specbench.models.checkpoints import check_memory, fingerprint, safetensors_elements, text_config
+from specbench.models.checkpoints import check_memory, fingerprint, text_config
 from specbench.models.head_files import HeadFiles, find_head
 from specbench.models.heads import TrainedHead, draft_tokens, load_head, widened
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
@@ -130,7 +130,6 @@ def load_mtp(files: HeadFiles, target_layers: int) -> MtpHead:
         by_file[path].append(name)
     tensors: dict[str, torch.Tensor] = {}
     for path, names in by_file.items():
-        safetensors_elements(path)  # or the refusal of a damaged file
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names}
             if "d2t" in file.keys():  # noqa: SIM118 - it is no dict

@@ -10,11 +10,14 @@ Only ``config.json`` and the headers of safetensors files are read here, without
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from safetensors import SafetensorError, safe_open
 
 from specbench.specs.models import ModelSpec
 
@@ -24,7 +27,6 @@ BLOCK = "layers.0."
 JOINED = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Tensors that every MTP layer has, by their names in ``MtpLayer``."""
 
-_MAX_HEADER = 100_000_000
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -205,11 +207,6 @@ class MtpTensors:
     plain: bool
 
 
-def has_mtp_layers(target: ModelSpec) -> bool:
-    """Return whether a target's checkpoint has MTP layers that draft for it, see ``mtp_layers_of``."""
-    return mtp_layers_of(target) is not None
-
-
 def mtp_layers_of(target: ModelSpec) -> MtpTensors | None:
     """Return the MTP layers of a target's checkpoint that draft for it, without loading or fetching weights.
 
@@ -302,7 +299,7 @@ def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
                 layers,
                 places,
                 files,
-                sum(_count(entry["shape"]) for entry in entries),
+                sum(math.prod(entry["shape"]) for entry in entries),
                 all(_is_plain(name, header) for _, header in headers for name in header if name in places),
             )
     return None
@@ -315,28 +312,13 @@ def _is_plain(name: str, header: Mapping[str, Any]) -> bool:
     return entry["dtype"] in _FLOATS or rounded
 
 
-def _count(shape: Iterable[int]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
-
-
 def _header(path: Path) -> dict[str, Any]:
     """Return the tensors that a file describes; empty for a file without a valid header."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
-    except (OSError, ValueError, RecursionError):
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {
+                name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()
+            }
+    except (OSError, SafetensorError):
         return {}
-    if not isinstance(header, dict):
-        return {}
-    return {
-        name: entry
-        for name, entry in header.items()
-        if isinstance(entry, dict)
-        and isinstance(entry.get("dtype"), str)
-        and isinstance(shape := entry.get("shape"), list)
-        and all(type(size) is int for size in shape)
-    }

@@ -45,8 +45,7 @@ def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation
             )
         return None
     vocabulary = target.tokenizer.get_vocab()
-    same = target.tokenizer_files is not None and target.tokenizer_files == drafter.tokenizer_files
-    if same or vocabulary == drafter.tokenizer.get_vocab():
+    if target.tokenizer is drafter.tokenizer or vocabulary == drafter.tokenizer.get_vocab():
         needed = max(vocabulary.values(), default=-1) + 1
         for model in (target, drafter):
             if model.vocab_size < needed:

@@ -1,9 +1,8 @@
-"""Load tokenizers, fingerprint their files, and find the tokens that end an output."""
+"""Load tokenizers, and find the tokens that end an output."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import filecmp
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,11 @@ from specbench.models.chat_templates import TemplateError, render_chat, start_re
 from specbench.models.checkpoints import custom_code, text_config
 from specbench.models.hub import HubModel
 
-_TOKENIZER_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 
-_OF_THE_MODEL = (".index.json", "generation_config.json")
-"""Endings of files that belong to the model alone."""
-
-TEMPLATE = "chat_template.jinja"
-
-_TOKENIZER_SETTINGS = ("model_type", "tokenizer_class")
-"""Settings of a model's configuration that concern its tokenizer."""
-
-
-def tokenizer_digest(folder: Path) -> str | None:
-    """Return a digest of all files that a tokenizer can consist of,
-    except its template; ``None`` if one is unreadable.
-    """
-    digest = hashlib.sha256()
-    if (folder / "additional_chat_templates").exists():
-        return None
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in _TOKENIZER_SUFFIXES or path.name.endswith(_OF_THE_MODEL):
-                continue
-            content = b"" if path.name == TEMPLATE else path.read_bytes()
-            if path.name == "config.json":
-                config = json.loads(content)
-                content = repr([config.get(setting) for setting in _TOKENIZER_SETTINGS]).encode()
-            digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return digest.hexdigest()
+def same_tokenizer(first: Path, second: Path) -> bool:
+    """Return whether two folders have the same files of a tokenizer, except for its template."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return len(filecmp.cmpfiles(first, second, files, shallow=False)[0]) == len(files)
 
 
 def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:

@@ -20,7 +20,7 @@ from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
 from specbench.generate import encode_prompt
 from specbench.models.devices import resolve_device
-from specbench.models.mtp_layouts import has_mtp_layers
+from specbench.models.mtp_layouts import mtp_layers_of
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import Target, default_cache
 from specbench.models.training_metadata import is_packaged
@@ -119,7 +119,7 @@ def _come_with(target: ModelSpec) -> list[DrafterSpec]:
         for alias, model in PACKAGED_HEADS.items()
         if parse_model(model) == target and is_packaged(alias)
     ]
-    return [*heads, Mtp()] if has_mtp_layers(target) else heads
+    return [*heads, Mtp()] if mtp_layers_of(target) else heads
 
 
 def _int4_is_fast(device: str) -> bool:
