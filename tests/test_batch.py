@@ -16,7 +16,6 @@ from tiny import tiny_llama
 
 from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.forward import FusedForward
 from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.surgery import first_layers, quantize_linears, quantized_copy
 from specbench.backends.torch.pools import KVPool, PoolKind
@@ -107,7 +106,6 @@ def branch(asked: ForwardRequest, node: int) -> list[int]:
 def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     scorer = loaded("llama", pack)
     batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
-    assert isinstance(scorer.forward, FusedForward) is pack
     places = torch.arange(VOCAB).flip(0) + 3
     wide = Scorer(scorer.model, vocab_size=VOCAB + 3, places=places)
     others = BatchedModel(wide, batch.pool)

@@ -12,7 +12,7 @@ from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfi
 
 from specbench.backends.torch import trials
 from specbench.backends.torch.forward import NativeForward
-from specbench.backends.torch.kernels import attention, linear, llama_layers, native
+from specbench.backends.torch.kernels import attention, linear, native
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
@@ -52,17 +52,17 @@ def scorer_of(model: Any, cache: Any = "preallocated", *, pack: bool = True) -> 
     return wrap_target(model, name="tiny", cache=cache, pack=pack).scorer
 
 
-@pytest.fixture(params=["one call", "few operators"])
+@pytest.fixture(params=["native", "operators"])
 def way(request, monkeypatch) -> str:
     """How targets of the Llama family make short passes, where there is a native library."""
-    if request.param == "few operators":
-        monkeypatch.setattr(trials, "_MAX_SLOWDOWN", 0.0)
+    if request.param == "operators":
+        monkeypatch.setattr(trials, "_native_is_right", lambda *_: False)
     return str(request.param)
 
 
 @pytest.fixture
-def few_operators(monkeypatch):
-    monkeypatch.setattr(trials, "_MAX_SLOWDOWN", 0.0)
+def _in_operators(monkeypatch):
+    monkeypatch.setattr(trials, "_native_is_right", lambda *_: False)
 
 
 @pytest.mark.usefixtures("way")
@@ -132,7 +132,7 @@ def test_a_cache_that_cannot_hold_the_layers_is_no_default():
     assert default_cache(tiny_llama().config, quantized=False) == "dynamic"
 
 
-@pytest.mark.usefixtures("few_operators")
+@pytest.mark.usefixtures("_in_operators")
 @needs_packing
 def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch):
     attend = attention.attend
@@ -141,7 +141,7 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch):
         out = attend(query, key, value, masks, scale)
         return out * (1 + 1e-6) if masks is None else out
 
-    monkeypatch.setattr(llama_layers, "attend", unmasked)
+    monkeypatch.setattr(attention, "attend", unmasked)
     reason = scorer_of(grouped_llama(2, torch.float32)).why_not_bit_exact()
     assert "of one" in (reason or "")
 
@@ -151,11 +151,9 @@ def test_a_single_row_in_half_precision_is_not_tried_out(dtype):
     assert linear._single_rows_differ(torch.zeros(100, 64), dtype, 64)  # on any processor
 
 
-@pytest.mark.parametrize(("quickest", "expected"), [(1, [2, 2, 3, 6]), (5, [5, 5, 3, 6])])
-def test_a_single_row_in_half_precision_is_never_alone(quickest, expected, monkeypatch):
+def test_a_single_row_in_half_precision_is_never_alone():
     if not linear.onednn_packs(torch.bfloat16):
         pytest.skip("oneDNN packs no such layers here")
-    monkeypatch.setattr(linear, "fastest_min_rows", lambda dtype: quickest)
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     layer = linear.PackedLinear(weight.bfloat16(), None)
     rows: list[int] = []
@@ -163,7 +161,7 @@ def test_a_single_row_in_half_precision_is_never_alone(quickest, expected, monke
     layer._product = lambda x: rows.append(x.shape[-2]) or product(x)  # type: ignore[func-returns-value,assignment,method-assign]
     for count in (1, 2, 3, 6):
         layer(torch.randn(1, count, 64).bfloat16())
-    assert rows == expected
+    assert rows == [2, 2, 3, 6]
 
 
 @pytest.mark.usefixtures("way")
@@ -235,7 +233,7 @@ def test_what_is_not_bit_exact_says_so():
         scorer_of(tiny_llama(context=32)).require_bit_exact()
 
 
-@pytest.mark.usefixtures("few_operators")
+@pytest.mark.usefixtures("_in_operators")
 @needs_packing
 def test_the_trial_finds_what_depends_on_the_width(monkeypatch):
     scorer = scorer_of(tiny_llama())

@@ -28,7 +28,7 @@ from specbench.backends.torch.head_forward import (
 )
 from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape
-from specbench.backends.torch.kernels import linear, native, onednn_layout, timings
+from specbench.backends.torch.kernels import linear, native, onednn_layout
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import (
     Int4Linear,
@@ -81,7 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
 OTHER_SIZES = [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}]  # not supported
 CONTEXT = torch.randint(0, 301, (150,), generator=torch.Generator().manual_seed(0)).tolist()
 COPIES = {8: quantized_copy, 4: partial(quantized_copy, kind="int4")}
-LAYERS: dict[str, Any] = {"int8": partial(Int8Linear, row_invariant=False), "int4": Int4Linear}
+LAYERS: dict[str, Any] = {"int8": Int8Linear, "int4": Int4Linear}
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, "cpu")]
 
 
@@ -207,7 +207,7 @@ def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch):
     expected = own(x)
     monkeypatch.setattr(native, "_load", lambda: "it was not built")
     assert native.why_unavailable() == "it was not built"
-    assert Int8Linear(weight, None, row_invariant=False).panels is None
+    assert Int8Linear(weight, None).panels is None
     slow = Int4Linear(weight, None)
     assert slow.panels is None
     assert not slow.quantizes_rows
@@ -265,7 +265,6 @@ def test_halves_in_12_bits_are_the_same_to_the_bit(outputs, inputs, level):
             assert short is None
             continue
         assert short is not None
-        assert short.nbytes == 0.75 * native.Panels.from_bfloat16(weight).nbytes
         assert torch.equal(short.dense().view(torch.int16), weight.view(torch.int16))
 
 
@@ -489,14 +488,6 @@ def test_greedy_outputs_are_those_of_generate(kind):
         assert list(run.token_ids) == own
 
 
-def test_a_slower_way_is_not_taken(monkeypatch):
-    model = target_of("Llama", torch.float32)
-    for took, way in ((1.2, ways.FusedForward), (0.8, ways.NativeForward)):
-        monkeypatch.setattr(timings, "measured", {})
-        monkeypatch.setattr(trials, "_time_native", lambda model, cache, layers, took=took: took)
-        assert type(Scorer(model).forward) is way
-
-
 # -- of several requests -----------------------------------------------------------------------------
 
 
@@ -513,14 +504,11 @@ def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-@pytest.mark.skipif(
-    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
-    reason="without AVX-512 products of float32 weights depend on the rows beside",
-)
 @pytest.mark.parametrize("pool", ["slotted", "paged"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype, pool, monkeypatch):
+    monkeypatch.setattr(native, "most_rows", lambda _: 128)  # all of them, on any processor
     scorer, choice = chosen(target_of(kind, dtype)), random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 2048, 9))
     assert batch.why_not_batched is None
@@ -772,7 +760,7 @@ def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
 
 
 def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
-    monkeypatch.setattr(trials, "_native_is_fast", lambda *_: False)
+    monkeypatch.setattr(trials, "_native_is_right", lambda *_: False)
     other = rounded_target("Llama", 8)
     factory = RequestFactory(other.scorer, 256, 2)
     assert factory.why_not_batched is not None
@@ -805,7 +793,7 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
 def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
     copy = quantized_copy(build(kind, dtype))
     held = []
-    for way in (ways.FusedForward, ways.NativeForward):
+    for way in (ways.HFForward, ways.NativeForward):
         scorer = scorer_of(copy, way)
         scorer.begin()
         scorer.logits(CONTEXT)
@@ -885,19 +873,16 @@ def test_trees_attend_along_their_branches(kind, copied, cache, level):
 
 
 @pytest.mark.parametrize("sizes", OTHER_SIZES)
-def test_models_of_other_sizes_are_fused(sizes):
+def test_models_of_other_sizes_go_the_way_of_transformers(sizes):
     scorer = Scorer(quantized_copy(build("Llama", **sizes)))
-    target = Scorer(target_of("Llama", torch.float32, **sizes))
-    assert type(scorer.forward) is ways.FusedForward
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):  # AVX2 has narrower panels, which fit
-        assert type(target.forward) is ways.FusedForward
+    assert type(scorer.forward) is ways.HFForward
     assert deviation(passes(scorer), passes(Scorer(build("Llama", **sizes)))) < 0.4
 
 
 def test_what_comes_out_differently_is_not_taken(monkeypatch):
     copy, head, run = quantized_copy(build("Llama")), head_of(8), native.DecoderStack.__call__
     monkeypatch.setattr(native.DecoderStack, "__call__", lambda *given: (run(*given)[0].roll(1, -1), None))
-    assert type(Scorer(copy).forward) is ways.FusedForward
+    assert type(Scorer(copy).forward) is ways.HFForward
     assert type(choose_head_forward(head)) is HeadForward
 
 

@@ -84,9 +84,7 @@ def _with_and_without_operators(request, monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-@pytest.mark.parametrize("min_rows", [1, 5])
-def test_a_packed_layer_computes_the_same(min_rows, inputs, outputs, bias, dtype, monkeypatch):
-    monkeypatch.setattr(module, "fastest_min_rows", lambda dtype: min_rows)
+def test_a_packed_layer_computes_the_same(inputs, outputs, bias, dtype):
     layer = linear(inputs, outputs, bias, dtype)
     packed = PackedLinear(layer.weight, layer.bias)
     for shape in ((1,), (2,), (5,), (33,), (1, 1), (1, 7), (2, 3, 4), (0,)):
@@ -293,10 +291,9 @@ def test_shared_layers_stay_shared(replace, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 5), (64, 96), (100, 257)])
-@pytest.mark.parametrize("row_invariant", [True, False])
-def test_an_int8_layer_is_close(inputs, outputs, bias, dtype, row_invariant):
+def test_an_int8_layer_is_close(inputs, outputs, bias, dtype):
     layer = linear(inputs, outputs, bias, dtype)
-    quantized = Int8Linear(layer.weight, layer.bias, row_invariant=row_invariant)
+    quantized = Int8Linear(layer.weight, layer.bias)
     for shape in ((1,), (9,), (1, 7), (2, 3, 4)):
         x = random_rows(*shape, inputs, dtype=dtype)
         found = quantized(x)
@@ -329,10 +326,9 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
 
 
 @pytest.mark.usefixtures("_with_and_without_operators")
-@pytest.mark.parametrize("row_invariant", [True, False])
-def test_zeros_stay_zeros_and_extremes_give_no_nan(row_invariant):
+def test_zeros_stay_zeros_and_extremes_give_no_nan():
     def quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
-        return Int8Linear(weight, bias, row_invariant=row_invariant)
+        return Int8Linear(weight, bias)
 
     layer = linear(6, 4, True)
     for rows in (1, 2):
@@ -353,8 +349,7 @@ def test_sums_do_not_overflow_without_vnni(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     monkeypatch.setattr(native, "is_available", lambda: False)
     layer = linear(96, 64, True)
-    quick = Int8Linear(layer.weight, layer.bias, row_invariant=False)
-    assert not quick.float32_io
+    quick = Int8Linear(layer.weight, layer.bias)
     for scale in (1.0, 1e-3):
         x = torch.full((3, 96), scale)
         assert relative_error(quick(x), layer(x)) < 0.02

@@ -128,7 +128,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     assert not any(isinstance(module, Int8Linear) for module in source.modules())
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
     plain = cheaper_form(source, kept, int8=False)
-    quantize_linears(plain, row_invariant=False)
+    quantize_linears(plain)
     assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
 
 

@@ -14,7 +14,7 @@ def cache(
         bool,
         typer.Option(
             "--clear",
-            help="Remove packed and quantized weights and timings, which take seconds to make again.",
+            help="Remove packed and quantized weights, which take seconds to make again.",
         ),
     ] = False,
     remove: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.backends.torch.forward import FusedForward
+from specbench.backends.torch.kernels.decoder_parts import family_name
 from specbench.backends.torch.kernels.native import why_unavailable
 from specbench.backends.torch.kernels.surgery import quantization_of
 from specbench.backends.torch.scorer import Scorer
@@ -129,5 +129,5 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
         return None
     if quantization_of(scorer.model) is not None:
         return why_unavailable()
-    fused = isinstance(scorer, Scorer) and isinstance(scorer.forward, FusedForward)  # not a head
-    return why_unavailable() if fused and scorer.model.dtype != torch.float16 else None
+    is_known = scorer.model.dtype != torch.float16 and family_name(scorer.model) is not None
+    return why_unavailable() if is_known else None

@@ -27,11 +27,10 @@ SUITES_FOLDER = "suites"
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "packed and quantized layers of models, so that these start sooner",
-    "timings": "timings of this machine that choose how forward passes are run",
     "texts": "what targets have written to train heads on",
     SUITES_FOLDER: "prompts of public benchmarks",
 }
-_DERIVED = (LAYERS_FOLDER, "timings")
+_DERIVED = (LAYERS_FOLDER,)
 """Kinds that are made again in seconds when missing."""
 
 _LARGEST_NOTE = 1 << 26

@@ -292,7 +292,7 @@ def wrap_drafter(
         _trim_head(language_model, tuple(map(translation.shared.__getitem__, sorted(translation.shared))))
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
     if rounded is not None:
-        quantize(language_model, rounded, row_invariant=False, progress=progress)
+        quantize(language_model, rounded, progress=progress)
         dtype = rounded
     else:
         pack_kept(language_model, progress)
@@ -404,7 +404,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         quantize_linears(module, "int4")
         name = "int4"
     elif quantize and device.type == "cpu":
-        quantize_linears(module, row_invariant=False)
+        quantize_linears(module)
         name = "int8"
     else:
         pack_linears(module)

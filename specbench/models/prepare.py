@@ -18,7 +18,6 @@ from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
-from specbench.models.timings import kept_timings
 from specbench.options import CacheKind, ModelOptions
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.models import ModelSpec
@@ -116,14 +115,13 @@ def prepare(
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         before_packing(language_model)
-    with kept_timings():
-        ready = prepare_target(language_model, kind, progress=progress)
-        if bit_exact:
-            announce(progress, "testing forward passes of several sizes")
-            ready.scorer.require_bit_exact()
-        loaded_drafters = prepare_drafters(
-            ready, drafters, options, cache=cache, progress=progress, loaded=loaded
-        )
+    ready = prepare_target(language_model, kind, progress=progress)
+    if bit_exact:
+        announce(progress, "testing forward passes of several sizes")
+        ready.scorer.require_bit_exact()
+    loaded_drafters = prepare_drafters(
+        ready, drafters, options, cache=cache, progress=progress, loaded=loaded
+    )
     if state_checkpoints:
         _keep_checkpoints(ready, loaded_drafters, state_checkpoints)
     for drafting in loaded.values():

@@ -22,7 +22,6 @@ from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model, wrap_model
-from specbench.models.timings import kept_timings
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ModelSpec
 
@@ -111,8 +110,7 @@ def load_target(
     """
     language_model = load_model(spec, options, progress=progress, allow_pickle=allow_pickle)
     kind = cache or default_cache(language_model.model.config, quantized=language_model.quantize is not None)
-    with kept_timings():
-        return prepare_target(language_model, kind, progress=progress)
+    return prepare_target(language_model, kind, progress=progress)
 
 
 def default_cache(config: PretrainedConfig, *, quantized: bool) -> CacheKind:
@@ -186,15 +184,7 @@ def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
         pack_linears(language_model.model, layers)
 
 
-def quantize(
-    language_model: LanguageModel,
-    dtype: QuantizedName,
-    *,
-    row_invariant: bool = True,
-    progress: Progress | None,
-) -> None:
-    """Quantize a model's linear layers in place, or load stored quantized layers;
-    for ``row_invariant`` see ``Int8Linear``.
-    """
+def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: Progress | None) -> None:
+    """Quantize a model's linear layers in place, or load stored quantized layers."""
     with kept_layers(language_model, dtype, progress) as layers:
-        quantize_linears(language_model.model, dtype, row_invariant=row_invariant, layers=layers)
+        quantize_linears(language_model.model, dtype, layers)

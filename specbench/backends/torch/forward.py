@@ -1,4 +1,4 @@
-"""Implementations of a model's forward pass: the model's own, a fused one, a native one, and one for several requests.
+"""Implementations of a model's forward pass: the model's own, a native one, and one for several requests.
 
 Each is a ``Forward`` bound to a model and its cache, chosen by ``trials.choose_forward``; ``GraphForward`` is another
 one. A ``RaggedForward`` runs several requests together, and gets their cache with every call.
@@ -7,8 +7,7 @@ one. A ``RaggedForward`` runs several requests together, and gets their cache wi
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, fold_mask, is_folded
-from specbench.backends.torch.kernels.decoder_parts import LayerParts, ModelParts, read_parts
-from specbench.backends.torch.kernels.llama_layers import FusedLayer, spread_rotation
+from specbench.backends.torch.kernels.attention import LONGEST_PASS, is_folded
+from specbench.backends.torch.kernels.decoder_parts import LayerParts, ModelParts, native_stack, read_parts
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
-from specbench.backends.torch.kernels.native_stacks import native_stack
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.backends.torch.recurrent import keep_states
@@ -137,77 +134,6 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-class FusedForward(Forward):
-    """A forward of a few tokens in few torch operators, without the modules in between, for models like Llama.
-
-    Used where native forwards are not: no C compiler when specbench was installed, other processors than x86-64 with
-    AVX2, float16. There it takes 0.86 of ``HFForward``'s time on SmolLM2-135M in bfloat16, and 0.77 on
-    its int8 copy. Longer forwards, and models with hooks, go to ``HFForward``.
-
-    Args:
-        model: A model that ``trials.choose_forward`` has tried; what it consists of is looked up in every new context.
-        cache: Its keys and values.
-    """
-
-    def __init__(self, model: Any, cache: KVCache) -> None:
-        self._model, self._cache = model, cache
-        self._fallback = HFForward(model, cache)
-        self._lookup = _PartsLookup(model)
-
-    def is_available(self) -> bool:
-        """Return whether the model is of a known kind and has no hooks now."""
-        parts = self._lookup(self._hf_cache())
-        return parts is not None and bool(parts.fused)
-
-    def _run(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
-    ) -> ForwardOutput:
-        tokens, cache = ids.shape[1], self._hf_cache()
-        if tokens > LONGEST_PASS:
-            return self._read(ids, rows, layers, positions, mask)
-        parts = self._lookup(cache)
-        if parts is None or not parts.fused:
-            return self._fallback.run(ids, rows, layers, positions, mask)
-        past, groups, dtype = cache.get_seq_length(), parts.layers[0].groups, parts.layers[0].dtype
-        if positions is None:
-            positions = torch.arange(past, past + tokens)[None]
-        masks: dict[int | None, list[Tensor] | None] = {}
-
-        def masks_of(cached: Any) -> list[Tensor] | None:
-            window = cached.sliding_window if cached.is_sliding else None
-            if window not in masks:
-                added = mask
-                if added is None:
-                    keys, first = cached.get_mask_sizes(tokens)
-                    added = _causal_mask(past, tokens, keys, first, window, dtype)
-                masks[window] = None if added is None else fold_mask(added, groups, dtype)
-            return masks[window]
-
-        wanted = slice(-rows, None)
-        output = _run_fused(self._model, parts.fused, ids, positions, cache, masks_of, wanted, layers)
-        self._cache.after_forward()
-        return output
-
-    def _read(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
-    ) -> ForwardOutput:
-        """Run the model's own forward over a prompt, in chunks whose activations stay in the processor's caches."""
-        dense = is_folded(self._model.config) and self._lookup(self._hf_cache()) is not None
-        if positions is not None or mask is not None or not (dense and self._cache.takes_trees):
-            return self._fallback.run(ids, rows, layers, positions, mask)
-        self._cache.expect(ids.shape[1])
-        passes, left = [], ids.shape[1]
-        for chunk in ids.tensor_split(-(-left // _CHUNK_ROWS), dim=1):
-            left -= chunk.shape[1]
-            wanted = min(chunk.shape[1], max(1, rows - left))
-            passes.append(self._fallback.run(chunk, wanted, layers))
-        return join_passes(passes, rows)
-
-    def _hf_cache(self) -> Any:
-        kwargs = self._cache.model_kwargs()
-        return next(kwargs[name] for name in ("past_key_values", "cache_params", "cache") if name in kwargs)
-
-
 NATIVE_KV_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of keys and values that native forwards read and write."""
 
@@ -256,7 +182,7 @@ class _Parts:
     """The parts of a model, as found when a context begins.
 
     ``context`` is a weak reference to an object that is new in every context. ``layers`` is empty if a part is of an
-    unknown kind, and ``fused`` if layers are not those of Llama.
+    unknown kind.
     """
 
     def __init__(self, model: Any, context: object) -> None:
@@ -270,15 +196,6 @@ class _Parts:
         """Everything; only if there are ``layers``."""
         assert self._read is not None
         return self._read
-
-    @cached_property
-    def fused(self) -> Sequence[FusedLayer]:
-        alike = {(layer.groups, layer.dtype) for layer in self.layers}
-        return (
-            [FusedLayer(each) for each in self.layers]
-            if self.whole.family.is_fused and len(alike) == 1
-            else []
-        )
 
     @cached_property
     def stack(self) -> DecoderStack | None:
@@ -328,37 +245,39 @@ class _PartsLookup:
         return parts if parts.layers and not parts.hooks.are_present() else None
 
 
-class NativeForward(FusedForward):
-    """A forward in one native call, up to ``DecoderStack.max_rows`` rows; ``FusedForward`` beyond, or for other caches.
+class NativeForward(Forward):
+    """A forward in one native call, up to ``DecoderStack.max_rows`` rows.
 
-    All values between matrix products are float32, and so are the logits.
+    All values between matrix products are float32, and so are the logits. Longer forwards, models with hooks and other
+    caches go to ``HFForward``.
+
+    Args:
+        model: A model that ``trials.choose_forward`` has tried; what it consists of is looked up in every new context.
+        cache: Its keys and values.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
-        super().__init__(model, cache)
+        self._model, self._cache = model, cache
+        self._fallback = HFForward(model, cache)
+        self._lookup = _PartsLookup(model)
         self._groups: WeakKeyDictionary[Any, LayerGroup] = WeakKeyDictionary()  # freed with their context
 
     def is_available(self) -> bool:
         """Return whether the model is of a known kind with native products, and has no hooks now."""
-        return self.stack() is not None
-
-    def stack(self) -> DecoderStack | None:
-        """Return the native stack of the model as it is now."""
         parts = self._lookup(self._hf_cache())
-        return None if parts is None else parts.stack
+        return parts is not None and parts.stack is not None
 
     def _run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._hf_cache()
         parts = self._lookup(cache)
-        stack = None if parts is None else parts.stack_for(tokens, masked=mask is not None)
-        if parts is None or stack is None:
-            return super()._run(ids, rows, layers, positions, mask)
-        past = cache.get_seq_length()
-        pointers = self._extend(cache, parts, min(tokens, _CHUNK_ROWS))
-        if pointers is None:
-            return super()._run(ids, rows, layers, positions, mask)
+        if parts is None:
+            return self._fallback.run(ids, rows, layers, positions, mask)
+        stack, past = parts.stack_for(tokens, masked=mask is not None), cache.get_seq_length()
+        pointers = None if stack is None else self._extend(cache, parts, min(tokens, _CHUNK_ROWS))
+        if stack is None or pointers is None:
+            return self._read(ids, rows, layers, positions, mask)
         cosines, sines = parts.rotary.of(range(past, past + tokens) if positions is None else positions[0])
         outputs = []
         for first in range(0, tokens, _CHUNK_ROWS):
@@ -373,6 +292,26 @@ class NativeForward(FusedForward):
             outputs.append(stack(*inputs, pointers, [request], wanted, layers))
         self._cache.after_forward()
         return _join_outputs(outputs, parts)
+
+    def _read(
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
+    ) -> ForwardOutput:
+        """Run the model's own forward, over a prompt in chunks whose activations stay in the processor's caches."""
+        left = ids.shape[1]
+        is_prompt = left > LONGEST_PASS and positions is None and mask is None
+        if not (is_prompt and is_folded(self._model.config) and self._cache.takes_trees):
+            return self._fallback.run(ids, rows, layers, positions, mask)
+        self._cache.expect(left)
+        passes = []
+        for chunk in ids.tensor_split(-(-left // _CHUNK_ROWS), dim=1):
+            left -= chunk.shape[1]
+            wanted = min(chunk.shape[1], max(1, rows - left))
+            passes.append(self._fallback.run(chunk, wanted, layers))
+        return join_passes(passes, rows)
+
+    def _hf_cache(self) -> Any:
+        kwargs = self._cache.model_kwargs()
+        return next(kwargs[name] for name in ("past_key_values", "cache_params", "cache") if name in kwargs)
 
     def _extend(self, cache: Any, parts: _Parts, tokens: int) -> KVPointers | None:
         """Extend the cache by ``tokens`` positions and return where its buffers are."""
@@ -401,7 +340,7 @@ def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 class RaggedForward:
     """A forward over the concatenated tokens of several requests; each request attends to its own positions.
 
-    It is native or fused if possible and if forwards over one context (``forward_type``) are.
+    It is native if possible and if forwards over one context (``forward_type``) are.
     """
 
     def __init__(self, model: Any, forward_type: type[Forward]) -> None:
@@ -410,12 +349,11 @@ class RaggedForward:
         self._limits_logits = (
             takes_logits_to_keep(model) and len({each.device for each in model.parameters()}) == 1
         )
-        self._lookup = _PartsLookup(model) if issubclass(forward_type, FusedForward) else None
-        self._is_native = issubclass(forward_type, NativeForward)
+        self._lookup = _PartsLookup(model) if issubclass(forward_type, NativeForward) else None
 
     def is_row_invariant(self, pool: KVPool) -> bool:
         """Return whether the results of a token are bitwise independent of the other tokens in the forward."""
-        parts = self._lookup(pool.context_id) if self._lookup is not None and self._is_native else None
+        parts = None if self._lookup is None else self._lookup(pool.context_id)
         if parts is None:
             return False
         stack, dtype = parts.stack, parts.layers[0].dtype
@@ -433,14 +371,9 @@ class RaggedForward:
             layers: See ``Forward.run``; without repeats.
         """
         parts = None if self._lookup is None else self._lookup(cache.context_id)
-        if parts is not None:
-            output = self._run_native(parts, ids, cache, wanted, layers) if self._is_native else None
-            if output is not None:
-                return output
-        if parts is not None and parts.fused:
-            return _run_fused(
-                self._model, parts.fused, ids, cache.position_ids, cache, _no_masks, wanted, layers
-            )
+        native = None if parts is None else self._run_native(parts, ids, cache, wanted, layers)
+        if native is not None:
+            return native
         arguments = cache.model_kwargs()
         if self._limits_logits:
             arguments["logits_to_keep"] = wanted
@@ -466,58 +399,3 @@ class RaggedForward:
         rotation = parts.rotary.of(cache.position_ids[0])
         output = stack(parts.embed(ids), *rotation, KVPointers(buffers), requests, wanted.tolist(), layers)
         return _join_outputs([output], parts)
-
-
-def _no_masks(_: Any) -> None:
-    """Return no masks: the layers of a ``BatchedCache`` have their own."""
-
-
-def _run_fused(
-    model: Any,
-    fused: Sequence[FusedLayer],
-    ids: Tensor,
-    positions: Tensor,
-    cache: Any,
-    masks_of: Callable[[Any], list[Tensor] | None],
-    wanted: slice | Tensor,
-    layers: Sequence[int],
-) -> ForwardOutput:
-    """Run a forward pass in few operators;
-    ``masks_of`` returns the masks of a layer of the cache, see ``FusedLayer``.
-    """
-    inner = model.model
-    x = inner.embed_tokens(ids)
-    rotation = spread_rotation(*inner.rotary_emb(x, positions))
-    states: dict[int, Tensor] = {}
-    for index, layer in enumerate(fused):
-        if index in layers:
-            states[index] = x[0].to(layer.dtype)
-        cached = cache.layers[layer.place]
-        x = layer(x, rotation, masks_of(cached), cached)
-    if len(fused) in layers:
-        x = inner.norm(x)
-        states[len(fused)] = x[0]
-        x = x[:, wanted]
-    else:
-        x = inner.norm(x[:, wanted])
-    logits: Tensor = model.lm_head(x)[0]
-    return ForwardOutput(logits, torch.stack([states[layer] for layer in layers], dim=1) if layers else None)
-
-
-def _causal_mask(
-    past: int, tokens: int, keys: int, first: int, window: int | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Return a mask, [1, 1, tokens, keys], to add to scores or of bools; ``None`` for one token that sees all keys.
-
-    ``past`` tokens come before these, ``first`` is the position of the first key, and a token sees ``window``
-    positions, including its own (``None``: all). Keys may come after the last token.
-    """
-    if tokens == 1 and first + keys == past + 1 and (window is None or keys < window):
-        return None
-    if window is None:
-        added = torch.zeros(1, 1, tokens, keys, dtype=dtype)
-        added[0, 0, :, past:] = torch.full((tokens, keys - past), -math.inf, dtype=dtype).triu_(1)
-        return added
-    own = torch.arange(past, past + tokens)[:, None]
-    seen = torch.arange(first, first + keys)
-    return ((seen <= own) & (seen > own - window))[None, None]

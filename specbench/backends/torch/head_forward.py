@@ -20,7 +20,7 @@ from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, conc
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead
 from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, causal_attention, fold_mask
-from specbench.backends.torch.kernels.native_stacks import joint_product, make_stack, native_product
+from specbench.backends.torch.kernels.decoder_parts import joint_product, make_stack, native_product
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -220,8 +220,9 @@ def _stack(head: EagleHead) -> native.DecoderStack | None:
     """Return the native stack of a head; ``None`` if its products are not native or its sizes are not supported."""
     config: Any = head.shape.layer
     layers: list[Any] = list(head.layers)
-    logits, native_layers = native_product(head.lm_head), [_native_layer(layer) for layer in layers]
-    if logits is None or head.norm.eps is None:
+    logits = native_product(head.lm_head)
+    native_layers = [each for layer in layers if (each := _native_layer(layer)) is not None]
+    if logits is None or head.norm.eps is None or len(native_layers) < len(layers):
         return None
     stack_config = native.StackConfig(
         config.num_attention_heads,

@@ -20,7 +20,7 @@ from specbench.backends.torch.caches import (
     make_cache,
 )
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
-from specbench.backends.torch.forward import FusedForward, HFForward, join_passes
+from specbench.backends.torch.forward import HFForward, NativeForward, join_passes
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
@@ -164,7 +164,7 @@ class Scorer:
         clone.cache, clone.batch, clone.epoch = cache, batch, 0
         clone._loaded, clone._owns_pooled = self, not shares
         clone._context_len = 0
-        kind = type(self.forward) if isinstance(self.forward, FusedForward) else HFForward
+        kind = NativeForward if isinstance(self.forward, NativeForward) else HFForward
         clone.forward = kind(self.model, cache)
         return clone
 

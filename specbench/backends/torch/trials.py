@@ -1,14 +1,12 @@
 """Trials of a loaded model, after all changes to its layers, with this machine's kernels.
 
-Fused, native, static, tree and batched forward passes must give the same results as ordinary ones. Some models also
+Native, static, tree and batched forward passes must give the same results as ordinary ones. Some models also
 give bitwise equal logits in forwards of any size, so that greedy outputs cannot differ at ties.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -24,17 +22,14 @@ from specbench.backends.torch.caches import (
     make_cache,
     rotates_by_length,
 )
-from specbench.backends.torch.forward import Forward, FusedForward, HFForward, NativeForward, RaggedForward
+from specbench.backends.torch.forward import Forward, HFForward, NativeForward, RaggedForward
 from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_capture
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, enable_ragged, is_folded
-from specbench.backends.torch.kernels.linear import PackedLinear, median_is_decided
 from specbench.backends.torch.kernels.surgery import (
     first_layers,
     float32_sample,
-    has_layer,
     quantizes_activations,
 )
-from specbench.backends.torch.kernels.timings import measured_once
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
 from specbench.backends.torch.recurrent import takes_any_cache
 from specbench.base.errors import UsageError
@@ -44,17 +39,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TOKENS = (1, 2, 3, 5, 8, 13)
-"""Token ids of trials of static forwards, trees and speed, modulo the vocabulary."""
+"""Token ids of trials of static forwards and trees, modulo the vocabulary."""
 
-_CHUNKS = ((1, 2, 3, 5), (8,), (13, 21, 34))  # token ids of consecutive fused forwards
+_CHUNKS = ((1, 2, 3, 5), (8,), (13, 21, 34))  # token ids of consecutive native forwards
 
 _TREE_TOKENS, _PARENTS = (3, 4, 6, 7, 5), (-1, 0, 0, -1, 3)
 _BRANCHES = ((0, 1), (0, 2), (3, 4))  # a tree, with the nodes of its branches
 _CLOSE = 0.05
 """Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
 
-_CLOSE_FUSED = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02, torch.int8: 0.3}
-"""The same for fused and native forwards, by rounding: tiny models, the worst, reach a third to a half of it."""
+_CLOSE_NATIVE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02, torch.int8: 0.3}
+"""The same for native forwards, by rounding: tiny models, the worst, reach a third to a half of it."""
 
 _NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """What models raise that cannot run a forward of this kind."""
@@ -81,14 +76,9 @@ def choose_forward(model: PreTrainedModel, cache: KVCache, *, shared: bool = Fal
             )
         return GraphForward(model, cache, cuda_capture if device.type == "cuda" else None, forward)
     if not isinstance(cache, NoKVCache):
-        for kind in (NativeForward, FusedForward):
-            fused = kind(model, cache)
-            if (
-                fused.is_available()
-                and _fused_is_right(model, cache, kind)
-                and _native_is_fast(model, cache, fused)
-            ):
-                return fused
+        native = NativeForward(model, cache)
+        if native.is_available() and _native_is_right(model, cache):
+            return native
     return HFForward(model, cache)
 
 
@@ -131,12 +121,12 @@ def _static_is_right(model: PreTrainedModel) -> bool:
     return are_close(torch.cat(parts), expected)
 
 
-# -- fused and native forwards -----------------------------------------------------------------------
+# -- native forwards ------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def _fused_is_right(model: PreTrainedModel, cache: KVCache, kind: type[FusedForward]) -> bool:
-    """Return whether three fused forwards through the first layers equal the model's own, up to rounding.
+def _native_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
+    """Return whether three native forwards through the first layers equal the model's own, up to rounding.
 
     Always false for models that are not on a CPU or whose attention is not folded. The cache is rolled back. Sliding
     windows are tried once more, shorter than the context.
@@ -144,24 +134,24 @@ def _fused_is_right(model: PreTrainedModel, cache: KVCache, kind: type[FusedForw
     if model.device.type != "cpu" or not is_folded(model.config):
         return False
     sample = _one_of_each_kind(model, least=2)
-    if sample is None or not _fused_equals_own(sample, cache, kind):
+    if sample is None or not _native_equals_own(sample, cache):
         return False
     short = _with_short_windows(sample)
-    return short is None or _fused_equals_own(short, type(cache)(short.config), kind)  # type: ignore[call-arg]
+    return short is None or _native_equals_own(short, type(cache)(short.config))  # type: ignore[call-arg]
 
 
-def _fused_equals_own(sample: PreTrainedModel, cache: KVCache, kind: type[FusedForward]) -> bool:
+def _native_equals_own(sample: PreTrainedModel, cache: KVCache) -> bool:
     past, logits = cache.length, []
-    for each in (HFForward, kind):
+    for each in (HFForward, NativeForward):
         forward = each(sample, cache)
         chunks = [torch.tensor([chunk]) % len(_embeddings(sample)) for chunk in _CHUNKS]
         logits.append(torch.cat([forward(ids, ids.shape[1]) for ids in chunks]))
         cache.rollback(past)
     expected, found = logits
     if not quantizes_activations(sample):
-        return are_close(found, expected, _CLOSE_FUSED.get(sample.dtype, 0.0))
+        return are_close(found, expected, _CLOSE_NATIVE.get(sample.dtype, 0.0))
     # Where one activation in a row becomes another byte, the row is far off, but most are not.
-    distances, limit = _distances(found, expected), _CLOSE_FUSED[torch.int8]
+    distances, limit = _distances(found, expected), _CLOSE_NATIVE[torch.int8]
     return bool(distances.median() <= limit / 2 and distances.max() <= 1.5 * limit)
 
 
@@ -183,56 +173,6 @@ def _with_short_windows(sample: PreTrainedModel) -> PreTrainedModel | None:
     return short
 
 
-_TIMED_BYTES = 100_000_000
-"""Weights that are read when forwards are timed, if the model has enough: more than caches hold."""
-
-_TIMED_TOKENS = (1, 5)  # of forwards that are timed: one that decodes, and one that verifies
-_TIMED_PAIRS = 5
-
-_MAX_SLOWDOWN = 1.05
-"""Native over fused time up to which the native forward is taken: noise alone must not decide, since a last bit of the
-logits depends on the choice."""
-
-
-def _native_is_fast(model: PreTrainedModel, cache: KVCache, forward: FusedForward) -> bool:
-    """Return whether a forward is as fast as the next choice; measured where both read the same weights."""
-    if not isinstance(forward, NativeForward) or not has_layer(model, PackedLinear):
-        return True
-    stack = forward.stack()
-    assert stack is not None
-    sizes = ", ".join(map(str, (*stack.sizes, torch.get_num_threads())))
-    name = f"native over fused time, {type(model).__name__} of {sizes}"
-    layers = stack.layers_of(_TIMED_BYTES)
-    return measured_once(name, lambda: _time_native(model, cache, layers)) < _MAX_SLOWDOWN
-
-
-@torch.inference_mode()
-def _time_native(model: PreTrainedModel, cache: KVCache, layers: int) -> float:
-    """Return native over fused time, through the first layers and the head in turn. The cache is rolled back."""
-    sample = first_layers(model, layers)
-    ids = _trial_ids(sample)
-    before = cache.length
-    HFForward(sample, cache)(ids, 1)
-    past, forwards = cache.length, (NativeForward(sample, cache), FusedForward(sample, cache))
-
-    def seconds(forward: Forward) -> float:
-        began = time.perf_counter()
-        for tokens in _TIMED_TOKENS:
-            forward(ids[:, :tokens], tokens)
-            cache.rollback(past)
-        return time.perf_counter() - began
-
-    ratios = []
-    for pair in range(_TIMED_PAIRS + 1):
-        took = {each: seconds(each) for each in (forwards if pair % 2 else reversed(forwards))}
-        if pair:  # the first one finds cold caches
-            ratios.append(took[forwards[0]] / took[forwards[1]])
-        if median_is_decided(ratios, _MAX_SLOWDOWN, _TIMED_PAIRS):
-            break
-    cache.rollback(before)
-    return statistics.median(ratios)
-
-
 # -- trees -------------------------------------------------------------------------------------------
 
 
@@ -244,8 +184,8 @@ def trees_are_right(model: PreTrainedModel, cache: KVCache, forward: Forward) ->
     rounding is large for tokens that are not real text. For layers of known kinds, the first one of each kind is
     enough.
     """
-    if isinstance(forward, FusedForward) and (sample := _one_of_each_kind(model)) is not None:
-        model, forward = sample, type(forward)(sample, cache)
+    if isinstance(forward, NativeForward) and (sample := _one_of_each_kind(model)) is not None:
+        model, forward = sample, NativeForward(sample, cache)
     ids = _trial_ids(model)
     past = ids.shape[1] - 1
     tokens = ids.new_tensor([_TREE_TOKENS])
@@ -303,14 +243,14 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     if attends and not enable_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
     rounding = torch.int8 if quantizes_activations(model) else model.dtype
-    limit = _CLOSE_FUSED[torch.int8] if rounding == torch.int8 else _CLOSE
+    limit = _CLOSE_NATIVE[torch.int8] if rounding == torch.int8 else _CLOSE
     try:
         # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
         right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
-        sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, FusedForward) else None
+        sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, NativeForward) else None
         for each in (sample, None if sample is None else _with_short_windows(sample)):
             if right and each is not None:
-                right = _ragged_is_right(each, kind, _CLOSE_FUSED.get(rounding, 0.0), forward_type)
+                right = _ragged_is_right(each, kind, _CLOSE_NATIVE.get(rounding, 0.0), forward_type)
     except _NOT_POSSIBLE as error:
         reason = str(error).strip().partition("\n")[0]
         return f"A forward pass over several requests fails ({reason})."

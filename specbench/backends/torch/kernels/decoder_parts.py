@@ -1,4 +1,4 @@
-"""The parts of a loaded model's decoder layers, as fused and native forward passes read them.
+"""The parts of a loaded model's decoder layers, as native forward passes read them.
 
 ``FAMILIES`` says where layers have their norms; everything else is read from the modules of ``transformers``.
 """
@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.linear import PackedLinear, QuantizedLinear
 from specbench.backends.torch.kernels.surgery import MergedLinear
 
@@ -26,10 +27,9 @@ class Family(NamedTuple):
     mlp_out_norm: str | None = None
     norm_offset: float = 0.0  # added to the weights of norms
     joint_norms: bool = False  # whether queries and keys have one norm for all heads
-    is_fused: bool = False  # whether ``FusedLayer`` computes them
 
 
-_LLAMA = Family(is_fused=True)
+_LLAMA = Family()
 _OLMO = Family(None, "post_attention_layernorm", None, "post_feedforward_layernorm", joint_norms=True)
 FAMILIES = {
     "Llama": _LLAMA,
@@ -44,11 +44,11 @@ FAMILIES = {
         "post_feedforward_layernorm",
         norm_offset=1.0,
     ),
-    "Granite": Family(),
+    "Granite": _LLAMA,
     "Olmo2": _OLMO,
     "Olmo3": _OLMO,
-    "Phi3": Family(),
-    "SmolLM3": Family(),
+    "Phi3": _LLAMA,
+    "SmolLM3": _LLAMA,
 }
 """By the first part of the names of classes in ``transformers``."""
 
@@ -59,18 +59,15 @@ _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 class Norm(NamedTuple):
     """An RMS norm."""
 
-    module: Any
     weight: Tensor  # what it multiplies by
     epsilon: float
 
 
 class LayerParts(NamedTuple):
-    """A decoder layer: its matrix products, which are packed or quantized linear layers, and what is between them."""
+    """A decoder layer: its matrix products, and what is between them."""
 
-    projections: Any  # of queries, keys and values
-    output: Any  # of attention
-    gates: Any  # gate and up projections
-    down: Any
+    # of queries, keys and values; of attention's output; of gate and up projections; of the down projection
+    products: tuple[native.Product, native.Product, native.Product, native.Product]
     norms: Mapping[str, Norm]  # by the names of the fields of native.Layer
     heads: int
     kv_heads: int
@@ -82,16 +79,6 @@ class LayerParts(NamedTuple):
     gelu: bool  # GELU in its tanh form in place of SiLU
     residual_multiplier: float  # of the outputs of attention and MLP
     dtype: torch.dtype  # of queries, keys and values
-
-    @property
-    def products(self) -> tuple[Any, Any, Any, Any]:
-        """All of its matrix products."""
-        return (self.projections, self.output, self.gates, self.down)
-
-    @property
-    def groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.heads // self.kv_heads
 
 
 class ModelParts(NamedTuple):
@@ -124,10 +111,15 @@ class ModelParts(NamedTuple):
         return logits
 
 
-def read_parts(model: Any) -> ModelParts | None:
-    """Return the parts of a model; ``None`` for other families, layers that are not packed, and changed modules."""
+def family_name(model: Any) -> str | None:
+    """Return the name of a model's family among ``FAMILIES``; ``None`` for others."""
     names = [kind.__name__.removesuffix("ForCausalLM") for kind in type(model).__mro__]
-    name = next((name for name in names if name in FAMILIES), None)
+    return next((name for name in names if name in FAMILIES), None)
+
+
+def read_parts(model: Any) -> ModelParts | None:
+    """Return the parts of a model; ``None`` for other families, products that are not native, and changed modules."""
+    name = family_name(model)
     if name is None or not all(hasattr(model, part) for part in ("model", "lm_head")):
         return None
     inner, family = model.model, FAMILIES[name]
@@ -181,7 +173,7 @@ def read_layer(layer: Any, index: int, family: Family, *, by_type: bool) -> Laye
         raise ValueError("a layer computes something else")
     projections = _read_product(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
     output, size, place = _read_product(attention, "o_proj"), attention.head_dim, attention.layer_idx
-    heads = output.in_features // size
+    heads = output.panels.inputs // size
     rotation = config.layer_types[index] if by_type else ""
     names = {name: getattr(family, name) for name in Family._fields[:4]}
     for name, own_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
@@ -191,13 +183,15 @@ def read_layer(layer: Any, index: int, family: Family, *, by_type: bool) -> Laye
         for name, own_name in names.items()
     }
     return LayerParts(
-        projections=projections,
-        output=output,
-        gates=_read_product(mlp, "gate_up_proj", "gate_proj", "up_proj"),
-        down=_read_product(mlp, "down_proj"),
+        products=(
+            projections,
+            output,
+            _read_product(mlp, "gate_up_proj", "gate_proj", "up_proj"),
+            _read_product(mlp, "down_proj"),
+        ),
         norms={name: norm for name, norm in norms.items() if norm is not None},
         heads=heads,
-        kv_heads=(projections.out_features // size - heads) // 2,
+        kv_heads=(projections.panels.outputs // size - heads) // 2,
         head_size=size,
         scaling=attention.scaling,
         place=place,
@@ -221,29 +215,96 @@ def _read_norm(owner: Any, name: str | None, family: Family) -> Norm | None:
     if name is None:
         return None
     module = getattr(owner, name)
-    if type(module).__module__ != type(owner).__module__:
+    if type(module).__module__ != type(owner).__module__ or "forward" in vars(module):
         raise ValueError(f"{name} was replaced")
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     weight = module.weight.detach()
-    return Norm(module, weight.float() + family.norm_offset if family.norm_offset else weight, epsilon)
+    return Norm(weight.float() + family.norm_offset if family.norm_offset else weight, epsilon)
 
 
-def _read_product(owner: Any, name: str, *parts: str) -> Any:
-    """Return the layer of this name, or the one that layers of other names are merged into."""
-    if hasattr(owner, name):
-        product = getattr(owner, name)
-    else:
-        layers = [getattr(owner, part) for part in parts]
-        if not are_merged(layers):
-            raise ValueError(f"{parts} are not merged")
-        product = layers[0].merged.layer
-    if not isinstance(product, PackedLinear | QuantizedLinear):
-        raise ValueError(f"{name} is not packed")
+def _read_product(owner: Any, name: str, *parts: str) -> native.Product:
+    """Return the product of the layer of this name, or of those of other names that are merged."""
+    product = (
+        native_product(getattr(owner, name))
+        if hasattr(owner, name)
+        else joint_product([getattr(owner, part) for part in parts])
+    )
+    if product is None:
+        raise ValueError(f"{name} is not native")
     return product
 
 
-def are_merged(layers: list[Any]) -> bool:
-    """Return whether linear layers are all the parts of one product, in order."""
-    return all(isinstance(layer, MergedLinear) and layer.merged is layers[0].merged for layer in layers) and [
-        layer.index for layer in layers
-    ] == list(range(len(layers[0].merged.sizes)))
+def joint_product(layers: Sequence[Any]) -> native.Product | None:
+    """Return the product of linear layers that are merged, in order; ``None`` if they are not, or it is not native."""
+    first = layers[0]
+    if not all(isinstance(layer, MergedLinear) and layer.merged is first.merged for layer in layers):
+        return None
+    if [layer.index for layer in layers] != list(range(len(first.merged.sizes))):
+        return None
+    return native_product(first.merged.layer)
+
+
+def native_product(layer: Any) -> native.Product | None:
+    """Return the product of a linear layer; ``None`` if it is not native."""
+    panels = layer.panels if isinstance(layer, PackedLinear | QuantizedLinear) else None
+    return None if panels is None else native.Product(panels, layer.bias)
+
+
+def native_stack(parts: ModelParts, output_head: Any, rotated: int) -> native.DecoderStack | None:
+    """Return the native stack of a model; ``None`` if it is not supported.
+
+    Args:
+        output_head: The model's.
+        rotated: First numbers of a head that rotations turn.
+    """
+    first, head = parts.layers[0], native_product(output_head)
+    norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms.values())]
+    alike = ("heads", "kv_heads", "head_size", "scaling", "gelu", "residual_multiplier", "dtype")
+    if (
+        head is None
+        or "forward" in vars(output_head)
+        or any(len({getattr(layer, name) for layer in parts.layers}) > 1 for name in alike)
+        or len({norm.epsilon for norm in norms}) > 1
+    ):
+        return None
+    config = native.StackConfig(
+        first.heads,
+        first.kv_heads,
+        first.head_size,
+        parts.norm.epsilon,
+        first.scaling,
+        rotated=rotated,
+        joint_norms=parts.family.joint_norms,
+        gelu=first.gelu,
+        residual_multiplier=first.residual_multiplier,
+    )
+    layers = [
+        native.Layer(
+            *layer.products,
+            **{name: norm.weight for name, norm in layer.norms.items()},
+            window=layer.window,
+            rotation=-1 if layer.rotation is None else parts.rotations.index(layer.rotation),
+        )
+        for layer in parts.layers
+    ]
+    return make_stack(layers, parts.norm.weight, head, config)
+
+
+def make_stack(
+    layers: Sequence[native.Layer], norm: Tensor, head: native.Product, config: native.StackConfig
+) -> native.DecoderStack | None:
+    """Make a native stack; ``None`` if layers round differently, or sizes are not supported."""
+    products = [head, *(product for layer in layers for product in layer.products)]
+    hidden = head.panels.inputs
+    if (
+        {(own.output.panels.outputs, own.down.panels.inputs) for own in layers}
+        != {(hidden, layers[0].down.panels.inputs)}
+        or len({product.panels.dtype for product in products}) > 1
+        or hidden % native.STEP
+        or config.head_size % native.STEP
+        or config.rotated % native.STEP
+        or config.head_size > native.MOST_HEAD_SIZE
+        or any(own.down.panels.inputs % own.gates.panels.width for own in layers)
+    ):
+        return None
+    return native.DecoderStack(layers, norm, head, config)

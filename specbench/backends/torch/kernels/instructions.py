@@ -60,19 +60,6 @@ def has_tiles() -> bool:
         return False
 
 
-def cpu_signature() -> list[object]:
-    """Return what the speed of products depends on here: processor, limits of instructions, number of threads."""
-    import torch
-
-    limits = ("ATEN_CPU_CAPABILITY", *_LIMITS)
-    return [
-        processor_name(),
-        torch.backends.cpu.get_cpu_capability(),
-        *(os.environ.get(limit) for limit in limits),
-        torch.get_num_threads(),
-    ]
-
-
 def processor_name() -> str | None:
     """Return the processor's model; ``None`` if it is not known."""
     with suppress(OSError):

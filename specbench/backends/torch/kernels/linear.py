@@ -9,30 +9,20 @@ per 32 inputs, its activations are those of an int8 layer.
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
-import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.huge_pages import in_huge_pages
 from specbench.backends.torch.kernels.instructions import has_bfloat16, has_tiles, has_vnni, is_allowed
 from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
-from specbench.backends.torch.kernels.timings import measured_once
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
 _ROWS_HINT = 5  # rows the packed layout is chosen for: verification at a usual draft length
-_FBGEMM_MAX_OUTPUTS = 32_768  # outputs up to which FBGEMM is faster for several rows
-_FBGEMM_MAX_ROWS = 128
-"""Rows of one FBGEMM call: the results of many need memory that the system has to hand out every time."""
-
 _CHUNK_NUMBERS = 1 << 18
 """Numbers of a weight that are quantized at a time: in float32 they fit into a processor's caches."""
 
@@ -81,7 +71,7 @@ class PackedLinear(nn.Module):
         self.bias, self.dtype = bias, weight.dtype
         self.panels: native.Panels | None = None
         self._packed: Tensor | None = None
-        self._min_rows = 1
+        self._doubles_single_rows = False
         if isinstance(weight, native.Panels):
             self.out_features, self.in_features, self.panels = weight.outputs, weight.inputs, weight
             return
@@ -97,9 +87,7 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         if native.is_available():
             self.panels = native.Panels.from_onednn(self._packed, weight)
-        self._min_rows = fastest_min_rows(weight.dtype)
-        if self._min_rows == 1 and _single_rows_differ(self._packed, weight.dtype, self.in_features):
-            self._min_rows = 2
+        self._doubles_single_rows = _single_rows_differ(self._packed, weight.dtype, self.in_features)
 
     @property
     def weight(self) -> Tensor:
@@ -112,15 +100,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        rows = x.numel() // self.in_features
-        if rows >= min(self._min_rows, _MAX_PADDED + 1):
+        if not self._doubles_single_rows or x.numel() != self.in_features:
             return self._product(x)
-        flat = x.reshape(rows, self.in_features)
-        if rows == 1:
-            filled = flat.expand(self._min_rows, -1).contiguous()
-        else:
-            filled = nn.functional.pad(flat, (0, 0, 0, self._min_rows - rows))
-        return self._product(filled)[:rows].view(*x.shape[:-1], self.out_features)
+        doubled = x.reshape(1, self.in_features).expand(2, -1).contiguous()
+        return self._product(doubled)[:1].view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: Tensor) -> Tensor:
         out: Tensor
@@ -190,56 +173,6 @@ def _product_of_slices(x: Tensor, panels: native.Panels, bias: Tensor | None) ->
         own = None if bias is None else bias[first : first + count]
         out[:, first : first + count] = torch.ops.mkldnn._linear_pointwise(x, laid.data, own, "none", [], "")
     return out
-
-
-_TRIAL_SIZE, _TRIAL_BYTES, _TRIAL_PAIRS = 2048, 100_000_000, 15
-"""Square weights of this size, as many bytes of them as no cache holds, find out the fastest number of rows."""
-
-_MAX_PADDED = 2  # rows up to which rows are added: with three, adding them takes the time it saves
-
-
-def fastest_min_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows that products of one or two rows are padded to; 1 for no padding."""
-    return int(measured_once(f"rows of products in {dtype}", partial(_measure_min_rows, dtype)))
-
-
-def _measure_min_rows(dtype: torch.dtype) -> int:
-    """Measure which number of rows products of one or two rows are best padded to; 1 for no padding.
-
-    A product of few rows is limited by the speed of reading weights, and on some processors oneDNN's code for five rows
-    reads faster than its code for one or two (by a fifth on an EPYC with AVX-512). This takes 0.2 s on a quiet machine,
-    with weights in huge pages like a model's: in small pages, address translation hides most of the
-    difference.
-    """
-    zeros = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype)
-    with in_huge_pages():
-        weights = [
-            torch.ops.mkldnn._reorder_linear_weight(zeros, _ROWS_HINT)
-            for _ in range(_TRIAL_BYTES // (zeros.numel() * zeros.itemsize))
-        ]
-
-    def seconds(rows: int) -> float:
-        x = torch.zeros(rows, _TRIAL_SIZE, dtype=dtype)
-        began = time.perf_counter()
-        for weight in weights:
-            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return time.perf_counter() - began
-
-    ratios = []
-    with torch.inference_mode():
-        for pair in range(_TRIAL_PAIRS + 1):
-            few, filled = seconds(2), seconds(_ROWS_HINT)
-            if pair:  # the first meets the machine cold
-                ratios.append(filled / few)
-            if median_is_decided(ratios, 1, _TRIAL_PAIRS):
-                break
-    return _ROWS_HINT if statistics.median(ratios) < 1 else 1
-
-
-def median_is_decided(ratios: Sequence[float], limit: float, most: int) -> bool:
-    """Return whether the median of ``most`` ratios, an odd number, is known to be on one side of a limit."""
-    below = sum(ratio < limit for ratio in ratios)
-    return max(below, len(ratios) - below) > most // 2
 
 
 _single_rows: dict[tuple[int, int], bool] = {}
@@ -336,13 +269,11 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
         panels: Its weight for native products; ``None`` for others.
-        float32_io: Whether its product reads and gives float32 in one operator.
         quantizes_rows: Whether activations are quantized too.
     """
 
     kind: QuantizedName
     panels: native.Panels | None = None
-    float32_io = False
     quantizes_rows = False
 
     def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
@@ -351,7 +282,7 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
 
     def _take(self, panels: native.Panels) -> None:
-        self.panels, self.float32_io, self.quantizes_rows = panels, True, True
+        self.panels, self.quantizes_rows = panels, True
 
     @property
     def weight(self) -> Tensor:
@@ -385,16 +316,11 @@ class Int8Linear(QuantizedLinear):
 
     Args:
         weight: [out, in], any floating dtype; or what was made of it.
-        row_invariant: Whether a row's result must be bitwise independent of other rows, as native products always are.
-            Without native products, drafters do not require this: FBGEMM computes the product of a small layer in one
-            operator, oneDNN in ten.
     """
 
     kind: QuantizedName = "int8"
 
-    def __init__(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, row_invariant: bool = True
-    ) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
         known = int8_weight(weight.detach()) if isinstance(weight, Tensor) else weight
         if isinstance(known, native.Panels):
             super().__init__(known.outputs, known.inputs, bias)
@@ -405,19 +331,15 @@ class Int8Linear(QuantizedLinear):
         super().__init__(outputs, inputs, bias)
         self.register_buffer("scales", scales, persistent=False)
         self.scales: Tensor
-        self._fbgemm = None if row_invariant else _pack_fbgemm(quantized, scales)
-        self.float32_io = self._fbgemm is not None
-        self._prepacked = None if self.float32_io else _prepack_int8(quantized)
-        self.quantizes_rows = packed = self.float32_io or self._prepacked is not None
-        self.register_buffer("quantized", None if packed else quantized, persistent=False)
+        self._prepacked = _prepack_int8(quantized)
+        self.quantizes_rows = self._prepacked is not None
+        self.register_buffer("quantized", None if self.quantizes_rows else quantized, persistent=False)
         self.quantized: Any
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
         self._levels = 127 if has_vnni() else 63
 
     def _product(self, x: Tensor) -> Tensor:
-        if self._fbgemm is not None:
-            return self._fbgemm_product(x)
         if self._prepacked is None:
             return nn.functional.linear(x, self.quantized.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
@@ -429,20 +351,6 @@ class Int8Linear(QuantizedLinear):
             quantized, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-    def _fbgemm_product(self, x: Tensor) -> Tensor:
-        """Compute the product with FBGEMM, whose scales map a row's lowest and highest value to the ends of a byte."""
-        product = torch.ops.quantized.linear_dynamic
-        out: Tensor
-        if x.numel() == self.in_features and x.dim() > 1:
-            out = product(x.float(), self._fbgemm, False)
-            return out.to(x.dtype)
-        rows = x.reshape(-1, self.in_features).float()
-        # There is one scale for all rows: make them as large as each other.
-        sizes = rows.abs().amax(dim=-1, keepdim=True).clamp_min_(_MIN_SCALE)
-        parts = [product(part, self._fbgemm, False) for part in (rows / sizes).split(_FBGEMM_MAX_ROWS)]
-        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).mul_(sizes)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
 _GROUP = 32  # inputs that share a scale, in 4 bits
@@ -509,28 +417,3 @@ def _prepack_int8(quantized: Tensor) -> Tensor | None:
         return None
     packed: Tensor = torch.ops.onednn.qlinear_prepack(quantized, None)
     return packed
-
-
-_engine_lock = threading.Lock()  # held while torch's engine for quantized layers is changed
-
-
-def _pack_fbgemm(quantized: Tensor, scales: Tensor) -> Any:
-    """Pack an int8 weight for FBGEMM; ``None`` for large layers,
-    or where it is missing or would overflow (without VNNI).
-    """
-    if quantized.device.type != "cpu" or quantized.shape[0] > _FBGEMM_MAX_OUTPUTS:
-        return None
-    if "fbgemm" not in torch.backends.quantized.supported_engines or not has_vnni():
-        return None
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    with _engine_lock:
-        engine = torch.backends.quantized.engine
-        try:
-            torch.backends.quantized.engine = "fbgemm"
-            with warnings.catch_warnings(action="ignore"):  # quantized tensors are on their way out
-                weight = torch._make_per_channel_quantized_tensor(quantized, scales.double(), zeros, 0)
-            return torch.ops.quantized.linear_prepack(weight, None)
-        except (AttributeError, RuntimeError):
-            return None
-        finally:
-            torch.backends.quantized.engine = engine

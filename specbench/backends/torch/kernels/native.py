@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -358,11 +357,6 @@ class Panels:
         """Of the numbers that products multiply."""
         return torch.int8 if self.bits <= 8 else torch.bfloat16 if self.bits <= 16 else torch.float32
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a product reads, without padding."""
-        return self.outputs * self.inputs * self.bits // 8
-
     def unpack(self, first: int, count: int, address: int) -> None:
         """Write panels of a weight in 12 bits, ``count`` from number ``first`` on, to memory, as bfloat16."""
         native, matrix = loaded(), self.matrix(None)
@@ -485,7 +479,6 @@ class DecoderStack:
     """Decoder layers with their final norm and head, for forward passes of few rows.
 
     Attributes:
-        sizes: Of everything; stacks of the same sizes take the same time.
         quantizes_rows: Whether products round their inputs to bytes.
         max_rows: Rows up to which it is faster than torch operators; any number where rows are quantized, since the
             products are the same ones, and in bfloat16 without instructions for it.
@@ -514,19 +507,9 @@ class DecoderStack:
             gelu=config.gelu,
             added=config.residual_multiplier,
         )
-        bits, self._vocabulary = head.panels.bits, head.panels.outputs
-        self._nbytes = [sum(product.panels.nbytes for product in layer.products) for layer in layers]
-        self._head_nbytes = head.panels.nbytes
-        self.sizes = (len(layers), hidden, *config[:3], middle, self._vocabulary, bits)
+        self._vocabulary = head.panels.outputs
         self.quantizes_rows = head.panels.dtype == torch.int8
         self.max_rows = math.inf if self.quantizes_rows else most_rows(head.panels.dtype)
-
-    def layers_of(self, nbytes: int) -> int:
-        """Return the number of first layers that, with the head,
-        have ``nbytes`` of weights; all layers if they have fewer.
-        """
-        totals = accumulate(self._nbytes, initial=self._head_nbytes)
-        return next((max(1, count) for count, sum_ in enumerate(totals) if sum_ >= nbytes), len(self._nbytes))
 
     def _vector(self, tensor: Tensor | None) -> int | None:
         """Return a pointer to its numbers in float32."""

@@ -221,16 +221,11 @@ def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bo
 
 
 def quantize_linears(
-    model: PreTrainedModel,
-    kind: QuantizedName = "int8",
-    *,
-    row_invariant: bool = True,
-    layers: KeptLayers | None = None,
+    model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None
 ) -> bool:
     """Replace the linear layers of a model by quantized ones.
 
     Args:
-        row_invariant: See ``Int8Linear``.
         layers: Store of this model's quantized weights; int4 weights are stored in panels only.
     """
 
@@ -251,7 +246,7 @@ def quantize_linears(
         made = int8_weight(weight().detach()) if stored is None else stored
         if layers is not None and stored is None:
             layers.save(name, made)
-        return Int8Linear(made, bias, row_invariant=row_invariant)
+        return Int8Linear(made, bias)
 
     return _replace(model, quantized)
 
@@ -303,7 +298,7 @@ def quantized_copy(
 ) -> PreTrainedModel:
     """Return a drafter with quantized linear layers that shares everything else with a model, packed or not."""
     clone = _structural_copy(model)
-    quantize_linears(clone, kind, row_invariant=False, layers=layers)
+    quantize_linears(clone, kind, layers)
     return clone
 
 

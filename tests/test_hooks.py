@@ -1,0 +1,298 @@
+"""Models with hooks, and models that are changed after they were loaded: what `transformers` makes of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers as hf
+
+from specbench.backends.torch import forward as ways
+from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.linear import can_pack
+from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears, quantized_copy
+from specbench.backends.torch.scorer import Scorer
+from specbench.decoding.protocols import Drafter, ForwardRequest
+from specbench.generate import speculative_generate
+from specbench.models.drafters import load_drafter
+from specbench.models.target import Target, wrap_target
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.float32, "cpu"), reason="no packed layers on this processor"
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
+}  # fmt: skip
+CONTEXT = torch.randint(0, 300, (41,), generator=torch.Generator().manual_seed(0)).tolist()
+CHOSEN = 8
+"""Tokens of a continuation: several steps."""
+
+
+def plain_model(kind: str = "Qwen3") -> Any:
+    """A random model as ``transformers`` makes it."""
+    config = getattr(hf, f"{kind}Config")(**SIZES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones so far, which would hide a missing weight
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def packed_model(kind: str = "Llama") -> Any:
+    model = plain_model(kind)
+    fold_attention(model)
+    pack_linears(model)
+    return model
+
+
+def passes(scorer: Scorer) -> list[torch.Tensor]:
+    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks in between."""
+    scorer.begin()
+    found = [scorer.logits(CONTEXT[:7])]  # a short one
+    scorer.begin()
+    found.append(scorer.logits(CONTEXT))
+    for width in (1, 2, 5, 31, 32, 40):
+        found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
+        scorer.rollback(len(CONTEXT))
+    return found
+
+
+def identical(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def own_choice(model: Any) -> tuple[int, ...]:
+    """The greedy continuation by ``transformers``."""
+    ids = torch.tensor([CONTEXT[:30]])
+    settings = {"do_sample": False, "max_new_tokens": CHOSEN, "pad_token_id": 0, "eos_token_id": None}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return tuple(found[0, 30:].tolist())
+
+
+def choice(target: Target, drafter: Drafter | None) -> tuple[int, ...]:
+    """The same by specbench."""
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": CHOSEN, "ignore_eos": True}
+    return speculative_generate(CONTEXT[:30], target, drafter, **settings).token_ids
+
+
+def test_prompts_are_read_in_chunks_and_not_copied_by_the_first_step(monkeypatch):
+    monkeypatch.setattr(ways, "_CHUNK_ROWS", 60)
+    model, text, read = packed_model(), (CONTEXT * 7)[:260], list[int]()
+    ordinary, scorer = (Scorer(model) for _ in range(2))
+    if type(scorer.forward) is not ways.NativeForward:
+        pytest.skip("no native library here")
+    ordinary.forward = ways.HFForward(model, ordinary.cache)
+    for each in (ordinary, scorer):
+        each.begin()
+    real = ways.HFForward._run
+    expected = ordinary.score(ForwardRequest(ordinary, text, rows=100, layers=[1, 3]))
+    monkeypatch.setattr(
+        ways.HFForward, "_run", lambda way, ids, *more: read.append(ids.shape[1]) or real(way, ids, *more)
+    )
+    found = scorer.score(ForwardRequest(scorer, text, rows=100, layers=[1, 3]))
+    assert read == [52] * 5
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(cast("torch.Tensor", found.hidden), expected.hidden, rtol=1e-3, atol=1e-3)
+    layers = scorer.cache.model_kwargs()["past_key_values"].layers
+    kept = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers]
+    scorer.logits([*text, 5])
+    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers] == kept
+
+
+def test_products_that_are_replaced_later_are_noticed():
+    fresh, model = packed_model(), packed_model()
+    scorer = Scorer(model)
+    packed = passes(scorer)
+    for each in (fresh, model):
+        quantize_linears(each)
+    assert identical(passes(scorer), passes(Scorer(fresh)))
+    assert not identical(passes(scorer), packed)
+
+
+@pytest.fixture
+def _threads_in_quick_turns() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_threads_in_quick_turns")
+def test_two_threads_decode_with_a_target_each():
+    int8 = packed_model("Qwen3")
+    quantize_linears(int8)
+    targets = [wrap_target(packed_model(), name="packed"), wrap_target(int8, name="int8")]
+    drafters = [
+        load_drafter(spec, target) for spec, target in zip(("self:int8", "lookup"), targets, strict=True)
+    ]
+
+    def decode(target: Target, drafter: Drafter) -> list[tuple[int, ...]]:
+        return [choice(target, drafter), own_choice(target.language_model.model)]
+
+    wanted = [decode(*pair) for pair in zip(targets, drafters, strict=True)]
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        runs = [
+            [thread.submit(decode, target, drafter) for _ in range(6)]
+            for thread, target, drafter in zip((first, second), targets, drafters, strict=True)
+        ]
+        assert [[run.result() for run in each] for each in runs] == [[each] * 6 for each in wanted]
+
+
+def test_what_is_not_known_goes_the_way_of_transformers():
+    unfolded, unpacked, layer_wrapped, wrapped, other = (
+        plain_model(),
+        plain_model(),
+        *(packed_model() for _ in range(3)),
+    )
+    pack_linears(unfolded)
+    fold_attention(unpacked)
+    for module in (layer_wrapped.model.layers[1], wrapped.model):
+        module.forward = module.forward  # as a device map leaves it
+    other.model.layers[2].mlp.act_fn = torch.nn.GELU()
+    for model in (unfolded, unpacked, layer_wrapped, wrapped, other):
+        assert type(Scorer(model).forward) is ways.HFForward
+
+
+# -- hooks -------------------------------------------------------------------------------------------
+
+
+@cache
+def own_choice_of(name: str, hook: Callable[[Any], Any] | None = None) -> tuple[int, ...]:
+    """What ``transformers`` chooses with a module hooked."""
+    model = plain_model()
+    handle = None if hook is None else hook(model.get_submodule(name))
+    found = own_choice(model)
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+def turned(value: Any) -> Any:
+    """What a module gave, with every vector turned by one place."""
+    if isinstance(value, torch.Tensor):
+        return value.roll(1, -1)
+    if isinstance(value, tuple):
+        return tuple(each.roll(1, -1) if isinstance(each, torch.Tensor) else each for each in value)
+    name = next(iter(value))
+    value[name] = value[name].roll(1, -1)
+    return value
+
+
+def turn_output(module: torch.nn.Module) -> Any:
+    return module.register_forward_hook(lambda _module, _inputs, output: turned(output))
+
+
+def turn_input(module: torch.nn.Module) -> Any:
+    return module.register_forward_pre_hook(lambda _module, inputs: turned(inputs))
+
+
+def negate_input(module: torch.nn.Module) -> Any:
+    """In place, so that layers behind that read the same tensor are given another one as well."""
+    return module.register_forward_pre_hook(lambda _module, inputs: (inputs[0].neg_(),))
+
+
+def of_all_modules(module: torch.nn.Module) -> Any:
+    def turn(called: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        return turned(output) if called is module else None
+
+    return torch.nn.modules.module.register_module_forward_hook(turn)
+
+
+LAYER = "model.layers.1"
+HOOKED = [
+    *((turn_output, name) for name in (
+        "", "model.embed_tokens", "model.rotary_emb", "lm_head", LAYER, f"{LAYER}.mlp", f"{LAYER}.input_layernorm",
+        f"{LAYER}.self_attn.q_norm", f"{LAYER}.self_attn.v_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.act_fn",
+    )),
+    (turn_input, LAYER), (turn_input, f"{LAYER}.self_attn.k_proj"), (negate_input, f"{LAYER}.self_attn.k_proj"),
+    (of_all_modules, f"{LAYER}.mlp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["hook", "wrap"])
+@pytest.mark.parametrize(
+    ("hook", "name"), HOOKED, ids=[f"{hook.__name__}-{name or 'all'}" for hook, name in HOOKED]
+)
+def test_hooks_are_called(hook, name, first):
+    without = own_choice_of("")
+    expected = own_choice_of(name, hook)
+    assert expected != without
+    model = plain_model()
+    handle = hook(model.get_submodule(name)) if first == "hook" else None
+    target = wrap_target(model, name="hooked")
+    drafters = [None, *(load_drafter(spec, target) for spec in ("self:int8", "self:layers=2"))]
+    if first == "wrap":
+        assert choice(target, None) == without
+        handle = hook(model.get_submodule(name))
+    assert handle is not None
+    try:
+        assert [choice(target, drafter) for drafter in drafters] == [expected] * 3
+        if hook is not of_all_modules or first == "wrap":  # else it is for a layer that was replaced
+            assert own_choice(model) == expected
+    finally:
+        handle.remove()
+    assert [choice(target, drafter) for drafter in drafters] == [without] * 3
+
+
+def test_hooks_hold_in_a_self_drafter_too():
+    model = plain_model()
+    target = wrap_target(model, name="hooked")
+    drafter = load_drafter("self:layers=3", target)
+    for name in ("model.layers.0.mlp", f"{LAYER}.self_attn.q_proj"):
+        turn_output(model.get_submodule(name))
+    run = speculative_generate(CONTEXT[:30], target, drafter, gamma=3, max_new_tokens=14, ignore_eos=True)
+    assert all(step.accepted == len(step.drafted) for step in run.steps)
+    int8: Any = quantized_copy(model)
+    called: list[int] = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: called.append(1))
+    int8(input_ids=torch.tensor([CONTEXT]))
+    assert called == [1]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])
+@pytest.mark.parametrize("change", ["data", "parameter", "module", "mlp", "forward", "head"])
+def test_what_is_changed_later_is_not_stale(change, cache):
+    def apply(model: Any) -> None:
+        layer = model.model.layers[1]
+        norm = layer.input_layernorm
+        factors = torch.linspace(-2, 2, 32)
+        if change == "data":
+            norm.weight.data.mul_(factors)
+        elif change == "parameter":
+            norm.weight = torch.nn.Parameter(norm.weight * factors, requires_grad=False)
+        elif change == "module":
+            layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, Turned())
+        elif change == "mlp":
+            layer.mlp = torch.nn.Sequential(layer.mlp, Turned())
+        elif change == "forward":
+            own = layer.mlp.forward
+            layer.mlp.forward = lambda x: turned(own(x))
+        else:
+            model.lm_head = torch.nn.Sequential(model.lm_head, Turned())
+
+    model, wanted = plain_model(), plain_model()
+    target = wrap_target(model, name="changed", cache=cache)
+    drafter = load_drafter("self:int8", target) if cache != "none" else None
+    without = choice(target, drafter)
+    assert own_choice(model) == without
+    apply(model)
+    apply(wanted)
+    expected = own_choice(wanted)
+    assert expected != without
+    assert choice(target, None) == expected
+    assert choice(target, drafter) == expected
+    assert own_choice(model) == expected
+
+
+class Turned(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, -1)
