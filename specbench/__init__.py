@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
-    from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+    from specbench.decoding.sampling import Greedy, Multinomial, Sampling
     from specbench.drafters.free import FreeDrafter, Guess
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
@@ -45,7 +45,7 @@ _HOMES = {
     "decoding.metrics": ("summary",),
     "options": ("DecodingOptions", "LoadOptions"),
     "decoding.records": ("Generation", "Prefill", "Step"),
-    "decoding.sampling": ("Greedy", "Multinomial", "Nucleus", "Sampling", "TopK", "TopKNucleus"),
+    "decoding.sampling": ("Greedy", "Multinomial", "Sampling"),
     "results.results": ("Results", "load_results"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -53,8 +53,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "Guess",
     "LoadOptions",
-    "Multinomial", "Nucleus", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
-    "TopK", "TopKNucleus", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
+    "Multinomial", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
+    "UsageError", "__version__", "autoregressive_generate", "decode_steps",
     "encode_prompt", "load_drafter", "load_results", "load_target", "prune_legacy",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip

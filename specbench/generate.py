@@ -396,7 +396,7 @@ def speculative_generate(
         >>> result = speculative_generate("Count from 1 to 9.", target, "lookup", max_new_tokens=16, ignore_eos=True)
         >>> len(result.token_ids), result.finish_reason
         (16, 'length')
-        >>> options = {"gamma": 4, "sampling": Nucleus(0.9), "max_new_tokens": 8}
+        >>> options = {"gamma": 4, "sampling": Sampling(temperature=1.0, top_p=0.9), "max_new_tokens": 8}
         >>> sampled = speculative_generate("Tell a story.", target, drafter, **options)
         >>> all(step.gamma <= 4 for step in sampled.steps)
         True

@@ -22,7 +22,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
 from specbench.decoding.request import DraftPlan
-from specbench.decoding.sampling import Multinomial, Sampling, TopK
+from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -328,7 +328,7 @@ NEW = 4
 
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(Multinomial(1.5), marks=pytest.mark.slow), TopK(2, temperature=2.0)],
+    [pytest.param(Multinomial(1.5), marks=pytest.mark.slow), Sampling(temperature=2.0, top_k=2)],
     ids=["all", "top-k"],
 )
 def test_sampled_outputs_have_the_targets_distribution(pair, sampling):

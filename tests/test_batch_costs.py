@@ -6,8 +6,8 @@ import itertools
 import random as standard_random
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import geometric_mean
-from typing import Any
+from statistics import fmean, geometric_mean
+from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
@@ -24,7 +24,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.policies import build_policy
 from specbench.policies.batch_costs import BatchCosts, RequestCosts, share_costs
-from specbench.policies.costs import GivenCosts, MeasuredCosts
+from specbench.policies.costs import GivenCosts
 
 VOCAB = 6
 TARGET = random_table(1, VOCAB, order=5, spread=2.0)
@@ -73,6 +73,31 @@ class Seat(ScriptedScorer):
         return self.batch.score([asked])[0]  # type: ignore[attr-defined, no-any-return]
 
 
+class Served(NamedTuple):
+    """What became of requests: by number their steps, and when their prompts were read and their outputs ended."""
+
+    steps: dict[int, list[Step]]
+    began: dict[int, float]
+    ended: dict[int, float]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all together."""
+        return sum(len(step.tokens) for each in self.steps.values() for step in each) / max(
+            self.ended.values()
+        )
+
+    @property
+    def gammas(self) -> list[float]:
+        """The mean draft length of each."""
+        return [fmean(step.gamma for step in self.steps[number]) for number in sorted(self.steps)]
+
+    @property
+    def seconds(self) -> list[float]:
+        """From each request's prompt to its end."""
+        return [self.ended[number] - self.began[number] for number in sorted(self.steps)]
+
+
 class House:
     """A target and a drafter's models, and requests that share them.
 
@@ -108,89 +133,31 @@ class House:
             max_new_tokens=tokens,
         )
 
-    def run(self, kinds: Sequence[str], rule: str, tokens: int = 80) -> tuple[float, float]:
-        """Tokens per second of all together, and the mean draft length."""
-        scheduler = Scheduler(max_batch=len(kinds), clock=self.clock, watch=self.batch_costs.observe)
+    def serve(self, kinds: Sequence[str], rule: str, batch: int | None = None, tokens: int = 80) -> Served:
+        """Serve requests, so many at a time and in turn; all together without a number."""
+        scheduler = Scheduler(max_batch=batch or len(kinds), clock=self.clock, watch=self.batch_costs.observe)
         for number, kind in enumerate(kinds):
             scheduler.add(partial(self.request, number, kind, rule, tokens))
-        steps: list[Step] = []
-        for _, event in scheduler:
-            assert not isinstance(event, Exception), event
-            if isinstance(event, Step):
-                steps.append(event)
-        drafted = sum(step.gamma for step in steps) / len(steps)
-        return sum(len(step.tokens) for step in steps) / self.clock.time, drafted
-
-    def served(self, kinds: Sequence[str], rule: str, batch: int, tokens: int = 64) -> list[float]:
-        """Seconds from each request's prompt to its end, so many of them at a time and in turn."""
-        scheduler = Scheduler(max_batch=batch, clock=self.clock, watch=self.batch_costs.observe)
-        for number, kind in enumerate(kinds):
-            scheduler.add(partial(self.request, number, kind, rule, tokens))
-        began: dict[int, float] = {}
-        ended: dict[int, float] = {}
+        served = Served({}, {}, {})
         for number, event in scheduler:
             assert not isinstance(event, Exception), event
-            began.setdefault(number, self.clock.time)
-            ended[number] = self.clock.time
-        return [ended[number] - began[number] for number in range(len(kinds))]
+            served.began.setdefault(number, self.clock.time)
+            served.ended[number] = self.clock.time
+            if isinstance(event, Step):
+                served.steps.setdefault(number, []).append(event)
+        return served
+
+
+def speeds(kinds: Sequence[str], *house: Any, tokens: int = 80, **more: Any) -> tuple[float, float]:
+    """Tokens per second with ``auto``, over those of plain decoding, and the mean draft length."""
+    found = House(*house, **more).serve(kinds, "auto", tokens=tokens)
+    plain = House(*house, **more).serve(["none"] * len(kinds), "fixed", tokens=tokens)
+    return found.speed / plain.speed, fmean(found.gammas)
 
 
 def roofline(rows: int) -> float:
     """Reading the weights takes as long as computing 12 rows."""
     return max(12.0, rows) + 0.05 * rows
-
-
-def test_drafts_shrink_and_stop_as_the_batch_grows():
-    lengths = []
-    for batch in (1, 8, 20):
-        kinds = ["good"] * batch
-        speed, drafted = House(roofline, lambda rows: 0.5).run(kinds, "auto")
-        fixed = [House(roofline, lambda rows: 0.5).run(kinds, f"fixed:gamma={gamma}")[0] for gamma in (1, 4)]
-        plain, _ = House(roofline, lambda rows: 0.5).run(["none"] * batch, "fixed")
-        lengths.append(drafted)
-        assert speed > 0.9 * plain, batch
-        assert speed > 0.8 * max(*fixed, plain), batch
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > 2.5
-    assert lengths[-1] < 0.3
-
-
-def test_what_does_not_pay_in_a_batch_costs_little():
-    kinds = ["bad"] * 12
-    speed, _ = House(roofline, lambda rows: 2.0).run(kinds, "auto")
-    plain, _ = House(roofline, lambda rows: 2.0).run(["none"] * 12, "fixed")
-    assert speed > 0.9 * plain
-
-
-def test_one_whose_drafts_are_good_does_not_hold_up_those_who_have_none():
-    """A pass of the drafter costs as much for one as for all."""
-    kinds = ["good", *["bad"] * 7]
-    speed, _ = House(roofline, lambda rows: 5.0).run(kinds, "auto")
-    plain, _ = House(roofline, lambda rows: 5.0).run(["none"] * 8, "fixed")
-    assert speed > 0.9 * plain
-    speed, _ = House(roofline, lambda rows: 5.0).run(["good"] * 3, "auto")
-    assert speed > 0.9 * House(roofline, lambda rows: 5.0).run(["none"] * 3, "fixed")[0]
-
-
-def test_each_keeps_its_own_acceptance():
-    house = House(roofline, lambda rows: 0.3)
-    scheduler = Scheduler(max_batch=4, clock=house.clock, watch=house.batch_costs.observe)
-    for number, kind in enumerate(("good", "bad", "good", "bad")):
-        scheduler.add(partial(house.request, number, kind, "auto", 100))
-    gammas: dict[int, list[int]] = {number: [] for number in range(4)}
-    for number, event in scheduler:
-        if isinstance(event, Step):
-            gammas[number].append(event.gamma)
-    means = {number: sum(each) / len(each) for number, each in gammas.items()}
-    assert min(means[0], means[2]) > 2 * max(means[1], means[3])
-
-
-def test_copies_cost_their_rows_alone():
-    house = House(roofline, lambda rows: 0.0)
-    request = house.request(0, "lookup", "auto", 5)
-    assert request.plan.costs() == {"drafter_pass_s": 0.0, "target_pass_s": {"1": pytest.approx(1.0)}}
-    speed, _ = house.run(["lookup"] * 8, "auto")
-    assert speed > 0.9 * House(roofline, lambda rows: 0.0).run(["none"] * 8, "fixed")[0]
 
 
 def measured(rows: int) -> float:
@@ -199,31 +166,6 @@ def measured(rows: int) -> float:
 
 
 UNEVEN_MS = 4.0
-
-
-@pytest.mark.parametrize("batch", [2, 8])
-def test_copies_that_are_mostly_wrong_are_hardly_made(batch):
-    """Outputs are short, so that what is learned at their beginning may not cost much."""
-    speed, _ = House(measured, measured, UNEVEN_MS).run(["lookup"] * batch, "auto", 64)
-    plain, _ = House(measured, measured, UNEVEN_MS).run(["none"] * batch, "fixed", 64)
-    assert speed > 0.97 * plain
-    fixed, _ = House(measured, measured, UNEVEN_MS).run(["lookup"] * batch, "fixed:gamma=3", 64)
-    assert fixed < 0.9 * plain, "drafts would have paid"
-
-
-def test_drafts_of_some_hold_up_the_others_little():
-    """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
-    kinds = ["good", "fair", "bad", "bad"] * 6
-    observe = House(measured, lambda rows: 1.0).served(kinds, "auto", 8)
-    plain = House(measured, lambda rows: 1.0).served(["none"] * len(kinds), "fixed", 8)
-    assert sum(plain) > sum(observe)
-    ratios = {
-        kind: [b / a for a, b, each in zip(observe, plain, kinds, strict=True) if each == kind]
-        for kind in kinds
-    }
-    speeds = {kind: geometric_mean(each) for kind, each in ratios.items()}
-    assert speeds["good"] > speeds["fair"] > 1.1
-    assert speeds["bad"] > 0.85
 
 
 def large(rows: int) -> float:
@@ -241,9 +183,62 @@ def even(rows: int) -> float:
     return 118.0 + 6.0 * max(0, rows - 8)
 
 
+def test_drafts_shrink_and_stop_as_the_batch_grows():
+    lengths = []
+    for batch in (1, 8, 20):
+        kinds = ["good"] * batch
+        speed, drafted = speeds(kinds, roofline, lambda rows: 0.5)
+        plain = House(roofline, lambda rows: 0.5).serve(["none"] * batch, "fixed").speed
+        fixed = [
+            House(roofline, lambda rows: 0.5).serve(kinds, f"fixed:gamma={gamma}").speed for gamma in (1, 4)
+        ]
+        lengths.append(drafted)
+        assert speed > 0.9
+        assert speed > 0.8 * max(fixed) / plain
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 2.5
+    assert lengths[-1] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "target_s", "draft_s", "uneven_s", "least"),
+    [
+        (["bad"] * 12, roofline, 2.0, 0.0, 0.9),
+        # A pass of the drafter costs as much for one as for all.
+        (["good", *["bad"] * 7], roofline, 5.0, 0.0, 0.9),
+        (["good"] * 3, roofline, 5.0, 0.0, 0.9),
+        (["lookup"] * 8, roofline, 0.0, 0.0, 0.9),
+        # Outputs are short, so that what is learned at their beginning may not cost much.
+        (["lookup"] * 2, measured, 0.0, UNEVEN_MS, 0.97),
+        (["lookup"] * 8, measured, 0.0, UNEVEN_MS, 0.97),
+    ],
+)
+def test_what_does_not_pay_in_a_batch_costs_little(kinds, target_s, draft_s, uneven_s, least):
+    assert speeds(kinds, target_s, lambda rows: draft_s, uneven_s, tokens=64)[0] > least
+
+
+def test_each_keeps_its_own_acceptance():
+    found = House(roofline, lambda rows: 0.3).serve(("good", "bad", "good", "bad"), "auto", tokens=100)
+    assert min(found.gammas[0::2]) > 2 * max(found.gammas[1::2])
+
+
+def test_drafts_of_some_hold_up_the_others_little():
+    """With one price for all, that of the tokens of all together, those who draft badly get 0.82 of plain decoding."""
+    kinds = ["good", "fair", "bad", "bad"] * 6
+    found = House(measured, lambda rows: 1.0).serve(kinds, "auto", 8, 64).seconds
+    plain = House(measured, lambda rows: 1.0).serve(["none"] * len(kinds), "fixed", 8, 64).seconds
+    assert sum(plain) > sum(found)
+    ratios = {
+        kind: geometric_mean(b / a for a, b, each in zip(found, plain, kinds, strict=True) if each == kind)
+        for kind in kinds
+    }
+    assert ratios["good"] > ratios["fair"] > 1.1
+    assert ratios["bad"] > 0.85
+
+
 @pytest.mark.parametrize("target", [large, even])
 def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(target):
-    house, kinds = House(target, small, prompt=150), ["good"] * 8
+    house = House(target, small, prompt=150)
     read: list[int] = []
     observe = house.batch_costs.observe
 
@@ -252,8 +247,8 @@ def test_where_drafts_cannot_surely_pay_the_drafter_hardly_reads_a_prompt(target
         observe(pass_)
 
     house.batch_costs.observe = noticed  # type: ignore[method-assign]
-    speed, _ = house.run(kinds, "auto", 64)
-    plain, _ = House(target, small, prompt=150).run(["none"] * 8, "fixed", 64)
+    speed = house.serve(["good"] * 8, "auto", tokens=64).speed
+    plain = House(target, small, prompt=150).serve(["none"] * 8, "fixed", tokens=64).speed
     assert sum(read) <= 3
     assert speed > 0.95 * plain
 
@@ -270,26 +265,18 @@ def test_costs_learnt_on_a_busy_machine_are_learnt_anew(kind):
     house.target.seconds = busy
     for model in house.models.values():
         model.seconds = lambda rows: 0.3 * (8.0 if house.clock.time < quiet else 1.0)
-    scheduler = Scheduler(max_batch=1, clock=house.clock, watch=house.batch_costs.observe)
-    for number in range(24):
-        scheduler.add(partial(house.request, number, kind, "auto", 40))
-    began: dict[int, float] = {}
-    drafted: dict[int, int] = {}
-    for number, event in scheduler:
-        assert not isinstance(event, Exception), event
-        began.setdefault(number, house.clock.time)
-        drafted[number] = drafted.get(number, 0) + (event.gamma if isinstance(event, Step) else 0)
-    first = next(number for number, time in began.items() if time > quiet)
+    found = house.serve([kind] * 24, "auto", 1, 40)
+    first = next(number for number, time in found.began.items() if time > quiet)
     assert first < 12
-    assert all(drafted[number] > 5 for number in range(first + 6, 24))
+    for number in range(first + 6, 24):
+        assert sum(step.gamma for step in found.steps[number]) > 5
 
 
 def test_where_drafts_pay_for_it_every_prompt_is_read():
     """A pass takes as long for 24 rows as for one."""
-    kinds = ["good"] * 4
-    observe = House(lambda rows: 140.0 + rows, small, prompt=150).served(kinds, "auto", 4)
-    plain = House(lambda rows: 140.0 + rows, small, prompt=150).served(["none"] * 4, "fixed", 4)
-    assert sum(plain) > 1.3 * sum(observe)
+    found = House(lambda rows: 140.0 + rows, small, prompt=150).serve(["good"] * 4, "auto", tokens=64)
+    plain = House(lambda rows: 140.0 + rows, small, prompt=150).serve(["none"] * 4, "fixed", tokens=64)
+    assert sum(plain.seconds) > 1.3 * sum(found.seconds)
 
 
 def test_what_uneven_passes_cost_is_weighed():
@@ -299,7 +286,7 @@ def test_what_uneven_passes_cost_is_weighed():
         batch_costs.observe(made(10.0, [0] * 4))
         batch_costs.observe(made(15.0, [1, 0, 0, 0]))
         batch_costs.observe(made(15.5, [3, 0, 0, 0]))
-    costs = RequestCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [])
     batch_costs.observe(made(10.0, [0] * 4))
     costs.observe(step(1), True)
     first = costs.verify_s(4)
@@ -340,7 +327,7 @@ def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 2
 def test_rows_cost_a_part_of_the_plain_pass_and_what_they_prolong_it_by():
     batch_costs, batch = BatchCosts(), 4
     known(batch_costs, lambda rows: 10.0 + rows, batch)
-    costs = RequestCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [])
     batch_costs.observe(made(20.0, [2, 3, 0, 1]))
     costs.observe(step(3), True)
     found = costs.verify_s(5)
@@ -354,7 +341,7 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
     """Its rows are more than its requests though nobody drafted, and this request drafted in an earlier one."""
     batch_costs, batch = BatchCosts(), 4
     known(batch_costs, lambda rows: 10.0 + rows, batch)
-    costs = RequestCosts(batch_costs, [], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [])
     costs.observe(step(3), True)
     batch_costs.observe(made(20.0, [0] * batch, read=3))
     assert batch_costs.drafters == 0
@@ -367,7 +354,7 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
 def test_a_drafter_s_pass_costs_each_a_part():
     batch_costs = BatchCosts()
     known(batch_costs, lambda rows: 10.0 + rows, 4)
-    costs = RequestCosts(batch_costs, [Model], MeasuredCosts())
+    costs = RequestCosts(batch_costs, [Model])
     assert costs.timings == 0
     assert costs.draft_s == pytest.approx(0.2 * costs.verify_s(1)[1])
     batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
@@ -392,7 +379,7 @@ def test_passes_that_read_prompts_are_not_timed():
 def test_time_is_worth_to_each_what_a_round_gives_it():
     """A plain round takes 10 seconds, one with drafts 15."""
     batch_costs = BatchCosts()
-    slow, fast = (RequestCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
+    slow, fast = (RequestCosts(batch_costs, []) for _ in range(2))
     assert slow.rate(0.0, 0.4) == fast.rate(0.0, 0.4) == 0.4
     for _ in range(300):
         batch_costs.observe(made(10.0, [0] * 4))
@@ -409,21 +396,16 @@ def test_time_is_worth_to_each_what_a_round_gives_it():
     assert fast.rate(0.0, plain) == slow.rate(0.0, plain)
 
 
-def test_given_costs_are_those_of_a_pass_over_so_many_rows():
-    given = GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0}))
-    batch_costs = BatchCosts()
-    costs = RequestCosts(batch_costs, [Model], given)
-    batch_costs.observe(made(0.1, [0, 0, 0]))
-    batch_costs.observe(made(0.1, [1, 1, 1], target=False, model=Model))
-    assert costs.verify_s(2)[1:] == pytest.approx([13 / 3, 13 / 3 + 1])
-    assert costs.draft_s == 1.0
-    assert (costs.rate(1.5, 1.0), costs.rate(0.5, 1.0)) == (1.5, 1.0)
-    assert costs.timings == costs.reach == float("inf")
+def test_given_costs_stay_as_they_are():
+    policy = build_policy("auto", costs=GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0})))
+    before = policy.costs()
+    share_costs(policy, BatchCosts(), [])
+    assert policy.costs() == before
 
 
 def test_all_look_again_in_the_same_round():
     batch_costs = BatchCosts()
-    first, second = (RequestCosts(batch_costs, [], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, []) for _ in range(2))
     assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
     batch_costs.observe(made(1.0, [0, 0]))
     assert [first.may_look(False), second.may_look(True)] == [True, True]
@@ -434,7 +416,7 @@ def test_all_look_again_in_the_same_round():
 def test_one_drafts_before_all_do():
     """Until a pass of the drafter, and one of the target with drafts, have been timed."""
     batch_costs = BatchCosts()
-    first, second = (RequestCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, [Model]) for _ in range(2))
     assert first.reach == second.reach == 0, "what a plain pass takes is not known"
     batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
@@ -450,7 +432,7 @@ def test_one_drafts_before_all_do():
 
 def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
     batch_costs = BatchCosts()
-    first, second = (RequestCosts(batch_costs, [Model], MeasuredCosts()) for _ in range(2))
+    first, second = (RequestCosts(batch_costs, [Model]) for _ in range(2))
     batch_costs.observe(made(10.0, [0, 0]))
     assert (first.reach, second.reach) == (3, 0)
     for _ in range(66):
@@ -460,7 +442,7 @@ def test_who_does_not_come_to_the_end_of_its_draft_keeps_nobody_from_drafting():
 
 def test_what_the_drafter_lacks_is_weighed():
     batch_costs = BatchCosts()
-    costs, selfish = (RequestCosts(batch_costs, [model], MeasuredCosts(), 100) for model in (Model, House))
+    costs, selfish = (RequestCosts(batch_costs, [model], 100) for model in (Model, House))
     assert costs.catching_up_s == 0.0, "nobody knows yet how long it takes"
     batch_costs.observe(made(40.0, [0, 0], target=False, model=Model, read=100))
     assert costs.catching_up_s == pytest.approx(20.0)
@@ -472,12 +454,6 @@ def test_what_the_drafter_lacks_is_weighed():
     assert (costs.may_look(False), costs.may_look(True), selfish.may_look(False)) == (False, True, True)
     costs.observe(step(2, 1), True, 1)
     assert costs.catching_up_s == 0.0
-
-
-def test_rules_that_read_no_costs_are_left_alone():
-    policy = build_policy("egag")
-    share_costs(policy, BatchCosts(), [])
-    assert policy.costs() is None
 
 
 # -- exactness ---------------------------------------------------------------------------------------

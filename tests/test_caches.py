@@ -22,7 +22,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, run_to_end
 from specbench.decoding.records import LONGEST_DRAFT, Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
@@ -528,7 +528,9 @@ class Stubborn(Drafter):
         return Draft([self.token] * policy.begin(budget))
 
 
-@pytest.mark.parametrize("sampling", [Greedy(), TopK(1, temperature=1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Greedy(), Sampling(temperature=1.0, top_k=1)], ids=["greedy", "sampled"]
+)
 def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
     """Rows that are not reached decide nothing."""
     target = wrap_target(tiny_llama(), name="tiny", pack=False)

@@ -60,7 +60,7 @@ from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import Decoding, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import Verdict
 from specbench.drafters.cascade import CascadeDrafter
@@ -91,7 +91,7 @@ def test_sound_configurations_pass(drafter, first_target):
 @pytest.mark.parametrize(
     "sampling",
     [
-        TopK(3, 1.2),
+        Sampling(temperature=1.2, top_k=3),
         Sampling(0.7, top_p=0.8),
         Sampling(1.0, min_p=0.2),
         Multinomial(0.9, repetition_penalty=1.7),

@@ -19,7 +19,7 @@ from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import DraftPlan
-from specbench.decoding.sampling import Greedy, Multinomial, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
@@ -68,7 +68,7 @@ def test_greedy_trees_pass(tree, drafter):
     ],
 )
 def test_every_way_to_verify_passes(tree, method):
-    for sampling in (Multinomial(0.9), TopK(4, 0.8, repetition_penalty=1.3)):
+    for sampling in (Multinomial(0.9), Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)):
         result = result_of(setup_of(tree, method, sampling=sampling))
         assert result.violations == []
         assert result.verdict == "identical"

@@ -12,7 +12,7 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_t
 
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.records import Prefill
-from specbench.decoding.sampling import Multinomial, Nucleus, Sampling, TopK, TopKNucleus
+from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -48,9 +48,9 @@ DRAFTERS: dict[str, Build] = {
 SAMPLINGS: dict[str, Sampling] = {
     "multinomial": Multinomial(),
     "temperature": Multinomial(0.6),
-    "top-k": TopK(3, temperature=1.3),
-    "nucleus": Nucleus(0.8),
-    "both": TopKNucleus(3, 0.9, temperature=0.8),
+    "top-k": Sampling(temperature=1.3, top_k=3),
+    "nucleus": Sampling(temperature=1.0, top_p=0.8),
+    "both": Sampling(temperature=0.8, top_k=3, top_p=0.9),
     "min-p": Sampling(temperature=1.0, min_p=0.3),
     "repetition penalty": Multinomial(0.9, repetition_penalty=1.7),
     "everything": Sampling(temperature=1.2, top_k=3, top_p=0.95, min_p=0.05, repetition_penalty=1.3),

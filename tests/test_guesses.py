@@ -18,7 +18,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest, run_to_end
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.guesses import Guesses
 from specbench.drafters.lookup import LookupDrafter
@@ -65,7 +65,7 @@ DRAFTERS: dict[str, Callable[[ScriptedCache], Drafter]] = {
 SAMPLINGS: dict[str, Sampling] = {
     "greedy": Greedy(),
     "multinomial": Multinomial(0.7),
-    "top-k": TopK(2),
+    "top-k": Sampling(temperature=1.0, top_k=2),
     "repetition penalty": Multinomial(0.8, repetition_penalty=1.3),
     "greedy with a repetition penalty": Greedy(repetition_penalty=1.5),
 }
@@ -332,7 +332,7 @@ def test_its_cache_is_that_of_a_model_that_has_read_the_text(kind):
     drafter.begin(context)
     choice = standard_random.Random(1)
     for seed in range(12):
-        sampling = TopK(3, temperature=2.0)
+        sampling = Sampling(temperature=2.0, top_k=3)
         draft = run_to_end(drafter.propose(context, 6, FixedLength(6), sampling, Randomness(seed)))
         for i, logits in enumerate(draft.logits):
             expected = fresh.logits([*context, *draft.tokens[:i]])[-1]

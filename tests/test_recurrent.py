@@ -24,7 +24,7 @@ from specbench.check.deviation import clean_rows
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
-from specbench.decoding.sampling import Greedy, Multinomial, TopK
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
@@ -148,7 +148,7 @@ def test_sampled_outputs_have_the_targets_distribution(kind):
         drafters.append(ModelDrafter(Scorer(other), "hybrid"))
     for drafter, sampling, gamma, first_target in (
         (drafters[0], Multinomial(1.5), 2, True),
-        (drafters[-1], TopK(3, temperature=2.0), 1, False),
+        (drafters[-1], Sampling(temperature=2.0, top_k=3), 1, False),
     ):
         expected = of_the_target(model, sampling)
         found = outcomes(model, drafter, sampling, gamma, first_target)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.sampling import Greedy, Multinomial, Nucleus, Randomness, Sampling, TopK, TopKNucleus
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 
 
 def reference(
@@ -189,7 +189,7 @@ def test_nuclei_whose_edge_falls_on_a_sum(weights, at, nudge):
     ordered = sorted(weights, reverse=True)
     top_p = sum(ordered[: at + 1]) / sum(ordered) + nudge
     if 0 < top_p < 1:
-        assert_agrees(torch.tensor([weights]).float().log(), Nucleus(top_p))
+        assert_agrees(torch.tensor([weights]).float().log(), Sampling(temperature=1.0, top_p=top_p))
 
 
 @settings(max_examples=150, deadline=None)
@@ -205,12 +205,12 @@ def test_nuclei_of_any_width(vocab, scale, step, top_p, seed):
     logits = random_logits(2, vocab, scale, seed)
     if step:
         logits = (logits / step).round() * step
-    assert_agrees(logits, Nucleus(top_p))
+    assert_agrees(logits, Sampling(temperature=1.0, top_p=top_p))
 
 
 def test_one_wide_nucleus_beside_a_narrow_one():
     logits = torch.stack([torch.zeros(2000), random_logits(1, 2000, 9.0)[0]])
-    widths = assert_agrees(logits, Nucleus(0.9)).count_nonzero(dim=-1).tolist()
+    widths = assert_agrees(logits, Sampling(temperature=1.0, top_p=0.9)).count_nonzero(dim=-1).tolist()
     assert widths[0] > 256 > widths[1]
 
 
@@ -279,47 +279,28 @@ def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype):
 
 def test_the_named_samplings():
     logits = random_logits(2, 80, 3.0)
-    pairs: list[tuple[Sampling, Sampling]] = [
+    for named, plain in (
         (Greedy(1.1), Sampling(repetition_penalty=1.1)),
         (Multinomial(0.7, 1.1), Sampling(temperature=0.7, repetition_penalty=1.1)),
-        (TopK(5, 0.7, 1.1), Sampling(temperature=0.7, top_k=5, repetition_penalty=1.1)),
-        (Nucleus(0.8, 0.7, 1.1), Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.1)),
-        (
-            TopKNucleus(5, 0.8, 0.7, 1.1),
-            Sampling(temperature=0.7, top_k=5, top_p=0.8, repetition_penalty=1.1),
-        ),
-    ]
-    for named, plain in pairs:
+    ):
         assert torch.equal(named.probabilities(logits, [1], [2]), plain.probabilities(logits, [1], [2]))
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("name", "values"),
     [
-        lambda: Sampling(temperature=-0.1),
-        lambda: Sampling(temperature=math.nan),
-        lambda: Sampling(temperature=1e-39),
-        lambda: Sampling(temperature=math.inf),
-        lambda: Sampling(top_k=-1),
-        lambda: Sampling(top_k=math.nan),  # type: ignore[arg-type]
-        lambda: Sampling(top_p=0.0),
-        lambda: Sampling(top_p=1.1),
-        lambda: Sampling(top_p=math.nan),
-        lambda: Sampling(min_p=-0.1),
-        lambda: Sampling(min_p=1.1),
-        lambda: Sampling(min_p=math.nan),
-        lambda: Sampling(repetition_penalty=0.0),
-        lambda: Sampling(repetition_penalty=-1.0),
-        lambda: Sampling(repetition_penalty=math.nan),
-        lambda: Sampling(repetition_penalty=math.inf),
-        lambda: Nucleus(2.0),
-        lambda: TopKNucleus(3, math.nan),
+        ("temperature", (-0.1, math.nan, 1e-39, math.inf)),
+        ("top_k", (-1, math.nan)),
+        ("top_p", (0.0, 1.1, math.nan)),
+        ("min_p", (-0.1, 1.1, math.nan)),
+        ("repetition_penalty", (0.0, -1.0, math.nan, math.inf)),
     ],
 )
-def test_values_out_of_range_are_refused(build):
-    with pytest.raises(UsageError) as caught:
-        build()
-    assert caught.value.hint
+def test_values_out_of_range_are_refused(name, values):
+    for value in values:
+        with pytest.raises(UsageError) as caught:
+            Sampling(**{name: value})
+        assert caught.value.hint
 
 
 # -- draws ----------------------------------------------------------------------------------------
@@ -329,12 +310,9 @@ def test_values_out_of_range_are_refused(build):
 @pytest.mark.parametrize("vocab", [7, 40_000])
 @pytest.mark.parametrize(
     "sampling",
-    [
-        Greedy(), Greedy(1.3), Multinomial(), Multinomial(0.7, 1.2), TopK(3), Nucleus(0.8), TopKNucleus(4, 0.9, 1.5),
-        Sampling(temperature=1.0, min_p=0.1),
-    ],
+    [Greedy(), Greedy(1.3), Multinomial(), Multinomial(0.7, 1.2), *SETTINGS[4:6], SETTINGS[9], SETTINGS[13]],
     ids=str,
-)  # fmt: skip
+)
 def test_a_row_can_be_put_where_there_is_memory(sampling, vocab, dtype):
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = logits.clone()

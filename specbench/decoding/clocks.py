@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from specbench.decoding.records import StepTimes
+from specbench.decoding.records import PARTS, StepTimes
 
 
 class Clock(Protocol):
@@ -81,7 +81,7 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start a step."""
-        self._parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "rollback": 0.0, "other": 0.0}
+        self._parts = dict.fromkeys(PARTS, 0.0)
         self._last = self._now()
 
     def lap(self, part: Literal["draft", "verify", "accept", "rollback", "other"]) -> None:
@@ -94,11 +94,7 @@ class Stopwatch:
         """Return the step's times so far; ``draft_prefill_s`` and ``mask_s`` are from clocks that are never paused."""
         parts = self._parts
         return StepTimes(
-            draft_s=parts["draft"],
-            verify_s=parts["verify"],
-            accept_s=parts["accept"],
-            rollback_s=parts["rollback"],
-            other_s=parts["other"],
+            **{f"{part}_s": seconds for part, seconds in parts.items()},
             draft_prefill_s=min(draft_prefill_s, parts["draft"]),
             mask_s=min(mask_s, parts["draft"] + parts["accept"]),
         )

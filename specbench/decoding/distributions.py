@@ -13,12 +13,6 @@ from numpy.typing import NDArray
 
 from specbench.decoding.logits import DraftVocabulary
 
-_STRIDE = 64
-"""Columns of the search for large values."""
-
-_QUICK = 2**18
-"""Values up to which the largest are found in repeated passes."""
-
 
 class TokenDistribution(Protocol):
     """A drafter's distribution over the next token."""
@@ -146,33 +140,15 @@ def largest(rows: torch.Tensor, count: int, above: float = -math.inf) -> list[li
     else:
         values = rows.detach().numpy()
         every = np.arange(len(values))
-        if (count - 1) * values.shape[-1] <= _QUICK:
-            places, taken = [], []
-            for _ in range(count):  # one after the other, each hidden from the next
-                places.append(values.argmax(axis=-1))
-                taken.append(values[every, places[-1]])
-                values[every, places[-1]] = -math.inf
-            for place, value in zip(reversed(places), reversed(taken), strict=True):
-                values[every, place] = value
-        else:
-            places = [*np.stack([_largest(row, count) for row in values]).T]
-            taken = [values[every, place] for place in places]
+        places, taken = [], []
+        for _ in range(count):  # one after the other, each hidden from the next; faster than sorting
+            places.append(values.argmax(axis=-1))
+            taken.append(values[every, places[-1]])
+            values[every, places[-1]] = -math.inf
+        for place, value in zip(reversed(places), reversed(taken), strict=True):
+            values[every, place] = value
         best, worth = np.array(places).tolist(), np.array(taken).tolist()
     return [
         [rank[row] for rank, value in zip(best, worth, strict=True) if value[row] > above]
         for row in range(rows.shape[0])
     ]
-
-
-def _largest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return those of one row, [vocab]: only columns whose maximum is among the largest are searched."""
-    width = len(row) // _STRIDE
-    if width <= 2 * count:
-        return np.argsort(-row, kind="stable")[:count]
-    whole = width * _STRIDE
-    highest = row[:whole].reshape(_STRIDE, width).max(axis=0)
-    columns = np.flatnonzero(highest >= np.partition(highest, width - count)[width - count])
-    places = np.concatenate(
-        [(np.arange(0, whole, width)[:, None] + columns).ravel(), np.arange(whole, len(row))]
-    )
-    return places[np.lexsort((places, -row[places]))[:count]]

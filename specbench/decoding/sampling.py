@@ -426,46 +426,6 @@ class Multinomial(Sampling):
         super().__init__(temperature=temperature, repetition_penalty=repetition_penalty)
 
 
-class TopK(Sampling):
-    """The k most probable tokens at a temperature.
-
-    Example:
-        >>> TopK(40).top_k
-        40
-    """
-
-    def __init__(self, top_k: int, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
-        super().__init__(temperature=temperature, top_k=top_k, repetition_penalty=repetition_penalty)
-
-
-class Nucleus(Sampling):
-    """The smallest set of tokens with mass top_p at a temperature.
-
-    Example:
-        >>> Nucleus(0.9, temperature=0.7).top_p
-        0.9
-    """
-
-    def __init__(self, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
-        super().__init__(temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty)
-
-
-class TopKNucleus(Sampling):
-    """Top-k, then the nucleus of what is left, at a temperature.
-
-    Example:
-        >>> TopKNucleus(40, 0.9).top_k
-        40
-    """
-
-    def __init__(
-        self, top_k: int, top_p: float, temperature: float = 1.0, repetition_penalty: float = 1.0
-    ) -> None:
-        super().__init__(
-            temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
-        )
-
-
 class Randomness:
     """Every random draw of a run, from one explicitly seeded generator.
 

@@ -264,12 +264,9 @@ class PassCosts(
         known = [(self.experts[n], seconds) for n, seconds in self.target_s.items() if n in self.experts]
         if len({experts for experts, _ in known}) < 2:
             return None
-        mean = sum(seconds for _, seconds in known) / len(known)
-        middle = sum(experts for experts, _ in known) / len(known)
-        spread = sum((experts - middle) ** 2 for experts, _ in known)
-        slope = max(0.0, sum((experts - middle) * (seconds - mean) for experts, seconds in known) / spread)
-        base = mean - slope * middle
+        base, slope = fit_line([(experts, seconds, 1.0) for experts, seconds in known])
         misses = [base + slope * experts - seconds for experts, seconds in known]
+        mean = sum(seconds for _, seconds in known) / len(known)
         error = ratio(math.sqrt(sum(miss**2 for miss in misses) / len(known)), mean)
         return ExpertsFit(base, slope, error)
 
@@ -328,6 +325,12 @@ def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:
     points = [(context - first, seconds, seconds**-2) for context, seconds in times.items() if seconds > 0]
     if not points:
         return 0.0, 0.0, []
+    start, slope = fit_line(points)
+    return start, slope, [(start + slope * x) / y - 1.0 for x, y, _ in points]
+
+
+def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Fit a line that never falls to points (x, y, weight) by least squares; return its value at 0 and its slope."""
     total = sum(w for _, _, w in points)
     x_mean = sum(w * x for x, _, w in points) / total
     y_mean = sum(w * y for _, y, w in points) / total
@@ -335,8 +338,7 @@ def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:
     slope = 0.0
     if spread > 0:
         slope = max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread)
-    start = y_mean - slope * x_mean
-    return start, slope, [(start + slope * x) / y - 1.0 for x, y, _ in points]
+    return y_mean - slope * x_mean, slope
 
 
 class SharedCosts(

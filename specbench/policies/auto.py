@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
 from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
 from specbench.decoding.records import LONGEST_DRAFT
-from specbench.decoding.theory import expected_tokens_by_position
+from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
 from specbench.policies.costs import READING_NOTE, CostSource, MeasuredCosts
@@ -85,13 +85,16 @@ class AutoLength(ChainPolicy):
         gamma_max: The most tokens drafted in a step.
         costs: Costs to go by; ``None`` measures them.
 
+    Attributes:
+        cost_source: The costs; others may take their place between prompts.
+
     Raises:
         UsageError: ``gamma_max`` is below 1.
     """
 
     def __init__(self, gamma_max: int = 16, costs: CostSource | None = None) -> None:
         super().__init__("auto", gamma_max)
-        self._costs = costs or MeasuredCosts()
+        self.cost_source = costs or MeasuredCosts()
         # Acceptance by a draft token's own log-odds, and by those of the token before it.
         # The priors lie between those of two pairs of models, and of lookup and ngram; a drafter may have its own.
         self._drafted = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
@@ -100,7 +103,7 @@ class AutoLength(ChainPolicy):
         self.reset()
 
     def reset(self) -> None:
-        self._costs.reset()
+        self.cost_source.reset()
         self._drafted.reset()
         self._matched.reset()
         self._upcoming.reset()
@@ -122,10 +125,6 @@ class AutoLength(ChainPolicy):
         self._start_step()
         self._weigh()
 
-    def replace_costs(self, costs: Callable[[CostSource], CostSource]) -> None:
-        """Replace the costs, from the next prompt on."""
-        self._costs = costs(self._costs)
-
     def start(
         self, context: int, reach: ContextReach, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER
     ) -> None:
@@ -137,7 +136,7 @@ class AutoLength(ChainPolicy):
         if prior.acceptance is not None:
             odds, spread = log_odds(prior.acceptance), _KNOWN
         self._upcoming.expect((odds - _SLOPE * _USUAL, _SLOPE), (spread, 0.2))
-        self._costs.start(context)
+        self.cost_source.start(context)
         self._weigh()
 
     def time_prefill(self, seconds_per_token: float) -> None:
@@ -156,13 +155,13 @@ class AutoLength(ChainPolicy):
 
     def begin(self, budget: int) -> int:
         self._start_step()
-        self._limit = int(min(super().begin(budget), self._costs.reach))
+        self._limit = int(min(super().begin(budget), self.cost_source.reach))
         if self._limit > 0 and self._blind:
             self._idle += 1
             self._probing = self._credit >= self._look_s
             self._paused = not self._probing
         elif (
-            (self._costs.timings > 0 or self._reading_s > 0)
+            (self.cost_source.timings > 0 or self._reading_s > 0)
             and self._limit > 0
             and not self._copies
             and not self._pays(self._upcoming.chance(self._last), budget)
@@ -172,8 +171,8 @@ class AutoLength(ChainPolicy):
                 self._probing = self._credit >= self._look_s
             else:
                 self._probing = (
-                    self._costs.timings < TIMINGS
-                    or self._costs.may_look(self._credit >= self._probe_s or self._unsure(budget))
+                    self.cost_source.timings < TIMINGS
+                    or self.cost_source.may_look(self._credit >= self._probe_s or self._unsure(budget))
                     or self._pays(self._upcoming.upper_chance(self._last), budget)
                 )
             self._paused = not self._probing  # except for tokens without a forward pass
@@ -204,7 +203,7 @@ class AutoLength(ChainPolicy):
         draft_s = [seconds / faster for seconds in self._after(0)]
         if self._promise(0, chance, chance, draft_s) <= 0.0:
             return False
-        catching_up_s = self._costs.catching_up_s
+        catching_up_s = self.cost_source.catching_up_s
         if not max(catching_up_s, self._reading_s):
             return True
         feared = self._upcoming.lower_chance(self._last)
@@ -217,7 +216,7 @@ class AutoLength(ChainPolicy):
 
     def _unsure(self, budget: int) -> bool:
         """Return whether the few timings of the drafter may all have been disturbed, and another is due."""
-        timings = self._costs.timings
+        timings = self.cost_source.timings
         if timings >= _SURE or self._idle < 2 ** (timings - 2):
             return False
         return self._pays(self._upcoming.chance(self._last), budget, _DISTURBED)
@@ -230,7 +229,7 @@ class AutoLength(ChainPolicy):
         if self._widths[width] < _NEARLY_ALL * sum(self._widths.values()):
             return None
         beside = (width + 1, width - 1) if width > 1 else ()
-        return next((n - 1 for n in beside if n <= self._limit + 1 and self._costs.samples(n) < 3), None)
+        return next((n - 1 for n in beside if n <= self._limit + 1 and self.cost_source.samples(n) < 3), None)
 
     def should_continue(self, draft: Draft) -> bool:
         self._draft = draft
@@ -252,16 +251,16 @@ class AutoLength(ChainPolicy):
             return self._promise(k, chance, chance, _FREE) > 0.0
         passes = k if draft.passes is None else draft.passes
         if self._copies:
-            times: Sequence[float] = self._after(passes) if self._costs.timings else _FREE
+            times: Sequence[float] = self._after(passes) if self.cost_source.timings else _FREE
             return self._exactly is not None or self._promise(k, chance, chance, times) > 0.0
         if self._probing:
             return passes == 0
-        forced = self._exactly is not None or self._costs.timings == 0
+        forced = self._exactly is not None or self.cost_source.timings == 0
         times = self._after(passes, draft.next_is_read)
         return not self._paused and (forced or self._promise(k, chance, chance, times) > 0.0)
 
     def prefers_model(self, draft: Draft) -> bool:
-        if self._paused or self._probing or self._costs.timings == 0:
+        if self._paused or self._probing or self.cost_source.timings == 0:
             return False
         assert draft.match_confidence is not None
         k, passes = len(draft.tokens), draft.passes or 0
@@ -319,7 +318,7 @@ class AutoLength(ChainPolicy):
     def observe(self, step: Step) -> None:
         self._step += 1
         passes = step.gamma if step.passes is None else step.passes
-        self._costs.observe(step, self._asked, passes)
+        self.cost_source.observe(step, self._asked, passes)
         self._learn(step)
         if step.tested:
             self._usual += _NEW * (self._last - self._usual)
@@ -386,19 +385,19 @@ class AutoLength(ChainPolicy):
         if self._unread:
             share = self._prior.reading_share
             known_s = self._reach.reading_s(self._unread) or share * self._prefill_s
-            self._reading_s = self._costs.reading_s(self._unread, share, known_s)
-        d = self._drafts_s = self._costs.drafts_s(max(self.gamma_max, *self._passes, 0))
-        v = self._verify_s = self._costs.verify_s(max(self.gamma_max + 2, *self._widths, 0))
-        self._probe_s = d[1] + v[2] - v[1] + self._costs.catching_up_s
+            self._reading_s = self.cost_source.reading_s(self._unread, share, known_s)
+        d = self._drafts_s = self.cost_source.drafts_s(max(self.gamma_max, *self._passes, 0))
+        v = self._verify_s = self.cost_source.verify_s(max(self.gamma_max + 2, *self._widths, 0))
+        self._probe_s = d[1] + v[2] - v[1] + self.cost_source.catching_up_s
         tokens = expected_tokens_by_position([self._upcoming.chance(self._last)] * self.gamma_max)
         steps_s = [drafting + v[gamma + 1] for gamma, drafting in enumerate(d[: len(tokens)])]
-        gamma = max(range(len(tokens)), key=lambda each: tokens[each] / steps_s[each])
+        gamma = best_length(tokens, d.__getitem__, v)
         spent = sum(count * d[k] for k, count in self._passes.items())
         spent += sum(count * v[n] for n, count in self._widths.items())
         reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * steps_s[gamma])
         if self._reading_s > 0:  # plain steps so far say nothing of what drafts will reach
             reached = max(reached, tokens[gamma] / steps_s[gamma])
-        self._rate = self._costs.rate(_ASKED * reached, 1.0 / v[1])
+        self._rate = self.cost_source.rate(_ASKED * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:
         notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
@@ -408,4 +407,4 @@ class AutoLength(ChainPolicy):
         return {**notes, "blind": 1.0} if blind else notes
 
     def costs(self) -> Json:
-        return self._costs.to_dict()
+        return self.cost_source.to_dict()

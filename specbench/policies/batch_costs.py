@@ -20,7 +20,7 @@ from specbench.policies.costs import (
     GivenCosts,
     costs_to_dict,
 )
-from specbench.policies.width_times import WidthTimes
+from specbench.policies.width_times import INSTANT, WidthTimes
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
@@ -50,9 +50,6 @@ without drafts nothing corrects that."""
 
 _RELEARNING = 0.015
 """The share of the time of plain rounds since then that reading a context to measure again may take."""
-
-_INSTANT = 1e-9
-"""A lower bound for times."""
 
 
 class _DraftPass(NamedTuple):
@@ -261,15 +258,11 @@ class RequestCosts(CostSource):
     Args:
         batch_costs: The batch.
         models: Run the passes of this request's drafter; none for one without a model.
-        own: The request's costs alone. Given costs stay, as those of a pass over that many rows.
         prompt: How many tokens the drafter has to read before it can draft.
     """
 
-    def __init__(
-        self, batch_costs: BatchCosts, models: Sequence[object], own: CostSource, prompt: int = 0
-    ) -> None:
+    def __init__(self, batch_costs: BatchCosts, models: Sequence[object], prompt: int = 0) -> None:
         self._load, self._models, self._prompt = batch_costs, models, prompt
-        self._given = own if isinstance(own, GivenCosts) else None
         self.reset()
 
     def reset(self) -> None:
@@ -283,20 +276,16 @@ class RequestCosts(CostSource):
 
     @property
     def timings(self) -> float:
-        if self._given is not None or not self._models:
+        if not self._models:
             return math.inf
         return len(self._passes) if self._is_known else 0
-
-    @property
-    def draft_s(self) -> float:
-        return self.next_draft_s(0)
 
     def next_draft_s(self, passes: int) -> float:
         if not self._models:
             return 0.0
         latest = self._passes
         if not latest:
-            return ASSUMED_C * self.verify_s(1)[1] if self._given is None else self._given.draft_s
+            return ASSUMED_C * self.verify_s(1)[1]
         if all(each.scouted for each in latest):  # all would take part
             latest = [each._replace(requests=max(each.requests, self._load.requests)) for each in latest]
         else:
@@ -305,14 +294,10 @@ class RequestCosts(CostSource):
         longest = max(each.before for each in latest)
         place = min((each.before for each in latest if each.before >= passes), default=longest)
         alike = [each for each in latest if each.before == place][-LATEST_PASSES:]
-        if self._given is not None:
-            return self._given.draft_s / median_low(each.requests for each in alike)
         return median_low(each.seconds / each.requests for each in alike)
 
     @property
     def reach(self) -> float:
-        if self._given is not None:
-            return math.inf
         if self._load.plain:
             return 0
         if not self._is_known and not (self._load.affords(self.catching_up_s) and self._load.may_scout(self)):
@@ -325,7 +310,7 @@ class RequestCosts(CostSource):
 
     @property
     def catching_up_s(self) -> float:
-        if self._given is not None or self._lacks <= _CATCHING_UP:
+        if self._lacks <= _CATCHING_UP:
             return 0.0
         return self._lacks * sum(map(self._load.read_s, self._models))
 
@@ -335,19 +320,14 @@ class RequestCosts(CostSource):
     def verify_s(self, widest: int) -> Sequence[float]:
         batch_costs = self._load
         others = max(0, batch_costs.rows - self._rows)
-        alone = self._target_s(batch_costs.requests) / batch_costs.requests
-        base = alone - self._target_s(others + 1)
-        if others >= batch_costs.requests and self._given is None:
+        alone = batch_costs.target_s(batch_costs.requests) / batch_costs.requests
+        base = alone - batch_costs.target_s(others + 1)
+        if others >= batch_costs.requests:
             base += batch_costs.uneven_s / (max(0, batch_costs.drafters - (self._rows > 1)) + 1)
-        seconds = [max(base + self._target_s(others + n), _INSTANT) for n in range(2, widest + 1)]
+        seconds = [max(base + batch_costs.target_s(others + n), INSTANT) for n in range(2, widest + 1)]
         return [0.0, alone, *seconds]
 
-    def _target_s(self, rows: int) -> float:
-        return self._load.target_s(rows) if self._given is None else self._given.passes.target_pass_s(rows)
-
-    def rate(self, reached: float, plain: float) -> float:
-        if self._given is not None:
-            return max(reached, plain)
+    def rate(self, reached: float, plain: float) -> float:  # noqa: ARG002
         return plain * max(1.0, self._tokens / self._steps / self._load.stretch)
 
     def may_look(self, due: bool) -> bool:
@@ -374,6 +354,7 @@ class RequestCosts(CostSource):
 def share_costs(
     policy: DraftPlan, batch_costs: BatchCosts, models: Sequence[object], prompt: int = 0
 ) -> None:
-    """Make a request's policy use the costs of its batch, if it uses costs; see ``RequestCosts``."""
-    if isinstance(policy.policy, AutoLength):
-        policy.policy.replace_costs(lambda own: RequestCosts(batch_costs, models, own, prompt))
+    """Make a request's policy use the costs of its batch, if it measures costs; see ``RequestCosts``."""
+    auto = policy.policy
+    if isinstance(auto, AutoLength) and not isinstance(auto.cost_source, GivenCosts):
+        auto.cost_source = RequestCosts(batch_costs, models, prompt)

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Json
-from specbench.decoding.theory import PassCosts, reading_seconds
+from specbench.base.record import Count, Json, Seconds
+from specbench.decoding.theory import PassCosts, PassSeconds, reading_seconds
 from specbench.policies.width_times import INSTANT, LATEST_STEPS, WidthTimes, fit_drafts
 
 if TYPE_CHECKING:
@@ -36,15 +39,23 @@ FIRST_REACH = 3
 _NEAR = 0.02
 """The share by which a context has to grow before costs are computed again."""
 
-COST_FIELDS = (
-    "target_pass_s",
-    "drafter_pass_s",
-    "context_tokens",
-    "target_context_s",
-    "drafter_context_s",
-    "drafter_reading_s",
-    "drafter_later_pass_s",
-)
+_ByDrafter = Seconds | Mapping[str, Seconds] | None
+
+
+class _CostsFile(Struct):
+    """Costs as a file has them (docs/results-format.md); those of drafters are given alone or by drafter."""
+
+    target_pass_s: PassSeconds
+    drafter_pass_s: _ByDrafter = None
+    context_tokens: Count | None = None
+    target_context_s: PassSeconds = {}
+    drafter_context_s: _ByDrafter = None
+    drafter_reading_s: Seconds | Mapping[str, Seconds | Mapping[str, Seconds]] | None = None
+    drafter_later_pass_s: _ByDrafter = None
+    steps: Sequence[tuple[Seconds | None, Seconds | None]] | None = None
+
+
+COST_FIELDS = tuple(name for name in _CostsFile.__struct_fields__ if name != "steps")
 """The fields of costs that hold for every generation."""
 
 
@@ -59,7 +70,7 @@ class CostSource:
     @property
     def draft_s(self) -> float:
         """The time of a draft's first pass, including the draw of a token."""
-        raise NotImplementedError
+        return self.next_draft_s(0)
 
     @property
     def timings(self) -> float:
@@ -143,7 +154,6 @@ class GivenCosts(CostSource):
     """
 
     timings = reach = math.inf
-    draft_s = 0.0
 
     def __init__(
         self,
@@ -153,19 +163,14 @@ class GivenCosts(CostSource):
         reading_s: Mapping[int, float] | None = None,
         later_s: float | None = None,
     ) -> None:
-        self.draft_s, self.passes, self._reading_s = draft_s, passes, reading_s or {}
-        self._given_s, self._context_s = draft_s, draft_context_s
+        self.passes, self._reading_s = passes, reading_s or {}
+        self._first_s, self._context_s = draft_s, draft_context_s
         self._later_s = draft_s if later_s is None else later_s
         self._at, self._context = passes, float(passes.context or 0)
 
     def start(self, context: int) -> None:
         if self.passes.context_s and abs(context - self._context) > _NEAR * self._context:
             self._at, self._context = self.passes.at(context), context
-            self.draft_s = self._moved(self._given_s)
-
-    def _moved(self, seconds: float) -> float:
-        """Return the seconds of a drafter's pass at the context that has been reached."""
-        return max(0.0, seconds + self._context_s * (self._context - (self.passes.context or 0)))
 
     def observe(
         self,
@@ -179,7 +184,8 @@ class GivenCosts(CostSource):
         return reading_seconds(self._reading_s, tokens)
 
     def next_draft_s(self, passes: int) -> float:
-        return self._moved(self._later_s) if passes else self.draft_s
+        seconds = self._later_s if passes else self._first_s
+        return max(0.0, seconds + self._context_s * (self._context - (self.passes.context or 0)))
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf
@@ -188,19 +194,16 @@ class GivenCosts(CostSource):
         return [self._at.target_pass_s(n) for n in range(widest + 1)]
 
     def to_dict(self) -> Json:
-        own = costs_to_dict(self._given_s, self.passes.target_s)
-        if self._later_s != self._given_s:
+        own = costs_to_dict(self._first_s, self.passes.target_s)
+        if self._later_s != self._first_s:
             own["drafter_later_pass_s"] = self._later_s
         if self._reading_s:
-            own["drafter_reading_s"] = {str(n): seconds for n, seconds in self._reading_s.items()}
-        if not self.passes.context_s:
-            return own
-        return {
-            **own,
-            "context_tokens": self.passes.context,
-            "target_context_s": {str(n): seconds for n, seconds in self.passes.context_s.items()},
-            "drafter_context_s": self._context_s,
-        }
+            own["drafter_reading_s"] = _by_text(self._reading_s)
+        if self.passes.context_s:
+            own["context_tokens"] = self.passes.context
+            own["target_context_s"] = _by_text(self.passes.context_s)
+            own["drafter_context_s"] = self._context_s
+        return own
 
 
 class MeasuredCosts(CostSource):
@@ -232,10 +235,6 @@ class MeasuredCosts(CostSource):
         self._first_s = self._later_s = 0.0
         self._steps = WidthTimes()
         self._reading_s = 0.0
-
-    @property
-    def draft_s(self) -> float:
-        return self._passes_s(1)
 
     def _passes_s(self, passes: int) -> float:
         """Return the time of a draft of so many passes over one row each."""
@@ -311,10 +310,11 @@ class MeasuredCosts(CostSource):
 
 def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> Json:
     """Return costs in seconds as ``parse_costs`` takes them."""
-    return {
-        "drafter_pass_s": draft_s,
-        "target_pass_s": {str(n): seconds for n, seconds in target_s.items()},
-    }
+    return {"drafter_pass_s": draft_s, "target_pass_s": _by_text(target_s)}
+
+
+def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
+    return {str(n): each for n, each in seconds.items()}
 
 
 def read_costs(path: str | Path, drafter: str | None = None) -> CostSource:
@@ -375,95 +375,53 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     Raises:
         UsageError: The costs have another form, or are not this drafter's.
     """
-    if not isinstance(data, Mapping):
-        raise _bad("they are not an object")
-    target = data.get("target_pass_s")
-    if not isinstance(target, Mapping):
-        raise _bad("target_pass_s does not map numbers of tokens to seconds")
-    for n, seconds in target.items():
-        if not (str(n).isdecimal() and int(n) > 0 and _is_time(seconds)):
-            raise _bad(f"target_pass_s has {n!r}: {seconds!r}")
-    steps = data.get("steps")
-    if steps is not None:
-        if isinstance(steps, str) or not isinstance(steps, Sequence) or not all(map(_is_sample, steps)):
-            raise _bad("steps is no list of pairs of seconds")
-        earlier = data.get("drafter_reading_s")
-        if not (earlier is None or _is_time(earlier)):
-            raise _bad(f"drafter_reading_s is {earlier!r}")
-        return MeasuredCosts(steps, earlier)
-    if not target:
+    try:
+        given = msgspec.convert(data, _CostsFile, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _bad(str(error)) from error
+    reading = given.drafter_reading_s
+    if given.steps is not None:
+        if isinstance(reading, Mapping):
+            raise _bad("drafter_reading_s is not a number")
+        return MeasuredCosts(given.steps, reading)
+    if not given.target_pass_s:
         raise _bad("target_pass_s is empty")
-    drafters = data.get("drafter_pass_s")
-    if isinstance(drafters, Mapping):
-        if drafter is None and len(drafters) == 1:
-            drafters = next(iter(drafters.values()))
-        elif drafter in drafters:
-            drafters = drafters[drafter]
-        else:
-            raise UsageError(
-                f"The costs are of {', '.join(map(str, drafters)) or 'no drafter'}, not of {drafter or 'one drafter'}.",
-                "Measure this drafter, or give its drafter_pass_s as a number.",
-            )
-    if not _is_time(drafters):
-        raise _bad(f"drafter_pass_s is {drafters!r}")
-    passes = {int(n): max(float(seconds), INSTANT) for n, seconds in target.items()}
-    first_s = float(drafters)  # type: ignore[arg-type]
-    reading = _reading(data.get("drafter_reading_s"), drafter)
-    later_s = _seconds(data, "drafter_later_pass_s", drafter, first_s)
-    if not data.get("target_context_s"):
-        return GivenCosts(first_s, PassCosts(passes), reading_s=reading, later_s=later_s)
-    growing = _seconds(data, "drafter_context_s", drafter, 0.0)
-    return GivenCosts(first_s, _with_context(passes, data), growing, reading, later_s)
-
-
-def _seconds(data: Mapping[str, object], name: str, drafter: str | None, default: float) -> float:
-    """Return seconds that are given alone or by drafter."""
-    found = data.get(name)
-    if isinstance(found, Mapping):
-        found = found.get(drafter) if drafter is not None else next(iter(found.values()), None)
-    if found is None:
-        return default
-    if not _is_time(found):
-        raise _bad(f"{name} is {found!r}")
-    return float(found)  # type: ignore[arg-type]
-
-
-def _reading(data: object, drafter: str | None) -> dict[int, float]:
-    """Return a drafter's seconds of reading a context by its tokens, given alone or by drafter."""
-    if isinstance(data, Mapping) and any(isinstance(each, Mapping) for each in data.values()):
-        data = data.get(drafter) if drafter is not None else next(iter(data.values()))
-    if data is None:
-        return {}
-    if not isinstance(data, Mapping) or not all(
-        str(n).isdecimal() and int(n) > 0 and _is_time(seconds) for n, seconds in data.items()
-    ):
-        raise _bad("drafter_reading_s does not map numbers of tokens to seconds")
-    return {int(n): float(seconds) for n, seconds in sorted(data.items(), key=lambda each: int(each[0]))}
-
-
-def _with_context(passes: dict[int, float], data: Mapping[str, object]) -> PassCosts:
-    """Return the target's costs, with what the data says of their growth with context."""
-    target, context = data["target_context_s"], data.get("context_tokens")
-    if not isinstance(target, Mapping) or not all(
-        str(n).isdecimal() and int(n) > 0 and _is_time(seconds) for n, seconds in target.items()
-    ):
-        raise _bad("target_context_s does not map numbers of tokens to seconds")
-    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
-        raise _bad(f"context_tokens is {context!r}")
-    return PassCosts(
-        passes, context=context, context_s={int(n): float(seconds) for n, seconds in target.items()}
+    first_s = _of(given.drafter_pass_s, drafter)
+    if first_s is None and isinstance(given.drafter_pass_s, Mapping):
+        raise UsageError(
+            f"The costs are of {', '.join(given.drafter_pass_s) or 'no drafter'}, not of {drafter or 'one drafter'}.",
+            "Measure this drafter, or give its drafter_pass_s as a number.",
+        )
+    if first_s is None:
+        raise _bad("there is no drafter_pass_s")
+    if given.target_context_s and given.context_tokens is None:
+        raise _bad("there are no context_tokens")
+    passes = PassCosts(
+        {n: max(seconds, INSTANT) for n, seconds in given.target_pass_s.items()},
+        context=given.context_tokens if given.target_context_s else None,
+        context_s=given.target_context_s,
+    )
+    if isinstance(reading, Mapping) and any(isinstance(each, Mapping) for each in reading.values()):
+        reading = _of(reading, drafter)
+    try:
+        reading_s = {int(n): seconds for n, seconds in (reading or {}).items()}
+    except (AttributeError, ValueError) as error:
+        raise _bad("drafter_reading_s does not map numbers of tokens to seconds") from error
+    growing_s = _of(given.drafter_context_s, drafter) or 0.0
+    return GivenCosts(
+        first_s,
+        passes,
+        growing_s if given.target_context_s else 0.0,
+        dict(sorted(reading_s.items())),
+        _of(given.drafter_later_pass_s, drafter),
     )
 
 
-def _is_time(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
-
-
-def _is_sample(sample: object) -> bool:
-    if not isinstance(sample, Sequence) or isinstance(sample, str) or len(sample) != 2:
-        return False
-    return all(value is None or _is_time(value) for value in sample)
+def _of(times: Any, drafter: str | None) -> Any:
+    """Return the times of a drafter, which are given alone or by drafter."""
+    if not isinstance(times, Mapping):
+        return times
+    return next(iter(times.values())) if drafter is None and len(times) == 1 else times.get(drafter)
 
 
 def _bad(what: str) -> UsageError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from specbench.decoding.theory import SLOPE, interpolate, never_falling
+from specbench.decoding.theory import SLOPE, fit_line, interpolate, never_falling
 
 LATEST_STEPS = 9
 """How many of the latest steps count, for each number of verified tokens, and of a draft's passes."""
@@ -152,15 +152,7 @@ class WidthTimes:
         points += [(x, level * (1 + SLOPE * x), 1.0) for x in (start - 1, start - 1 + _FAR)]
         # n tokens never cost more together than separately.
         self._least = max(min(seconds / n for n, seconds in medians.items()), INSTANT)
-        total = sum(w for _, _, w in points)
-        x_mean = sum(w * x for x, _, w in points) / total
-        y_mean = sum(w * y for _, y, w in points) / total
-        spread = sum(w * (x - x_mean) ** 2 for x, _, w in points)
-        slope = (
-            max(0.0, sum(w * (x - x_mean) * (y - y_mean) for x, y, w in points) / spread) if spread else 0.0
-        )
-        first = y_mean - slope * x_mean
-        self._line = (first, slope)
+        first, slope = self._line = fit_line(points)
         self._off_line = {
             n: (seconds - first - slope * (n - 1)) * weights[n] / (weights[n] + 1.0)
             for n, seconds in medians.items()

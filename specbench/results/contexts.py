@@ -23,7 +23,7 @@ _BLIND = 1 / 3
 """A drafter is blind where surely fewer than this share of its drafts at the shortest context is accepted."""
 
 
-_ADVICE = "Use it for shorter contexts, or give a small model a window (MODEL:window=N)."
+_ADVICE = "Use it for shorter contexts."
 
 
 def blind_drafters(results: Results, summary: Summary) -> Iterator[RunWarning]:
