@@ -55,7 +55,7 @@ def test_completion_knows_the_rules_there_are():
 
 
 VALUES = {
-    "api": "chat", "arrivals": "closed:2", "assisted": "transformers", "baseline": "transformers", "batch": "2",
+    "api": "chat", "arrivals": "closed:2", "baseline": "transformers", "batch": "2",
     "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
     "engine": "vllm", "grammar": 'start: "a"', "json_schema": "{}", "kv_pool": "paged", "prompt_cache": "keep",
     "prompts": "all",

@@ -338,9 +338,7 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
     )
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("--no-stream",), ("--show-accepted",), ("--show-accepted", "--no-stream")]
-)
+@pytest.mark.parametrize("options", [(), ("--show-accepted",)])
 def test_a_terminal_gets_the_text(folder, options):
     command = ["generate", "the thing", "--target", str(folder), "-n", "20", "--ignore-eos", "--quiet"]
     code, output = in_terminal([*command, *options, "--drafter", "self:layers=1"], TERM="xterm-256color")

@@ -49,10 +49,10 @@ def overall(compared: Compared) -> dict[str, Row]:
     return {row.label: row for row in compared.overall}
 
 
-def shown(compared: Compared, width: int = 80, *, categories: bool = True, encoding: str = "utf-8") -> str:
+def shown(compared: Compared, width: int = 80, *, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    render_terminal(compared, Console(file=file, width=width), categories=categories)
+    render_terminal(compared, Console(file=file, width=width))
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -221,12 +221,11 @@ def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path):
         ({"dtype": "bfloat16"}, "target, float32 / target, bfloat16"),
     ],
 )
-def test_other_targets_are_refused_unless_told(tmp_path, target, said):
+def test_other_targets_are_refused(tmp_path, target, said):
     pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"target": target})
     with pytest.raises(UsageError, match="The targets differ") as caught:
         compare_runs(*pair)
     assert said in str(caught.value)
-    assert f"The targets differ: {said}." in compare_runs(*pair, other_target=True).notes
 
 
 def test_one_model_under_two_names_is_one_target(tmp_path):
@@ -372,17 +371,16 @@ def test_no_line_is_wider_than_80_cells(tmp_path, measure):
     }
     pair = runs(tmp_path, speeds, speeds, {"configs": label}, configs=label)
     compared = compare_runs(*pair, measure=measure)
-    for text in (shown(compared), shown(compared, categories=False), shown(compared, encoding="ascii")):
+    for text in (shown(compared), shown(compared, encoding="ascii")):
         assert max(cell_len(line) for line in text.splitlines()) <= 80
         assert "[1.00, 1.00]" in text
         assert "cannot tell" in text
 
 
-def test_categories_are_shown_when_wanted(tmp_path):
+def test_few_configurations_have_tables_by_category(tmp_path):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)})
     compared = compare_runs(*pair)
     assert "d γ=1, by category" in shown(compared)
-    assert "category" not in shown(compared, categories=False)
     assert "d gamma=1, by category" in shown(compared, encoding="ascii")
 
 

@@ -140,7 +140,7 @@ class Stored:
         frame = load_results(self.folder)
         compare_configs(frame, "d@2", "plain")
         other = replace(frame, run=structs.replace(frame.run, run_id="other"))
-        compare_runs(frame, other, ("a", "b"), other_target=True)
+        compare_runs(frame, other, ("a", "b"))
         measure(self.folder, SWEEP, retry_failed=True)
 
     def use_read_only(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import FixedLength, build_policy
-from specbench.results.results import load_results
 from specbench.serve.protocol import TextRequest, parse
 
 PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
@@ -130,28 +127,6 @@ def test_generate(cli, folder):
     assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [LEAST + 1] * 2
     figures = json.loads(cli("generate", "the", "--target", folder, "--json").out)
     assert (len(figures["token_ids"]), figures["options"]["min_new_tokens"]) == (1, None)
-
-
-def test_chat(cli, folder, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n")))
-    code, _, err = cli("chat", "--target", folder, *COMMON)
-    assert code == 0
-    assert f"{LEAST + 1} tokens" in err
-
-
-def test_sweep(cli, folder, tmp_path):
-    grid = ("--draft-policy", "fixed", "--gamma", 2, "--repeats", 1, "--prompts", "mine.jsonl")
-    more = ("--baseline", "transformers", "--out", "run")
-    assert cli("sweep", "--target", folder, *COMMON, *grid, *more).code == 0
-    frame = load_results(tmp_path / "run")
-    assert set(frame.generations["kind"]) == {"plain", "speculative", "transformers"}
-    assert (frame.generations["new_tokens"] == LEAST + 1).all()
-    other = [LEAST + 1 if word == LEAST else word for word in COMMON]
-    cli("sweep", "--target", folder, *other, *grid, *more, "--resume").refused(
-        2, f"another --min-new-tokens ({LEAST} then, {LEAST + 1} now)"
-    )
-    servers = ("--server", "a=http://127.0.0.1:9", "--min-new-tokens", LEAST)
-    cli("sweep", *servers).refused(2, "--min-new-tokens does not go with --server")
 
 
 def test_check(cli, folder):

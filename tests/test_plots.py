@@ -604,7 +604,6 @@ class TestCommand:
             (["other-schema"], "schema version 99"),
             (["run", "--only", "nonsense"], "There is no figure 'nonsense'"),
             (["run", "--format", "gif"], "gif"),
-            (["run", "--show"], "needs a display"),
             (["run", "--width", "3 feet"], "--width is '3 feet'"),
             (["run", "--width", "0.5cm"], "--width is '0.5cm'"),
             (["run", "--font-size", "nan"], "--font-size is nan"),
@@ -619,9 +618,6 @@ class TestCommand:
         (tmp_path / "damaged/run.json").write_text("{")
         change_run(tmp_path / "other-schema", schema=99)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "platform", "linux")
-        monkeypatch.delenv("DISPLAY", raising=False)
-        monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
         assert command(["plot", *arguments]) == 2
         said = capsys.readouterr()
         assert message in said.err
@@ -641,19 +637,6 @@ class TestCommand:
         assert looks == [plots.Look(pytest.approx(84 / 25.4), 7.0, framed=False)]
         assert command(["plot", str(tiny), "--only", "speedup", "--paper", "--format", "svg"]) == 0
         assert (tiny / "plots/speedup.svg").is_file()
-
-    def test_show_opens_what_was_written(self, tiny, monkeypatch):
-        opened: list[str] = []
-        monkeypatch.setenv("DISPLAY", ":0")
-        monkeypatch.setattr("typer.launch", lambda path: opened.append(path) or 0)
-        assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 0
-        assert opened == [str(tiny / "plots/speedup.png")]
-
-    def test_show_without_a_viewer(self, tiny, monkeypatch, capsys):
-        monkeypatch.setenv("DISPLAY", ":0")
-        monkeypatch.setattr("typer.launch", lambda path: 1)
-        assert command(["plot", str(tiny), "--only", "speedup", "--show"]) == 1
-        assert "No program was found that opens png files" in capsys.readouterr().err
 
     def test_a_place_that_is_a_file(self, tiny, capsys):
         (tiny / "plots").write_text("")

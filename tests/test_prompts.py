@@ -312,17 +312,17 @@ def stdin(data: bytes) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(data), encoding="ascii")  # the terminal's own encoding plays no part
 
 
-def no_prompt(prompt: str | None, prompt_file: Path | None, data: bytes | None = b"unread") -> str:
+def no_prompt(prompt: str | None, data: bytes | None = b"unread") -> str:
     with pytest.raises(UsageError) as caught:
-        read_prompt_text(prompt, prompt_file, None if data is None else stdin(data))
+        read_prompt_text(prompt, None if data is None else stdin(data))
     assert "\n" not in str(caught.value)
     return caught.value.message
 
 
 def test_the_argument_is_the_prompt():
-    assert read_prompt_text(" Hello\n", None, None) == " Hello\n"
+    assert read_prompt_text(" Hello\n", None) == " Hello\n"
     unread = stdin(b"unread")
-    assert read_prompt_text("--", None, unread) == "--"
+    assert read_prompt_text("--", unread) == "--"
     assert unread.read() == "unread"
 
 
@@ -340,48 +340,38 @@ def test_the_argument_is_the_prompt():
         (b"\x00\x1b[31m[red]\x07\n", "\x00\x1b[31m[red]\x07"),
     ],
 )
-def test_standard_input_and_a_file_give_the_same_text(data, text, tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_bytes(data)
-    assert read_prompt_text("-", None, stdin(data)) == text
-    assert read_prompt_text(None, path, None) == text
+def test_standard_input_gives_the_text(data, text):
+    assert read_prompt_text("-", stdin(data)) == text
     if text != "-":
-        assert read_prompt_text(None, None, stdin(data)) == text
+        assert read_prompt_text(None, stdin(data)) == text
 
 
 @given(st.text(st.characters(codec=None), min_size=1))
 def test_any_prompt_can_be_encoded_and_is_kept_otherwise(prompt):
     if prompt == "-" or not prompt.strip():
         return
-    text = read_prompt_text(prompt, None, None)
+    text = read_prompt_text(prompt, None)
     assert len(text.encode()) > 0
     assert all(
         a == b or ("\ud800" <= a <= "\udfff" and b == "\ufffd") for a, b in zip(prompt, text, strict=True)
     )
 
 
-def test_one_source_of_the_prompt_and_no_more(tmp_path):
+def test_a_prompt_is_needed():
     terminal = stdin(b"typed")
     terminal.isatty = lambda: True  # type: ignore[method-assign] # which is not waited for
     with pytest.raises(UsageError, match="No prompt was given"):
-        read_prompt_text(None, None, terminal)
+        read_prompt_text(None, terminal)
     for data in (None, b"", b" \n"):
-        assert no_prompt(None, None, data) == "No prompt was given."
-    for prompt in ("Hello", "-", ""):
-        assert no_prompt(prompt, tmp_path / "prompt.txt") == "A prompt and a prompt file were given."
-    assert no_prompt("-", None, None) == "Standard input is closed."
+        assert no_prompt(None, data) == "No prompt was given."
+    assert no_prompt("-", None) == "Standard input is closed."
 
 
 EMPTY = [(data, "is empty.") for data in (b"", b"\n", b" \t\r\n", "\u3000\u2003".encode(), b"\xef\xbb\xbf")]
 
 
 @pytest.mark.parametrize(("data", "reason"), [*EMPTY, (b"one\ntwo \xff", "is not UTF-8 (line 2).")])
-def test_an_empty_or_broken_prompt_is_refused(data, reason, tmp_path):
-    path = tmp_path / "prompt.txt"
-    assert no_prompt(None, path) == f"There is no prompt file {path}."
-    assert no_prompt(None, tmp_path) == f"The prompt file {tmp_path} is a folder."
-    path.write_bytes(data)
+def test_an_empty_or_broken_prompt_is_refused(data, reason):
     if "empty" in reason:
-        assert no_prompt(data.decode("utf-8-sig"), None) == "The prompt is empty."
-    assert no_prompt("-", None, data) == f"The prompt from standard input {reason}"
-    assert no_prompt(None, path) == f"The prompt file {path} {reason}"
+        assert no_prompt(data.decode("utf-8-sig")) == "The prompt is empty."
+    assert no_prompt("-", data) == f"The prompt from standard input {reason}"

@@ -129,7 +129,7 @@ def test_a_sweep_keeps_what_is_known_of_a_suite(served, cli, tmp_path, models):
     run = read_run(out)
     assert [suite.name for suite in run.suites] == ["two-tasks"]
     assert Counter(prompt.category for prompt in run.prompts) == {"qa": 2, "writing": 1, "math": 1}
-    cli("report", out, "--latex")
+    cli("report", out)
     page = (out / "report.md").read_text(encoding="utf-8")
     assert "| configuration | multi-turn conversation | qa | overall |" in page or (
         "| configuration | qa | multi-turn conversation | overall |" in page
@@ -137,9 +137,6 @@ def test_a_sweep_keeps_what_is_known_of_a_suite(served, cli, tmp_path, models):
     assert (
         f"two-tasks: 60 prompts, https://host/two.jsonl, sha256 {run.suites[0].sha256}, license MIT." in page
     )
-    latex = (out / "tables.tex").read_text(encoding="utf-8")
-    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") > 1
-    assert "γ" not in latex
 
 
 def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):

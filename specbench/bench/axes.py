@@ -15,26 +15,27 @@ from specbench.specs.policies import PolicySpec, parse_policy, share_options
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
 
 
-def parse_baselines(names: Sequence[str]) -> tuple[bool, tuple[int, ...]]:
-    """Parse additional baselines: ``transformers`` and ``beam:N``.
+def parse_baselines(names: Sequence[str]) -> dict[str, Any]:
+    """Parse additional baselines: ``transformers``, ``assisted`` and ``beam:N``.
 
     Returns:
-        Whether ``transformers``' own ``generate`` is measured too, and the numbers of beams, ascending.
+        ``transformers``, ``assisted`` and ``beams`` of ``SweepOptions``.
 
     Raises:
-        UsageError: A name is neither of these, or a number of beams is too small or too large.
+        UsageError: A name is none of these, or a number of beams is too small or too large.
     """
     beams: set[int] = set()
     for name in names:
         found = re.fullmatch(r"beam:(\d{1,9})", name, re.ASCII)
-        if found is None and name != "transformers":
-            raise UsageError(f"There is no baseline {name!r}.", "Choose transformers, or beam:N.")
+        if found is None and name not in ("transformers", "assisted"):
+            raise UsageError(f"There is no baseline {name!r}.", "Choose transformers, assisted or beam:N.")
         if found is not None:
             beams.add(int(found[1]))
     for count in beams:
         if not 2 <= count <= MAX_BEAMS:
             raise UsageError(f"The beam search has {counted(count, 'beam')}.", f"Give 2 to {MAX_BEAMS}.")
-    return "transformers" in names, tuple(sorted(beams))
+    words = {name: name in names for name in ("transformers", "assisted")}
+    return {**words, "beams": tuple(sorted(beams))}
 
 
 def parse_gammas(text: str) -> list[int]:

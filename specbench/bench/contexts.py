@@ -6,11 +6,10 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
-from specbench.bench.prompts import Prompt, read_text, sets_folder
+from specbench.bench.prompts import Prompt, sets_folder
 
 _BUILT_IN = "documentation.txt"
 _PARAGRAPH = "\n\n"
@@ -46,17 +45,10 @@ class ContextText:
         return _PARAGRAPH.join((*parts[start:], *parts[:start]))
 
 
-def load_context_text(path: Path | None) -> ContextText:
-    """Read the text of a file; ``None``: the text that specbench carries.
-
-    Raises:
-        UsageError: There is no such file, it is not UTF-8, or it is blank.
-    """
-    file = sets_folder() / "context" / _BUILT_IN if path is None else path
-    text = read_text(file, "context file").replace("\r\n", "\n").strip()
-    if not text:
-        raise UsageError(f"The context file {file.name!r} is empty.", "Give a file with text.")
-    return ContextText(file.name, text)
+def load_context_text() -> ContextText:
+    """Read the text that specbench carries."""
+    file = sets_folder() / "context" / _BUILT_IN
+    return ContextText(file.name, file.read_text(encoding="utf-8").strip())
 
 
 def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt:
@@ -83,7 +75,7 @@ def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int])
         text = text.partition(_PARAGRAPH)[2]
     raise UsageError(
         f"No cut of the text gives the prompt {prompt.id!r} exactly {tokens:,} tokens.",
-        "Give another length, or another --context-file.",
+        "Give another length.",
     )
 
 
@@ -98,9 +90,7 @@ def _cut(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int])
     if count(cut(high)) < tokens:
         low, high = high, len(text)
     if count(cut(high)) < tokens:
-        raise UsageError(
-            f"The text for --context ends before {tokens:,} tokens.", "Give a longer one with --context-file."
-        )
+        raise UsageError(f"The text for --context ends before {tokens:,} tokens.", "Give a shorter length.")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if count(cut(middle)) < tokens else (low, middle)

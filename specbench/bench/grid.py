@@ -168,7 +168,7 @@ class SweepOptions:
         if self.uses_transformers:
             raise UsageError(
                 "transformers decodes one prompt after the other.",
-                "Leave out --batch, or --baseline and --assisted.",
+                "Leave out --batch, or --baseline.",
             )
         if self.keep_policy_state:
             raise UsageError(

@@ -103,30 +103,22 @@ def load_prompts(
     return prompts if limit is None else interleave(prompts, limit)
 
 
-def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO | None) -> str:
-    """Read the prompt of ``generate``: its argument, a file, or standard input (``-``, or if nothing else is given).
+def read_prompt_text(prompt: str | None, stdin: TextIO | None) -> str:
+    """Read the prompt of ``generate``: its argument, or standard input (``-``, or if nothing is given).
 
-    One line break at the end of standard input or a file is dropped, since editors and ``echo`` add it.
+    One line break at the end of standard input is dropped, since editors and ``echo`` add it.
 
     Args:
         prompt: The argument, ``"-"`` for standard input; ``None`` if not given.
-        prompt_file: The file; ``None`` if not given.
         stdin: A text stream over bytes, like ``sys.stdin``; ``None`` if closed. A terminal is read only for ``"-"``.
 
     Raises:
-        UsageError: There is no prompt or more than one, the file cannot be read, or the text is blank or not UTF-8.
+        UsageError: There is no prompt, or the text is blank or not UTF-8.
     """
-    if prompt is not None and prompt_file is not None:
-        raise UsageError("A prompt and a prompt file were given.", "Leave one of them out.")
-    if prompt_file is not None:
-        where = f"The prompt file {_shown(str(prompt_file))}"
-        text = _without_last_break(_decoded(_bytes_of(prompt_file, _shown(str(prompt_file))), where))
-    elif prompt == "-":
+    if prompt == "-":
         where = "The prompt from standard input"
         if stdin is None:
-            raise UsageError(
-                "Standard input is closed.", "Give the prompt as an argument or with --prompt-file."
-            )
+            raise UsageError("Standard input is closed.", "Give the prompt as an argument.")
         text = _without_last_break(_decoded(stdin.buffer.read(), where))
     elif prompt is not None:
         where, text = "The prompt", prompt
@@ -135,26 +127,10 @@ def read_prompt_text(prompt: str | None, prompt_file: Path | None, stdin: TextIO
         if stdin is not None and not stdin.isatty():
             text = _without_last_break(_decoded(stdin.buffer.read(), "The prompt from standard input"))
         if not text.strip():
-            raise UsageError(
-                "No prompt was given.", "Give it as an argument, on standard input, or with --prompt-file."
-            )
+            raise UsageError("No prompt was given.", "Give it as an argument or on standard input.")
     if not text.strip():
         raise UsageError(f"{where} is empty.", "Give at least one character that is not white space.")
     return _encodable(text)
-
-
-def read_text(file: Traversable, called: str) -> str:
-    """Read a text file.
-
-    Args:
-        file: The file.
-        called: What messages call it.
-
-    Raises:
-        UsageError: It cannot be read, or is not UTF-8.
-    """
-    name = _shown(file.name)
-    return _encodable(_decoded(_bytes_of(file, name, called), f"The {called} {name}"))
 
 
 def sets_folder() -> Traversable:
@@ -320,15 +296,17 @@ def interleave(
     return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
 
 
-def _bytes_of(file: Traversable, name: str, called: str = "prompt file") -> bytes:
+def _bytes_of(file: Traversable, name: str) -> bytes:
     try:
         return file.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"There is no {called} {name}.", "Check its path.") from None
+        raise UsageError(f"There is no prompt file {name}.", "Check its path.") from None
     except IsADirectoryError:
-        raise UsageError(f"The {called} {name} is a folder.", "Name a file in it.") from None
+        raise UsageError(f"The prompt file {name} is a folder.", "Name a file in it.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise UsageError(f"The {called} {name} cannot be read: {reason(error)}.", "Check its path.") from None
+        raise UsageError(
+            f"The prompt file {name} cannot be read: {reason(error)}.", "Check its path."
+        ) from None
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -30,7 +30,7 @@ from specbench.cli.doctor import doctor
 from specbench.cli.drafters import drafters
 from specbench.cli.export import export
 from specbench.cli.generate import generate
-from specbench.cli.options import ConfigOptions, GroupedCommand, TracebackOptions, unfolded
+from specbench.cli.options import ConfigOptions, GroupedCommand, unfolded
 from specbench.cli.plot import plot
 from specbench.cli.report import report
 from specbench.cli.serve import serve
@@ -81,8 +81,7 @@ for _command in (
     *(generate, chat, serve, drafters, train, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
-    _more = (ConfigOptions, TracebackOptions) if _command in CONFIGURED else (TracebackOptions,)
-    app.command(cls=GroupedCommand)(unfolded(_command, *_more))
+    app.command(cls=GroupedCommand)(unfolded(_command, *([ConfigOptions] if _command in CONFIGURED else [])))
 
 
 def _show_version(verbose: bool) -> None:
@@ -112,6 +111,9 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With --version: also show the machine and other versions.")
+    ] = False,
+    traceback: Annotated[  # noqa: ARG001 - ``run`` reads it, which sees every error
+        bool, typer.Option("--traceback", help="Before a command: show the traceback of an error.")
     ] = False,
 ) -> None:
     """Generate text with speculative decoding, and measure whether it pays."""
@@ -151,7 +153,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except BaseException as raised:
         error = raised.__cause__ if isinstance(raised, _EscapeError) and raised.__cause__ else raised
-        if "--traceback" in arguments and not isinstance(error, SystemExit):
+        if "--traceback" in arguments[:1] and not isinstance(error, SystemExit):
             traceback.print_exception(error)
         return _explain(error)
     return result if isinstance(result, int) else 0
@@ -224,7 +226,8 @@ def _explain(error: BaseException) -> int:
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         _say("not enough memory. Use a smaller model, a narrower dtype, or a shorter prompt.")
         return 1
-    _say(f"{type(error).__name__}: {error or 'no message'} (this should not happen; --traceback shows where)")
+    where = "this should not happen; `specbench --traceback COMMAND` shows where"
+    _say(f"{type(error).__name__}: {error or 'no message'} ({where})")
     return 1
 
 

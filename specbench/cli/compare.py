@@ -19,7 +19,6 @@ from specbench.options import panel
 if TYPE_CHECKING:
     from specbench.results.compare import Compared
 
-_FEW = 4
 _option = panel("Options")
 _compared = partial(_option, autocompletion=complete_configurations)
 
@@ -45,7 +44,6 @@ def compare(
             " both runs are from the same kind of machine.",
         ),
     ] = "auto",
-    other_target: Annotated[bool, _option("--other-target", "Compare runs of different targets.")] = False,
     fail_below: Annotated[
         float | None,
         _option(
@@ -55,14 +53,6 @@ def compare(
             " of the time.",
         ),
     ] = None,
-    categories: Annotated[
-        bool | None,
-        output(
-            "--categories/--no-categories",
-            f"Show a row for each category. On by default with at most {_FEW} configurations.",
-            show_default=False,
-        ),
-    ] = None,
     markdown: Annotated[bool, output("--markdown", "Print a Markdown table.")] = False,
     as_json: Annotated[bool, output("--json", "Print JSON.")] = False,
 ) -> None:
@@ -70,8 +60,8 @@ def compare(
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
-    compared = _comparison(runs, a, b, measure, other_target)
-    _show(compared, categories=categories, markdown=markdown, as_json=as_json, fail_below=fail_below)
+    compared = _comparison(runs, a, b, measure)
+    _show(compared, markdown=markdown, as_json=as_json, fail_below=fail_below)
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
@@ -93,7 +83,6 @@ def _comparison(
     a: str | None,
     b: str | None,
     measure: Literal["auto", "speed", "speedup"],
-    other_target: bool,
 ) -> Compared:
     from specbench.cli.named_runs import named_runs
     from specbench.results.compare import compare_configs, compare_runs
@@ -116,7 +105,6 @@ def _comparison(
             a=a,
             b=b,
             measure=None if measure == "auto" else measure,
-            other_target=other_target,
         )
     if a is None or b is None:
         raise UsageError(
@@ -129,9 +117,7 @@ def _comparison(
     return compare_configs(measured[0], a, b)
 
 
-def _show(
-    compared: Compared, *, categories: bool | None, markdown: bool, as_json: bool, fail_below: float | None
-) -> None:
+def _show(compared: Compared, *, markdown: bool, as_json: bool, fail_below: float | None) -> None:
     from specbench.results.compare import to_json
     from specbench.show.compare import render_terminal, to_markdown
 
@@ -142,5 +128,4 @@ def _show(
     else:
         from rich.console import Console
 
-        shown = len(compared.overall) <= _FEW if categories is None else categories
-        render_terminal(compared, Console(highlight=False), categories=shown)
+        render_terminal(compared, Console(highlight=False))

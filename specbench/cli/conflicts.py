@@ -34,7 +34,7 @@ EXCLUDE = (
     Row("generate chat serve sweep check", ("bit_exact",), "compiled"),
     Row(
         "generate",
-        ("prompt", "prompt_file", "show_accepted", "compare", "debug", "trace_file"),
+        ("prompt", "show_accepted", "compare", "debug", "trace_file"),
         "prompts",
         "it is for one prompt",
     ),
@@ -43,8 +43,8 @@ EXCLUDE = (
     Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
     Row(
         "sweep",
-        ("drafter", "baseline", "assisted", "gamma", "draft_policy", "keep_policy_state", "cache",
-         "bit_exact", "compiled", SharedPolicyOptions, "min_new_tokens", *FORMATS),
+        ("drafter", "baseline", "gamma", "draft_policy", "keep_policy_state", "cache",
+         "bit_exact", "compiled", SharedPolicyOptions, *FORMATS),
         "server",
         "it is for models",
     ),
@@ -54,12 +54,12 @@ EXCLUDE = (
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
-        ("baseline", "assisted", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
-         ModelOptions, "min_new_tokens", "check_outputs", *FORMATS),
+        ("baseline", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
+         ModelOptions, "check_outputs", *FORMATS),
         "engine",
         "it is for specbench's own decoding",
     ),
-    Row("tune", (ModelOptions, "cache", "out", "overwrite", "min_new_tokens", *FORMATS), "engine",
+    Row("tune", (ModelOptions, "cache", "out", "overwrite", *FORMATS), "engine",
         "it is for specbench's own decoding"),
 )  # fmt: skip
 """The options do not go with the other one."""
@@ -68,7 +68,6 @@ NEED = (
     Row("generate", ("repeats",), "compare"),
     Row("generate", ("batch", "kv_memory", "kv_pool", "disable_by_batch_size"), "prompts"),
     Row("sweep", ("minutes",), "until"),
-    Row("sweep", ("context_file",), "context"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
@@ -96,7 +95,7 @@ def given(ctx: typer.Context, *names: str | type) -> list[str]:
 
 
 def written(ctx: typer.Context, name: str) -> str:
-    """Return how a parameter is written on the command line: ``--stop``, ``--no-stream``, ``PROMPT``."""
+    """Return how a parameter is written on the command line: ``--stop``, ``--raw``, ``PROMPT``."""
     each = next(each for each in ctx.command.params if each.name == name)
     if each.param_type_name == "argument":
         return str(each.metavar or name.upper())

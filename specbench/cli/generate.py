@@ -42,7 +42,6 @@ def generate(
             help="Prompt, in quotes. With -, or without a prompt, it is read from standard input.",
         ),
     ] = None,
-    prompt_file: opt.PromptFile = None,
     many: ManyOptions,
     system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
@@ -64,7 +63,7 @@ def generate(
         refuse_for_many(recipe)
         prompts, text = load_prompts(many.prompts), ""
     else:
-        prompts, text = [], read_prompt_text(prompt, prompt_file, sys.stdin)
+        prompts, text = [], read_prompt_text(prompt, sys.stdin)
     paint = _paint() if show.show_accepted else None
     with ExitStack() as stack:
         trace_to = None

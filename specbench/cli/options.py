@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from specbench.options import CacheKind
     from specbench.recipe import Recipe
 
-DEMONSTRATED = ("first_target", "residual_adjustment")
-"""Fields of ``DecodingOptions`` that show how decoding works, and are only for `generate` and `check`."""
+DEMONSTRATED = ("min_new_tokens", "first_target", "residual_adjustment")
+"""Fields of ``DecodingOptions`` that are only for `generate` and `check`."""
 
 NOT_SWEPT = ("stop", *DEMONSTRATED)
 """Fields of ``DecodingOptions`` that hold for all that a sweep or a race compares."""
@@ -339,7 +339,6 @@ class DraftingOptions:
     )
 
 
-PromptFile = Annotated[Path | None, panel(PROMPT)("--prompt-file FILE", "File that holds the prompt.")]
 ChatOption = Annotated[
     bool | None,
     panel(PROMPT)(
@@ -350,13 +349,6 @@ ChatOption = Annotated[
 SystemOption = Annotated[str | None, panel(PROMPT)("--system TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", "Print one JSON object.")]
 VerboseOption = Annotated[bool, output("--verbose -v", "Print all numbers and notes.")]
-
-
-@dataclass(frozen=True)
-class TracebackOptions:
-    """Read by ``specbench.cli.run``, which sees every error; every command has it."""
-
-    traceback: bool = group(OUTPUT)(False, "--traceback", "Show the traceback of an error.")
 
 
 @dataclass(frozen=True)

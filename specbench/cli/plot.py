@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say
 from specbench.cli.named_runs import ResultsArgument, for_each_run
@@ -54,7 +52,6 @@ def plot(
     font_size: Annotated[
         float, typer.Option("--font-size", metavar="POINTS", help="Font size of figures.")
     ] = 8.0,
-    show: Annotated[bool, typer.Option("--show", help="Open the files; needs a display.")] = False,
 ) -> None:
     """Draw the figures of runs: speedup, acceptance, where the time goes, prediction, categories."""
     from specbench.show.plots import Look
@@ -63,8 +60,6 @@ def plot(
         raise UsageError(f"--font-size is {font_size:g}.", "Give points from 4 to 24.")
     look = Look(None if width is None else _inches(width), font_size, framed=not paper)
     kind = image_format or ("pdf" if paper else "png")
-    if show and not _has_display():
-        raise UsageError("--show needs a display, and there is none.", "Leave it out; the files are written.")
     written: list[Path] = []
 
     def draw(run: Path, folder: Path) -> None:
@@ -73,12 +68,6 @@ def plot(
     for_each_run(results, out, "plots", draw)
     if not written:
         raise UsageError("There is nothing to plot.", "Name the folder of a run.")
-    if show:
-        for path in written:
-            if typer.launch(str(path)):
-                raise RunError(
-                    f"No program was found that opens {path.suffix[1:]} files.", "Leave --show out."
-                )
 
 
 _UNITS = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72, "": 1.0}
@@ -121,9 +110,3 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None, look: Look
     elif drawn.skipped:
         say(f"{run.name} has no data for other figures; --only NAME says why: {', '.join(drawn.skipped)}.")
     return written
-
-
-def _has_display() -> bool:
-    if sys.platform in ("win32", "darwin"):
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

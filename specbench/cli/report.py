@@ -26,13 +26,12 @@ def report(
             "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
-    latex: Annotated[bool, output("--latex", "Also write the tables to tables.tex.")] = False,
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
     from specbench.show.report import write_report
 
     def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, latex=latex)
+        done, paths = write_report(run, folder)
         for path in paths:
             typer.echo(str(path))
         for answer in done.answers:

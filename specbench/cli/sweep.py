@@ -95,9 +95,9 @@ def sweep(
         sweep_engine(ctx, target, *what, more, start, quiet=quiet, verbose=verbose)
         return
     from specbench.bench.contexts import fitting
-    from specbench.bench.grid import Sweep, build_configs, check_contexts
+    from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
+    from specbench.cli.sweep_run import SweepJob, run_folder
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -115,12 +115,6 @@ def sweep(
     folder = run_folder(results, sources, options)
     from specbench.bench.engines.own import check_engine, load_engine
 
-    if results.dry_run:
-        with starting(quiet) as progress:
-            check_engine(base, drafters, options, progress)
-        grid = build_configs(options, {str(spec): spec for spec in drafters})
-        show_plan(Sweep(options, chosen.prompts, tuple(grid), text=text), folder)
-        return
     with starting(quiet) as progress:
         check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
@@ -187,7 +181,6 @@ def _compared_models(
             "Leave them out, or leave --batch out.",
         )
     notes = left_out(policies, drafters)
-    reference, beams = parse_baselines(compared.baseline)
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=tuple(map(str, policies)),
@@ -198,9 +191,7 @@ def _compared_models(
         turns=1 if (batches or contexts) and experiment.turns is None else experiment.turns,
         seed=experiment.seed,
         cache=base.caching.kind,
-        transformers=reference,
-        assisted=compared.assisted is not None,
-        beams=beams,
+        **parse_baselines(compared.baseline),
         costs=None if length.costs is None else _costs(length.costs, policies),
         keep_policy_state=keep_policy_state,
         batches=batches,

@@ -10,7 +10,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import checked_temperatures, prompts_of_sweep
-from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
+from specbench.cli.sweep_run import SweepJob, run_folder
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
@@ -74,9 +74,6 @@ def sweep_engine(
     sources = planned.sources(chosen)
     folder = run_folder(results, sources, options)
     configs = tuple(engine_configs(options, planned.settings))
-    if results.dry_run:
-        show_plan(Sweep(options, chosen.prompts, configs), folder)
-        return
     RunStore.check_writable(folder)
     with StageProgress(quiet) as progress, planned.launched(folder / "servers", progress) as made:
         together = None if made.fits(options.servers) else made.limit or made.capacity

@@ -44,13 +44,9 @@ class ComparedOptions:
     baseline: tuple[str, ...] = _what(
         (),
         "--baseline NAME",
-        "Other baseline; repeatable: transformers (its own generate) or beam:N (its beam search with N beams,"
-        " which gives other outputs).",
-    )
-    assisted: Literal["transformers"] | None = _what(
-        None,
-        "--assisted transformers",
-        "Speculative decoding of transformers: its prompt lookup and, for drafter models, assisted generation.",
+        "Other baseline; repeatable: transformers (its own generate), assisted (its speculative decoding: prompt"
+        " lookup and, for drafter models, assisted generation) or beam:N (its beam search with N beams, which gives"
+        " other outputs).",
     )
     batch: str | None = _what(
         None,
@@ -69,9 +65,6 @@ class ComparedOptions:
         "--context LENGTHS",
         "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
         " the same length is the baseline. Default: the prompts as they are.",
-    )
-    context_file: Path | None = _what(
-        None, "--context-file FILE", "Text for --context. Default: pages of specbench's documentation."
     )
 
 
@@ -184,7 +177,6 @@ class ResultsOptions:
         "With --resume, continue even if the machine, versions or options have changed.",
     )
     retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
-    dry_run: bool = _results(False, "--dry-run", "Show the plan, then exit.")
 
 
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
@@ -304,7 +296,7 @@ def context_text(compared: ComparedOptions) -> ContextText | None:
     """Return the text in front of prompts; ``None`` without --context."""
     from specbench.bench.contexts import load_context_text
 
-    return None if compared.context is None else load_context_text(compared.context_file)
+    return None if compared.context is None else load_context_text()
 
 
 def checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:

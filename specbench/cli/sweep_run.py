@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +46,7 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
         UsageError: There is no unfinished run, or the folder holds results that are not to be continued.
     """
     if results.out is not None:
-        if not (results.resume or results.dry_run):
+        if not results.resume:
             RunStore.check_empty(results.out)
         return results.out
     if results.resume:
@@ -79,23 +78,6 @@ def _unfinished(sources: dict[str, Any], options: SweepOptions, *, retry_failed:
         f"There is no unfinished run of this sweep in {FOLDER}/{other}.",
         "Name a run with --out, or leave --resume out to begin one.",
     )
-
-
-def show_plan(sweep: Sweep, folder: Path) -> None:
-    """Print what would run and where it would be stored, broken between words on a terminal."""
-    cells = [cell for cell in sweep.plan() if not cell.warmup]
-    categories = Counter(prompt.category for prompt in sweep.prompts)
-    requests = sum(len(cell.group.prompts) for cell in cells if cell.group is not None)
-    groups = f"{len(cells)} batches, {requests} generations" if requests else f"{len(cells)} generations"
-    prompts = f"{len(sweep.prompts)} prompts: {', '.join(f'{name} {n}' for name, n in categories.items())}"
-    console = Console(highlight=False)
-    for line in (
-        f"{len(sweep.configs)} configurations: {', '.join(config.label for config in sweep.configs)}",
-        prompts if categories else "",
-        f"{groups} of up to {sweep.options.decoding.max_new_tokens} tokens ({sweep.options.repeats} repeats), stored in"
-        f" {folder}",
-    ):
-        console.print(Text(terminal_safe(line, console.encoding)), soft_wrap=not console.is_terminal)
 
 
 class RunJob:

@@ -14,7 +14,7 @@ from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import checked_temperatures, context_text, prompts_of_sweep
-from specbench.cli.sweep_run import SweepJob, run_folder, show_plan
+from specbench.cli.sweep_run import SweepJob, run_folder
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore
@@ -110,9 +110,6 @@ def sweep_servers(
         folder = run_folder(results, sources, options)
         configs = tuple(build_server_configs(options, [spec.name for spec in specs]))
         sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
-        if results.dry_run:
-            show_plan(sweep, folder)
-            return
         RunStore.check_writable(folder)
         job = SweepJob(
             sweep, engine, folder, results, minutes=experiment.minutes, quiet=quiet, verbose=verbose

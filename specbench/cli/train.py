@@ -98,7 +98,6 @@ def train(
         ),
     ] = False,
     json_output: opt.JsonOption = False,
-    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
 ) -> None:
     """Train a head to draft for a target: --drafter FOLDER.
@@ -146,7 +145,7 @@ def train(
     )
     with display:
         best = job.run()
-    _show_result(best, lessons.kind, out, as_json=json_output, verbose=verbose)
+    _show_result(best, lessons.kind, out, as_json=json_output)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
@@ -162,7 +161,7 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     return load_any_head(files, allow_pickle=allow_pickle)
 
 
-def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool, verbose: bool) -> None:
+def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
     speedup = best.speedup(kind)
     if as_json:
         write_json({"folder": str(out), "best": asdict(best), "expected_speedup": speedup})
@@ -177,10 +176,6 @@ def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool, verbose
     accepted = ", ".join(f"{share:.0%}" for share in best.accepted)
     cost = "" if best.step_cost is None else f"; a step takes {best.step_cost:.2f} times a plain one"
     lines.append(f"Drafted tokens accepted, by position: {accepted}{cost}.")
-    if verbose:
-        lines += [
-            f"  {name}: {figure:.2f} tokens per step" for name, figure in sorted(best.categories.items())
-        ]
     if speedup is None or speedup > 1:
         lines.append(f"Draft with it:  specbench generate --drafter {out}")
     else:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import sys
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TextIO, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import write_out
 from specbench.options import OUTPUT, group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Prefill, Step
@@ -49,7 +45,6 @@ class ShownOptions:
     show_accepted: bool = _output(
         False, "--show-accepted", "Colors by origin: accepted drafts, corrected tokens, the target's own."
     )
-    stream: bool = _output(True, "--stream/--no-stream", "Print text as it is decoded.")
     debug: bool = _output(False, "--debug", "Show every step on stderr.")
     trace_file: Path | None = _output(
         None, "--trace-file FILE", "File to write every step to, as JSON Lines."
@@ -63,7 +58,7 @@ class ShownOptions:
     @property
     def streamed(self) -> bool:
         """Whether text is printed as it is decoded."""
-        return self.stream and not self.json_output and not self.debug
+        return not self.json_output and not self.debug
 
 
 class TraceOutput:
@@ -145,10 +140,6 @@ def _open_as_it_is(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
-_BREAKS = " \t\n"
-_Label = TypeVar("_Label")
-
-
 class Watcher(Protocol):
     """Takes the records of a run as they come."""
 
@@ -180,7 +171,6 @@ class TextOutput:
         assert stream is not None
         self._stream, self._paint, self._streamed, self._after_trace = stream, paint, streamed, after_trace
         self._pieces: list[tuple[Origin, str]] = []
-        self._wrap: WordWrap[Origin] | None = WordWrap() if sys.stdout.isatty() else None
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
@@ -195,81 +185,17 @@ class TextOutput:
         self._pieces += self._stream.finish("target")
         if self._after_trace:
             sys.stderr.write("\n")
-        self._write(last=True)
+        self._write()
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
 
-    def _write(self, *, last: bool = False) -> None:
+    def _write(self) -> None:
         pieces, self._pieces = self._pieces, []
-        if self._wrap is not None:
-            pieces = self._wrap.push(pieces, last=last)
         if self._paint is None:
             write_out("".join(text for _, text in pieces))
         else:  # it has made them safe
             sys.stdout.write("".join(self._paint(text, origin) for origin, text in pieces))
             sys.stdout.flush()
-
-
-class WordWrap(Generic[_Label]):
-    """Text in labeled pieces, broken between words where a terminal would break it anywhere.
-
-    A word is kept back until it is whole or fills a line. Wide letters, as in Chinese, are words.
-    """
-
-    def __init__(self) -> None:
-        self._column = 0  # cells in use in the line so far
-        self._gap: list[
-            tuple[_Label, str]
-        ] = []  # white space after it: the next word may fit into this line or not
-        self._word: list[tuple[_Label, str]] = []
-        self._begun = False  # the word's beginning is written already
-
-    def push(self, pieces: Sequence[tuple[_Label, str]], *, last: bool = False) -> list[tuple[_Label, str]]:
-        """Return what can be written after these pieces; everything if they are the ``last``."""
-        from rich.cells import cell_len
-
-        width = shutil.get_terminal_size().columns
-        out: list[tuple[_Label, str]] = []
-        for label, text in pieces:
-            for letter in terminal_safe(text, sys.stdout.encoding):
-                wide = cell_len(letter) > 1
-                if wide or letter in _BREAKS:
-                    out += self._placed(width)
-                    self._begun = False
-                if letter == "\n":
-                    out += [*self._gap, (label, letter)]
-                    self._column, self._gap = 0, []
-                elif letter in _BREAKS:
-                    self._gap.append((label, letter))
-                else:
-                    self._word.append((label, letter))
-                    if wide or self._column + len(self._gap) + cell_len(_text(self._word)) > width:
-                        out += self._placed(width)
-                        self._begun = not wide
-        if last or self._begun:
-            out += self._placed(width)
-        return [(label, _text(run)) for label, run in groupby(out, key=itemgetter(0))]
-
-    def _placed(self, width: int) -> list[tuple[_Label, str]]:
-        """Return the word with the gap before it, or on a new line."""
-        from rich.cells import cell_len
-
-        if not self._word:
-            return []
-        size = cell_len(_text(self._word))
-        gap = (" " * self._column + _text(self._gap)).expandtabs()[self._column :]
-        if not self._begun and self._column and self._column + len(gap) + size > width:
-            gap, self._column = "\n", 0
-        else:
-            self._column += len(gap)
-        self._column = (self._column + size - 1) % width + 1  # what is longer than a line the terminal breaks
-        placed = [((self._gap or self._word)[0][0], gap), *self._word]
-        self._gap, self._word = [], []
-        return placed
-
-
-def _text(pieces: Iterable[tuple[object, str]]) -> str:
-    return "".join(text for _, text in pieces)
 
 
 class Tracer:

@@ -179,7 +179,6 @@ def compare_runs(
     a: str | None = None,
     b: str | None = None,
     measure: Measure | None = None,
-    other_target: bool = False,
 ) -> Compared:
     """Compare run A with run B: configurations matched by id, else by label, and paired by prompt.
 
@@ -188,7 +187,6 @@ def compare_runs(
         names: Names of the runs.
         a, b: Compare only configuration ``a`` of A with ``b`` of B; if only one of the two is given, it names both.
         measure: What to compare; ``None`` is speeds if both machines are of one kind, otherwise speedups.
-        other_target: Whether to compare runs whose targets differ.
 
     Raises:
         UsageError: Both are the same run, their targets differ, they have no configuration or prompt in common, or
@@ -201,8 +199,8 @@ def compare_runs(
             "Name two configurations of it: `specbench compare RUN --a CONFIG --b CONFIG`.",
         )
     targets = _differing_targets(run_a, run_b)
-    if targets and not other_target:
-        raise UsageError(f"The targets differ ({targets}).", "Add --other-target to compare them anyway.")
+    if targets:
+        raise UsageError(f"The targets differ ({targets}).", "Compare runs of one target.")
     machines = _differing_machines(run_a, run_b)
     if machines and measure == "speed":
         raise UsageError(
@@ -242,8 +240,6 @@ def compare_runs(
             f" their intervals. --measure speedup compares each with {over} of its own run instead."
         )
         notes += _baseline_notes(rows, run_a)
-    if targets:
-        notes.append(f"The targets differ: {targets}.")
     notes += [*_difference_notes(run_a, run_b), *prompt_notes]
     if missing:
         notes.append(f"No common finished generation: {_listed(missing)}.")

@@ -105,8 +105,7 @@ class RunConfig(Record):
     kind: Annotated[
         str,
         doc(
-            "`plain`, `speculative`; `transformers`, `beam` and `assisted` for the rows of `--baseline transformers`,"
-            " `--baseline beam:N` and `--assisted transformers`; `server`"
+            "`plain`, `speculative`; `transformers`, `assisted` and `beam` for the rows of `--baseline`; `server`"
         ),
     ]
     drafter: Annotated[str, doc("its name; `none` without one; of a server its own")]

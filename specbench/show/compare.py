@@ -16,14 +16,19 @@ if TYPE_CHECKING:
     from specbench.results.compare import Compared, Row
 
 
-def render_terminal(compared: Compared, console: Console, *, categories: bool) -> None:
-    """Print a comparison; ``categories`` adds a table by category for each configuration."""
-    show(console, *_parts(compared, categories=categories))
+_FEW = 4
+"""The most configurations that have a table by category each."""
 
 
-def _parts(compared: Compared, *, categories: bool) -> Iterator[Part]:
+def render_terminal(compared: Compared, console: Console) -> None:
+    """Print a comparison; few configurations have a table by category each."""
+    show(console, *_parts(compared))
+
+
+def _parts(compared: Compared) -> Iterator[Part]:
     yield from (Paragraph(f"A  {compared.a}"), Paragraph(f"B  {compared.b}"))
     overall = compared.overall
+    categories = len(overall) <= _FEW
     if len(overall) > 1 or not categories:
         yield _sheet(compared, overall, ["configuration"])
     for row in overall if categories else ():

@@ -156,34 +156,6 @@ def _escaped(text: str) -> str:
     return html.escape(one_line(text).translate(_MARKDOWN), quote=False)
 
 
-# --- LaTeX ----------------------------------------------------------------------------------------
-
-_LATEX_SIGNS = {
-    "γ": r"$\gamma$",
-    "α": r"$\alpha$",
-    "×": r"$\times$",
-    "≥": r"$\ge$",
-    "–": "--",
-    "…": r"\ldots{}",
-}
-
-
-def to_latex(sheets: Mapping[str, Sheet]) -> str:
-    """Return tables by title as LaTeX, for a document that loads ``booktabs``; notes are comments."""
-    import pandas as pd
-
-    tables = []
-    for title, sheet in sheets.items():
-        align = "".join("l" if i == 0 or i in sheet.left else "r" for i in range(len(sheet.headings)))
-        frame = pd.DataFrame(sheet.rows, columns=sheet.headings)
-        table = frame.to_latex(index=False, escape=True, column_format=align)
-        for sign, command in _LATEX_SIGNS.items():
-            table = table.replace(sign, command)
-        notes = [f"% {one_line(note)}" for note in sheet.notes]
-        tables.append("\n".join([f"% {one_line(title)}", table.rstrip(), *notes]))
-    return "\n\n".join(tables) + "\n"
-
-
 # --- Terminal -------------------------------------------------------------------------------------
 
 _NAME_CELLS = 28  # a longer name takes several lines

@@ -374,7 +374,7 @@ def check_engine(
     if rounded is not None and options is not None and options.uses_transformers:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantized model.",
-            f"Leave out --dtype {rounded}, or --baseline and --assisted transformers.",
+            f"Leave out --dtype {rounded}, or --baseline.",
         )
     for spec in drafters:
         refuse_keep(spec)

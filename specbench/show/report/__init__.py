@@ -6,23 +6,22 @@ from pathlib import Path
 
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.results import load_results
-from specbench.show.document import to_latex, to_markdown
+from specbench.show.document import to_markdown
 from specbench.show.report.content import Report, make_report
 from specbench.show.report.page import to_html
 
 __all__ = ["write_report"]
 
 
-def write_report(folder: Path, out: Path | None = None, *, latex: bool = False) -> tuple[Report, list[Path]]:
+def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
-        latex: Whether to write the tables to ``tables.tex`` too.
 
     Returns:
-        The report, and the paths of ``report.html``, ``report.md`` and ``tables.tex``.
+        The report, and the paths of ``report.html`` and ``report.md``.
 
     Raises:
         UsageError: There is no run, no generation of it has finished, or a file to write is a symbolic link.
@@ -35,8 +34,6 @@ def write_report(folder: Path, out: Path | None = None, *, latex: bool = False) 
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots")
         texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts())}
-        if latex:
-            texts["tables.tex"] = to_latex(report.tables)
         for name, text in texts.items():
             write_text(out / name, text)
     return report, [out / name for name in texts]
