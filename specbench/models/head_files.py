@@ -25,7 +25,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
 from specbench.models.assistant import ASSISTANTS, layers_of_target, make_assistant
-from specbench.models.block_files import BLOCK_KINDS, BlockSettings, block_head
+from specbench.models.block_files import BLOCK_KINDS, block_head
 from specbench.models.checkpoints import read_any_config, read_settings, text_config
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
@@ -297,7 +297,8 @@ class HeadFiles:
             if self.is_block:
                 return block_head(
                     self.kind,
-                    BlockSettings(self.name, self._of_block),
+                    self.name,
+                    self._of_block,
                     self.layer_settings,
                     shape,
                     speculators="speculators_model_type" in settings,

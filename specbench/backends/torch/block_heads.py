@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specbench.backends.torch.heads import Attend, DecoderLayer, EagleShape
 
-MARKOV_TYPES = ("vanilla", "gated", "rnn")
+MarkovType = Literal["vanilla", "gated", "rnn"]
 """How DSpark's bias depends on what was drafted, by the names of its authors."""
 
 Conditioned: TypeAlias = tuple[Tensor, Tensor | None]
@@ -38,7 +38,7 @@ class BlockShape:
         causal: By layer whether a token sees only those before it in its block. Empty for none.
         embedding_scale, logit_scale: Factors of embeddings and logits.
         logit_cap: Logits are ``cap · tanh(logits / cap)``; ``None`` for no cap.
-        markov: DSpark's kind of bias, one of ``MARKOV_TYPES``, with ``rank`` numbers for each token; ``None`` for none.
+        markov: DSpark's kind of bias, a ``MarkovType``, with ``rank`` numbers for each token; ``None`` for none.
         confidence: Whether there is a confidence head; it may also read the rank numbers of the token before.
         kernel, group: DFlash 2: taps of its convolutions, and channels that share one.
         selected: DFlash 2: the most probable tokens among which its selector, of ``rank`` numbers, chooses.
@@ -52,7 +52,7 @@ class BlockShape:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    markov: str | None = None
+    markov: MarkovType | None = None
     rank: int = 0
     confidence: bool = False
     confidence_reads_token: bool = False
