@@ -8,7 +8,7 @@ import re
 import shutil
 import struct
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specbench.backends.torch.kernels import native
 from specbench.base.errors import RunError, UsageError
 from specbench.cli.options import default_drafter
 from specbench.generate import autoregressive_generate, speculative_generate
@@ -40,10 +39,9 @@ from specbench.models.devices import check_options
 from specbench.models.drafters import wrap_drafter
 from specbench.models.load import load_config, load_model, wrap_model
 from specbench.models.pairing import translation_of
-from specbench.models.prepare import prepare
 from specbench.models.target import wrap_target
 from specbench.models.tokenizers import end_ids_of
-from specbench.options import LoadOptions, ModelOptions
+from specbench.options import LoadOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -102,16 +100,8 @@ def test_hub_ids(text, spec):
 
 
 PATHS = (
-    "./no-such",
-    "~/no-such",
-    "/no/such",
-    "../no-such",
-    "a/b/c",
-    "model.gguf",
-    "org/model.GGUF",
-    "org//x",
-    "~nobody/x",
-)
+    "./no-such", "~/no-such", "/no/such", "../no-such", "a/b/c", "model.gguf", "org/model.GGUF", "org//x", "~nobody/x"
+)  # fmt: skip
 NO_NAMES = (
     "", " ", "two words", "org/name@", "org/name@a b", "@rev", "a--b", "x\0y", "\x1b[31m", "y" * 9999
 )  # fmt: skip
@@ -121,25 +111,18 @@ NO_NAMES = (
 def test_what_names_no_model(text):
     message = refusal(parse_model, text, kind=UsageError)
     assert message.isprintable()
-    assert message.startswith(f"There is no such file or folder: {text!r}.") == (text in PATHS)
+    assert ("no such file or folder" in message) == (text in PATHS)
     assert ("Python program" in message) == (text == __file__)
 
 
-@pytest.mark.parametrize("option", ["int8", "order=3", "n=4", "top-k=2", "nonsense"])
-@pytest.mark.parametrize("word", ["none", "lookup", "ngram", "suffix", "self"])
-def test_what_a_mistyped_drafter_is_taken_for_exists(tmp_path, monkeypatch, word, option):
-    monkeypatch.chdir(tmp_path)
-    for before in ("", "an/organization|", "lookup+"):
-        mistyped = f"{before}{word}{word[-1]}:{option}"
-        if before == "lookup+" and word != "self":
-            parsed = parse_drafter(f"{before}{word}{word[-1]}")
-            assert str(parsed) == f"{before}{word}{word[-1]}", "a model: no other word may stand there"
-            continue
-        with pytest.raises(UsageError, match="There is no drafter") as refused:
-            parse_drafter(mistyped)
-        offered = str(refused.value.hint).split("'")[1]
-        assert offered.startswith(word)
-        parse_drafter(before + offered if word != "none" else offered)
+def test_a_mistyped_drafter_is_named():
+    for text, meant in (
+        ("lokup", "lookup"),
+        ("ngrm:order=3", "ngram:order=3"),
+        ("lookup+slef:int8", "self:int8"),
+    ):
+        assert repr(meant) in refusal(parse_drafter, text, kind=UsageError)
+    assert str(parse_drafter("lookup+lokup")) == "lookup+lokup", "a model: no other word may stand there"
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -150,9 +133,8 @@ def test_what_a_mistyped_drafter_is_taken_for_exists(tmp_path, monkeypatch, word
     [
         *(
             ({"device": device}, "Unknown device")
-            for device in ("gpu", "cuda:", "cuda:x", "cpu:0", "mps:1", "")
+            for device in ("gpu", "cuda:", "cuda:x", "cpu:0", "mps:1", "", "cuda:-1", "cuda:²")
         ),
-        *(({"device": device}, "Unknown device") for device in ("cuda:-1", "cuda:²")),
         ({"device": "cuda:0"}, "cuda:0 is not available"),
         ({"device": "mps"}, "mps is not available"),
         ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
@@ -318,14 +300,8 @@ def test_an_fp8_checkpoint_in_any_dtype(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_of_an_mxfp4_checkpoint_is_that_of_its_unpacked_weights(tmp_path, monkeypatch, dtype):
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_local_experts": 8,
-        "head_dim": 8,
-    }
-    config = GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 8}
+    config = GptOssConfig(**sizes, head_dim=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     quantize_checkpoint(tmp_path, "mxfp4")
     asked: list[int] = []
@@ -345,25 +321,23 @@ def write_config(folder: Path, config: PreTrainedConfig, *architectures: str) ->
     return str(folder)
 
 
-def test_a_folder_without_a_config(tmp_path):
-    assert "it has no config.json" in refusal(load_model, str(tmp_path), kind=UsageError)
-    (tmp_path / "model.gguf").touch()
-    assert "name the file itself" in refusal(load_model, str(tmp_path), kind=UsageError)
+def edited(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_config(folder, **changes)
 
 
-@pytest.mark.parametrize("beside", ["a model", "nothing"])
-def test_an_adapter_in_a_folder(tmp_path, beside):
-    if beside == "a model":
-        save_tiny(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "adapter" in refusal(load_model, str(tmp_path), CPU, kind=UsageError)
-
-
-@pytest.mark.parametrize("kind", [None, "", 3, "no-such-type"])
-def test_a_config_of_no_known_type(folder, kind):
-    edit_config(folder, model_type=kind)
-    message = refusal(load_model, str(folder), CPU, kind=UsageError)
-    assert "names no model_type" in message or "does not know: 'no-such-type'" in message
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").rename(folder / "model.gguf"), "name the file itself"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter"),
+        *((edited(model_type=kind), "names no model_type") for kind in (None, "", 3)),
+        (edited(model_type="no-such-type"), "'no-such-type'"),
+    ],
+)
+def test_folders_that_hold_no_model(folder, change, says):
+    change(folder)
+    assert says in refusal(load_model, str(folder), CPU, kind=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -374,11 +348,7 @@ def test_a_config_of_no_known_type(folder, kind):
         (BertConfig(), "BertForMaskedLM", "is no causal language model"),
         (BertConfig(), "BertLMHeadModel", "is no causal language model"),
         (LlamaConfig(), "LlamaForSequenceClassification", "is no causal language model"),
-        (
-            RwkvConfig(),
-            "RwkvForCausalLM",
-            "(type 'rwkv') keeps a recurrent state",
-        ),
+        (RwkvConfig(), "RwkvForCausalLM", "keeps a recurrent state"),
     ],
 )
 def test_models_that_cannot_be_decoded_speculatively(tmp_path, config, architecture, says):
@@ -446,10 +416,9 @@ INDEX = "model.safetensors.index.json"
                 header_of(b"[" * 100_000),
             )
         ),
-        *((INDEX, text, r"index\.json' is damaged") for text in ("", "[]", "{}")),
         *(
             (INDEX, text, r"index\.json' is damaged")
-            for text in ('{"weight_map": {"a": 3}}', '{"weight_map": {}}')
+            for text in ("", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": {}}')
         ),
     ],
 )
@@ -532,20 +501,6 @@ def test_not_enough_memory(folder, monkeypatch):
     load_model(str(folder), CPU, tokenizer=False)
 
 
-def test_memory_while_loading():
-    """Weights that are converted are all there before the first is packed; those of the file's dtype never are."""
-    config = LlamaConfig(vocab_size=1000, hidden_size=10, num_attention_heads=1, intermediate_size=20)
-    table, of = 1000 * 10, partial(checkpoints.weight_memory, config, 50_000, torch.bfloat16)
-    assert of(torch.float32, quantize=None) == (200_000, 200_000 + 4 * table)
-    assert of(torch.bfloat16, quantize=None) == (100_000, 100_000 + 2 * table)
-    assert of(torch.bfloat16, quantize="int8") == (50_000 + table, 50_000 + table + 2 * table)
-    assert of(torch.float32, quantize="int8") == (50_000 + 3 * table, 200_000 + 4 * table)
-    narrow = int(50_000 * 0.625 + table * (2 - 0.625)) if native.is_available() else 100_000
-    assert of(torch.bfloat16, quantize="int4") == (narrow, narrow + 2 * table)
-    config.intermediate_size = 300  # two layers of that width, joined and packed, are more than the head
-    assert of(torch.float32, quantize=None) == (200_000, 200_000 + 4 * 4 * 300 * 10)
-
-
 def test_memory_that_runs_out_in_the_middle(folder, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: not enough memory")
@@ -586,12 +541,6 @@ def test_the_fingerprint_tells_weights_and_nothing_else_apart(folder, tmp_path):
     assert of(folder) != of(save_tiny(tmp_path / "other", seed=1))
     edit_config(copy, rms_norm_eps=1e-3)
     assert of(folder) != of(copy)
-
-
-def test_no_context_limit_where_the_config_sets_none():
-    config = load.PreTrainedConfig()
-    assert load._context_limit(config) is None
-    assert tiny_language_model(context=64).context_limit == 64
 
 
 YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -717,16 +666,9 @@ def test_a_hub_model_that_is_cached(hub_cache):
     assert load_model(f"org/name@{'0' * 40}", CPU).name == f"org/name@{'0' * 40}"
     assert load_config("org/name").num_hidden_layers == 2
     (snapshot / "model.safetensors").unlink()
-    assert "not in the hub's cache" in refusal(load_model, "org/name", CPU, kind=RunError)
-    message = refusal(load_model, "org/other", CPU, kind=RunError)
-    assert message.startswith("The model org/other is not in the hub's cache, and the hub cannot be reached.")
-
-
-def test_a_hub_model_with_an_adapter(hub_cache):
-    snapshot = put_into_cache(hub_cache, "org/name", "0" * 40)
-    save_tiny(snapshot)
-    (snapshot / "model.safetensors").unlink()  # refused before weights are fetched
-    (snapshot / "adapter_config.json").write_text("{}")
+    for name in ("org/name", "org/other"):
+        assert "not in the hub's cache" in refusal(load_model, name, CPU, kind=RunError)
+    (snapshot / "adapter_config.json").write_text("{}")  # refused before weights are fetched
     assert "adapter" in refusal(load_model, "org/name", CPU, kind=UsageError)
 
 
@@ -800,36 +742,3 @@ def test_a_hub_model_with_only_pickled_weights(monkeypatch, folder):
     missing = hub_error("RemoteEntryNotFoundError")
     hub_answers(monkeypatch, lambda file: folder / file if file == "config.json" else missing)
     assert "no safetensors weights" in refusal(load_model, "org/name", CPU, kind=UsageError)
-
-
-def test_the_hub_clients_bar_reports():
-    from specbench.models.hub import _reporting_bar
-
-    seen: list[tuple[str, int, int | None]] = []
-    progress: Any = SimpleNamespace(update=lambda *step: seen.append(step))
-    with _reporting_bar(progress, "fetching x")(total=10, initial=2, unit="B", name="hub.get") as bar:
-        bar.update(3)
-        bar.update(5)
-    assert seen == [("fetching x", 5, 10), ("fetching x", 10, 10)]
-
-
-def test_what_takes_long_behind_the_weights_has_stages_of_its_own(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    seen: list[tuple[str, int, int | None]] = []
-
-    class Stages:
-        def update(self, stage: str, done: int, total: int | None) -> None:
-            seen.append((stage, done, total))
-
-    options = ModelOptions(dtype="float32", device="cpu", drafter_dtype="int8")
-    drafters = [parse_drafter(str(folder))]
-    prepare(parse_model(str(folder)), drafters, options, progress=Stages())
-    stages = [*dict.fromkeys(stage for stage, *_ in seen)]
-    assert stages == [
-        "loading model",
-        "packing model",
-        "testing forward passes of model",
-        "quantizing model to int8",
-    ]
-    behind = seen[max(i for i, (stage, *_) in enumerate(seen) if stage == "loading model") + 1 :]
-    assert {total for _, _, total in behind} == {None}, "a share of a stage of unknown length"

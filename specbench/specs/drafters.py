@@ -486,20 +486,10 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
 
     A name with an organization and an existing path count as correct.
     """
-    name, colon, options = text.partition(":")
+    name = text.partition(":")[0]
     if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
         return None
     if near := get_close_matches(name, offered, 1, 0.7):
-        (word,) = near
-        meant = (word + colon + options, word, *(f"{word}:{o.syntax}" for o in offered[word].options()))
-        return next(spec for spec in meant if _is_valid(spec))
+        return near[0] + text[len(name) :]
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)
-
-
-def _is_valid(text: str) -> bool:
-    try:
-        parse_drafter(text)
-    except UsageError:
-        return False
-    return True
