@@ -48,7 +48,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
         "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
-        "log_probability": math.nan, "energy_j": math.nan, "tokens_per_second": speed, "warnings": [],
+        "log_probability": math.nan, "tokens_per_second": speed, "warnings": [],
     }  # fmt: skip
     for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
         values[f"steps_{name}"] = np.array(column, dtype=np.int32)

@@ -16,7 +16,6 @@ import psutil
 from specbench._version import __version__
 from specbench.backends.torch.kernels.huge_pages import huge_page_setting
 from specbench.backends.torch.kernels.instructions import processor_name
-from specbench.bench.energy import energy_meter
 from specbench.results.run import Environment
 
 
@@ -39,7 +38,6 @@ def describe_environment() -> Environment:
         transformers=metadata.version("transformers"),
         specbench=__version__,
         devices=cuda or (["Apple GPU (mps)"] if torch.backends.mps.is_available() else []),
-        energy=energy_meter().name,
         git_commit=_git_commit(Path(__file__).parents[1]),
     )
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Generic
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Json, rounded
 from specbench.bench.contexts import ContextPrompts
-from specbench.bench.energy import EnergyMeter, energy_meter
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepConfig
 from specbench.bench.manifest import now
@@ -143,7 +142,6 @@ def run_sweep(
     retry_failed: bool = False,
     minutes: float | None = None,
     snapshot: Callable[[], LoadSnapshot] = load_snapshot,
-    energy: EnergyMeter | None = None,
 ) -> SweepResult:
     """Measure everything that is not in the store yet, one line at a time; with ``until``, until that holds.
 
@@ -159,7 +157,6 @@ def run_sweep(
         retry_failed: Measure failed generations again.
         minutes: Time limit of a sweep with ``until``; ``None`` for none.
         snapshot: Reads the machine load before and after each generation.
-        energy: Counts the energy of each generation; ``None`` for this machine's counters.
 
     Raises:
         KeyboardInterrupt: Interrupted by the user; the generation in progress is lost.
@@ -174,7 +171,7 @@ def run_sweep(
     left = [cell for cell in cells if not cell.warmup and cell.key not in done]
     if not left:
         return SweepResult(0, 0, total, finish_run(sweep, store, engine))
-    runner = CellRunner(sweep, store, engine, snapshot, energy)
+    runner = CellRunner(sweep, store, engine, snapshot)
     longest = sweep.options.decoding.max_new_tokens
     time_left = TimeLeft(left, longest / min(WARMUP_TOKENS, longest))
     failed = 0
@@ -242,10 +239,7 @@ class CellRunner(Generic[Encoded]):
         store: RunStore,
         engine: BenchEngine[Encoded],
         snapshot: Callable[[], LoadSnapshot],
-        energy: EnergyMeter | None = None,
     ) -> None:
-        # A server may run on another machine.
-        self._energy = EnergyMeter(()) if sweep.options.servers else energy or energy_meter()
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
@@ -278,7 +272,7 @@ class CellRunner(Generic[Encoded]):
             decoding = decoding.with_changes(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
-        started, joules = round(time.time(), 3), self._energy.joules()
+        started = round(time.time(), 3)
         result: Generation | Group | None = None
         error = None
         try:
@@ -289,7 +283,6 @@ class CellRunner(Generic[Encoded]):
             )
         except Exception as problem:  # other configurations may still work
             error = _message(problem)
-        joules_after = self._energy.joules()
         after = self._snapshot()
         line = Line(
             run_id=self._store.run.run_id,
@@ -307,7 +300,6 @@ class CellRunner(Generic[Encoded]):
             error=error,
             steal_share=rounded(after.steal_share(before), 4),
             busy_elsewhere=rounded(after.busy_elsewhere(before), 2),
-            energy_j=None if joules is None or joules_after is None else rounded(joules_after - joules, 3),
             warnings=[
                 name
                 for name in disturbances(before, after, self._fastest_mhz or None)

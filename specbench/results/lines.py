@@ -63,12 +63,6 @@ class Line(Record):
         doc("share of processor time that the host of a virtual machine gave to others meanwhile"),
     ] = None
     busy_elsewhere: Annotated[Number | None, doc("cores that other programs kept busy meanwhile")] = None
-    energy_j: Annotated[
-        Number | None,
-        doc(
-            "joules of the machine's counters meanwhile, prefill and other programs included; `null` without one"
-        ),
-    ] = None
     warnings: Annotated[
         list[str],
         doc(

@@ -221,7 +221,6 @@ class _Tables:
             cells = common | _output_cells(output) | _step_cells(output, answer)
             cells["prompt"] = intern(prompt)
             if isinstance(output, RequestLine) and isinstance(result, Group):
-                cells["energy_j"] = common["energy_j"] * ratio(output.new_tokens, result.tokens)
                 peak = result.peak_memory_bytes
                 cells["category"] = output.category
                 cells["peak_memory_bytes"] = math.nan if peak is None else peak

@@ -51,7 +51,6 @@ class Environment(Record):
     transformers: str | None = None
     specbench: str | None = None
     devices: Annotated[list[str] | None, doc("names of accelerators")] = None
-    energy: Annotated[str | None, doc("what counts energy; `null` where no counter can be read")] = None
     git_commit: Annotated[str | None, doc('of the checkout; "+" after it if files were changed since')] = None
 
 

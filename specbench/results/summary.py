@@ -88,7 +88,6 @@ class SummaryRow:
         forced_share, corrected_share: Shares of the tokens of steps that the format forced, which are accepted drafts,
             and that are correction tokens; NaN, as ``share_masks``, without a format.
         peak_memory_bytes: The largest peak memory of its generations.
-        joules_per_token: Energy of its generations over their tokens, if a counter could be read.
         log_probability: Log-probability per token of an answer, mean over prompts; NaN if it was not requested.
         identical_share: Share of greedy outputs that equal the baseline's.
         difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` for none.
@@ -125,7 +124,6 @@ class SummaryRow:
     forced_share: float = _NAN
     corrected_share: float = _NAN
     peak_memory_bytes: float = _NAN
-    joules_per_token: Estimate = NO_FIGURE
     log_probability: float = _NAN
     identical_share: float = _NAN
     difference: str | None = None
@@ -409,7 +407,6 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         forced_share=float(ratio(steps["forced"].sum(), emitted)),
         corrected_share=float(ratio(corrected, emitted)),
         peak_memory_bytes=float(done["peak_memory_bytes"].max()) if len(done) else _NAN,
-        joules_per_token=_pooled(done[done["energy_j"].notna()], "energy_j", "new_tokens", "prompt"),
         log_probability=float(log_probability.mean()),
         cached_share=_cached_share(results, done) if server else _NAN,
     )

@@ -232,7 +232,6 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
     *map(_part, PARTS),
     _number("masks", 10, lambda row: row.share_masks, _percent),
     _number("log p/token", 11, lambda row: row.log_probability),
-    _number("J/token", 13, lambda row: row.joules_per_token.value),
     _number("memory", 13, lambda row: row.peak_memory_bytes, _bytes),
     _number("identical", 13, lambda row: row.identical_share, _percent),
     _number("prompts", 3, lambda row: row.prompts, _count),

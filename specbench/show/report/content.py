@@ -204,7 +204,7 @@ def _is_tuned(run: Run) -> bool:
 def _method(results: Results) -> list[tuple[str, str]]:
     """Return how a run was measured, as titles and texts; a title without a text is left out."""
     run, done = results.run, results.done
-    over, energy = baseline_name(run), _shown(run.environment.energy)
+    over = baseline_name(run)
     prompts, configs, repeats = (done[name].nunique() for name in ("prompt", "config", "repeat"))
     categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
     temperatures = ", ".join(f"{each:g}" for each in sorted(done["temperature"].dropna().unique()))
@@ -252,11 +252,6 @@ def _method(results: Results) -> list[tuple[str, str]]:
         " prompts. 'With TTFT' includes the time to first token; 'pooled' is all tokens over all seconds.",
         "Intervals": f"{stats.CONFIDENCE:.0%}, over {units}: what other {units} of this kind would give. Repeats never"
         f" count as {units}. Faster or slower: the interval lies wholly above or below 1.",
-        "Energy": ""
-        if servers
-        else _NO_ENERGY
-        if done["energy_j"].isna().all()
-        else f"J/token: joules of {energy} of each generation, with prefill and other programs, over its tokens.",
         "Tuning": _METHOD_OF_TUNING if _is_tuned(run) else "",
         "Acceptance": _ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE,
         "Predicted": "" if servers else _PREDICTED,
@@ -281,7 +276,6 @@ def _caches_of_servers(run: Run) -> str:
     return "Fields of the requests switch their prompt caches off."
 
 
-_NO_ENERGY = "No counter could be read: RAPL needs the right to read /sys/class/powercap, NVML an NVIDIA GPU."
 _METHOD_OF_TUNING = (
     "Each round of `specbench tune` measures only the candidates still in the race, so on different prompts. Speedups"
     " and verdicts are with noise correction (docs/tuning.md); 'with TTFT' and tokens/s are without."
