@@ -29,7 +29,6 @@ from specbench.bench.grid import SweepConfig
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
-from specbench.models.target import load_target
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
@@ -37,7 +36,6 @@ from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading
 from specbench.tune.candidates import drafters_to_try
-from specbench.tune.loading import fastest_cache
 
 Tune = Callable[..., Result]
 
@@ -370,38 +368,6 @@ def test_an_int8_target_gets_chains(tune, tmp_path):
     assert {config["draft_policy"] for config in stored["configs"]} == {"none", "auto", "fixed"}
     assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
     assert not any("self:int8" in config["drafter"] for config in stored["configs"])
-
-
-def test_a_cache_is_chosen_once(tune, tmp_path, models, monkeypatch):
-    def timed(jobs: Any, rounds: int, *_: Any) -> Any:
-        for measure in jobs.values():
-            assert measure() > 0
-        return {
-            kind: [1.0 if kind == "dynamic" else 0.8 + n % 3 / 100 for n in range(rounds)] for kind in jobs
-        }
-
-    monkeypatch.setattr(loading, "time_in_turn", timed)
-    said = tune()
-    assert (
-        "note: The preallocated cache is used: its passes take 0.81 [0.80, 0.82] times as long as with dynamic"
-        in said.err
-    )
-    assert read_config(tmp_path / "specbench.toml").cache == "preallocated"
-    (folder,) = (tmp_path / "results").iterdir()
-    assert {config["cache"] for config in run_json(folder)["configs"]} == {"preallocated"}
-    monkeypatch.setattr(loading, "time_in_turn", lambda *_: pytest.fail("timed again"))
-    assert tune("--results", folder, "--resume", "--overwrite").code == 0
-    assert tune("--cache", "dynamic", "--results", tmp_path / "other", "--overwrite").code == 0
-    assert read_config(tmp_path / "specbench.toml").cache == "dynamic"
-
-
-def test_the_usual_cache_stays_unless_another_is_surely_faster(models, monkeypatch):
-    target = load_target(str(models / "target"))
-    monkeypatch.setattr(
-        loading, "time_in_turn", lambda jobs, rounds, *_: {kind: [1.0, 1.1] * (rounds // 2) for kind in jobs}
-    )
-    assert fastest_cache(target, "dynamic", [1, 2]) == (target, "dynamic", None)
-    assert fastest_cache(target, "preallocated", [1, 2]) == (target, "preallocated", None)
 
 
 def differing(monkeypatch: pytest.MonkeyPatch) -> None:

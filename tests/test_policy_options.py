@@ -303,22 +303,19 @@ def test_a_line_without_costs_has_none(tmp_path, found):
 
 
 @pytest.mark.parametrize("rule", ["auto", "egag:beta=0.9,scale=1", "heuristic", "entropy-bound"])
-def test_nothing_is_carried_to_the_next_prompt_unless_asked(rule, monkeypatch):
+def test_nothing_is_carried_to_the_next_prompt(rule, monkeypatch):
     clock = Ticks()
     for module in (specbench.generate, specbench.drafters.model):
         monkeypatch.setattr(module, "clock_for", lambda device: clock)
 
-    def courses(**options: Any) -> list[Any]:
-        engine, config = make_engine(**options), config_from_recipe("small", rule)
+    def courses() -> list[Any]:
+        engine, config = make_engine(), config_from_recipe("small", rule)
         outcomes = [decode(engine, config, prompt=prompt) for prompt in (PROMPT, [9, 8, 7], PROMPT)]
         return [[(step.drafted, step.policy) for step in outcome.steps] for outcome in outcomes]
 
     first, _, third = courses()
     assert first == third
-    kept = courses(keep_policy_state=True)
-    assert kept[0] == first
-    assert kept[2] != first
-    assert all("rest_s" in policy for course in kept for _, policy in course) == (rule == "auto")
+    assert all("rest_s" in policy for course in (first, third) for _, policy in course) == (rule == "auto")
 
 
 # -- the commands ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
 from specbench.specs.drafters import parse_drafter
-from specbench.tune.engine_answer import EngineAnswer
-from specbench.tune.engine_search import EngineFound, EngineSearch
+from specbench.tune.engine_answer import EngineAnswer, schedule
+from specbench.tune.engine_search import EngineSearch
+from specbench.tune.search import Found
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
 TARGET = Model("target.gguf", path="/models/target.gguf")
@@ -343,7 +345,7 @@ def search(
     seed: int = 0,
     batches: tuple[int, ...] = (),
     **more: Any,
-) -> tuple[EngineFound, TimedEngine, Sweep]:
+) -> tuple[Found, TimedEngine, Sweep]:
     drafters = [EngineDrafter("ngram-simple"), EngineDrafter(parse_drafter("org/small"), "small.gguf")]
     made = settings_of(engine, TARGET, drafters)
     prompts = tuple(load_prompts(("all",), (), 40))
@@ -383,7 +385,7 @@ def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
     found, timed, sweep = search(
         tmp_path / "run", started_engine("llama.cpp"), rate=RATE, limit=limit, drift=drift, minutes=minutes
     )
-    race = found.found.race
+    race = found.race
     best = max(timed.settings.values(), key=lambda each: speed(each, RATE))
     assert race.verdict == "faster"
     assert speed(timed.settings[race.leader], RATE) >= 0.95 * speed(best, RATE)
@@ -392,7 +394,7 @@ def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
         assert len(timed.began) == len({*timed.began})
     else:  # settings are measured together, not one generation after the other
         assert len(timed.began) < len(timed.calls) + sum(map(race.num_blocks, race.names)) / 3
-    assert len(found.found.predicted) == len(sweep.configs) - 1
+    assert len(found.predicted) == len(sweep.configs) - 1
 
 
 def test_draft_lengths_are_predicted_from_two_of_them(tmp_path):
@@ -400,7 +402,7 @@ def test_draft_lengths_are_predicted_from_two_of_them(tmp_path):
     for name, setting in timed.settings.items():
         if setting.family == "org/small":
             expected = speed(setting, RATE) / speed(timed.settings[PLAIN], RATE)
-            assert found.found.predicted[name] == pytest.approx(expected, rel=0.2)
+            assert found.predicted[name] == pytest.approx(expected, rel=0.2)
 
 
 def test_groups_are_compared_with_plain_decoding_beside_them(tmp_path):
@@ -408,15 +410,15 @@ def test_groups_are_compared_with_plain_decoding_beside_them(tmp_path):
     found, timed, _ = search(
         tmp_path / "run", started_engine("llama.cpp"), rate=RATE, limit=2, drift=1.0, minutes=300.0
     )
-    race = found.found.race
+    race = found.race
     expected = speed(timed.settings[race.leader], RATE) / speed(timed.settings[PLAIN], RATE)
     assert race.ratio(race.leader, PLAIN).value == pytest.approx(expected, rel=0.15)
 
 
 def test_a_drafter_that_knows_nothing_loses(tmp_path):
     found, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate={})
-    race = found.found.race
-    assert (race.verdict, race.leader, found.found.ending) == ("plain", PLAIN, "decided")
+    race = found.race
+    assert (race.verdict, race.leader, found.ending) == ("plain", PLAIN, "decided")
 
 
 def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypatch):
@@ -444,16 +446,16 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
     found, timed, _ = search(
         tmp_path / "run", engine, rate=RATE, batches=(4, 16), batch_cost=0.5, minutes=120.0
     )
-    leader = timed.settings[found.found.race.leader]
+    leader = timed.settings[found.race.leader]
     assert found.batches.keys() == {4, 16}
     assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma]) < leader.gamma
-    schedule = found.schedule(leader.gamma)
-    assert (schedule[0][0], schedule[-1][1]) == (1, 16)
+    ranges = schedule(found.batches, leader.gamma)
+    assert (ranges[0][0], ranges[-1][1]) == (1, 16)
     told = EngineAnswer.of(engine, TARGET, leader, found, ("--tp", "2"), "")
     assert "one draft length for all batch sizes" in told.needs[-1]
     vllm = started_engine("vllm")
     setting = EngineSetting("x@4", "x", 4, {"--speculative-config": {"num_speculative_tokens": 4}})
-    found = EngineFound(found.found, {2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}})
+    found = replace(found, batches={2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}})
     told = EngineAnswer.of(vllm, TARGET, setting, found, (), "")
     config = json.loads(told.words[told.words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 1], [9, 32, 0]]

@@ -615,7 +615,6 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
         (("--batch", "8"), "There are only 4 prompts for 8 requests at a time"),
         (("--batch", "0"), "--batch is 0"),
         (("--batch", "2", "--turns", "2"), "first turn"),
-        (("--batch", "2", "--keep-policy-state"), "one after the other"),
         (("--batch", "2", "--arrivals", "poisson:2", "--arrivals", "poisson:2.0"), "given twice"),
         (("--batch", "2", "--baseline", "transformers"), "one prompt after the other"),
         (("--batch", "2", "--cache", "static"), "one prompt at a time"),

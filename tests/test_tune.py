@@ -15,7 +15,7 @@ from cli_runs import refusal
 from msgspec import structs
 from regret import FakeClock
 from scripted_engine import BASE, ScriptedEngine, cost_lines, describe, prompts, specs_of
-from stored_runs import run_json, step_lists
+from stored_runs import run_json
 
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
@@ -23,7 +23,7 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
 from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
-from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings, with_replaced
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -51,7 +51,6 @@ from specbench.tune.candidates import (
     GAMMAS,
     Probe,
     Selection,
-    batch_ratio,
     drafters_to_try,
     is_tried,
     predict,
@@ -380,8 +379,7 @@ def test_nothing_is_measured_again(tmp_path):
     first = search(tmp_path, TimedEngine(FAST, clock), sweep, clock)
     again = TimedEngine({}, clock)
     second = search(tmp_path, again, sweep, clock)
-    assert (again.calls, again.cost_calls, again.shared_calls) == ([], [], [])
-    assert second.batches == first.batches
+    assert (again.calls, again.cost_calls) == ([], [])
     assert second.race.eliminated == first.race.eliminated
 
 
@@ -414,28 +412,6 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
     dead = TimedEngine(FAST, clock, fails=lambda config, _: RunError("no memory"))
     message = refusal(search, tmp_path / "two", dead, sweep, clock, kind=RunError)
     assert message.startswith("Plain decoding failed: no memory.")
-
-
-# -- many requests ---------------------------------------------------------------------------------
-
-
-def test_a_drafter_in_a_batch_is_predicted_from_its_steps_and_shared_passes():
-    steps = step_lists([2, 0], emitted=[3, 1], passes=[2, 0])
-    costs = SharedCosts({4: {1: 0.1, 3: 0.2}}, {"d": {4: 0.05}})
-    # 2 tokens a step of one pass of the drafter and of 2 rows for each request, where plain decoding takes 0.1 for one.
-    assert batch_ratio(4, [steps], "d", costs) == pytest.approx(2 * 0.1 / (0.05 + 0.15))
-
-
-def test_where_it_stops_paying_is_told(tmp_path):
-    speeds = {"d@8": 2.0, "d@auto": 0.5, "d@heuristic": 0.5, "d@dynamic-tree": 0.5}
-    answer, found = answered(tmp_path, speeds)
-    *pays, stops = found.batches
-    assert found.race.leader == "d@8"
-    assert all(found.batches[batch] >= 1.0 for batch in pays)
-    assert found.batches[stops] < 1.0
-    (detail,) = (each for each in answer.details if each.startswith("In a batch"))
-    assert (f"up to {pays[-1]} requests, not {stops}" if pays else f"of {stops} requests") in detail
-    assert as_json(answer, found)["batches"].keys() == set(map(str, found.batches))
 
 
 # -- the answer ------------------------------------------------------------------------------------

@@ -86,7 +86,6 @@ class SweepOptions:
             lookup.
         beams: Numbers of beams: for each, ``transformers``' beam search is added, at temperature 0.
         costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
-        keep_policy_state: Let draft policies keep their state from one prompt to the next.
         batches: Batch sizes; empty for one prompt after the other.
         arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
             size.
@@ -114,7 +113,6 @@ class SweepOptions:
     assisted: bool = False
     beams: tuple[int, ...] = ()
     costs: Mapping[str, Any] | None = None
-    keep_policy_state: bool = False
     batches: tuple[int, ...] = ()
     arrivals: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
@@ -169,11 +167,6 @@ class SweepOptions:
             raise UsageError(
                 "transformers decodes one prompt after the other.",
                 "Leave out --batch, or --baseline.",
-            )
-        if self.keep_policy_state:
-            raise UsageError(
-                "--keep-policy-state needs prompts that are decoded one after the other.",
-                "Leave it out, or leave --batch out.",
             )
 
     def _check_contexts(self) -> None:

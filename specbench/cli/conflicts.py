@@ -43,7 +43,7 @@ EXCLUDE = (
     Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
     Row(
         "sweep",
-        ("drafter", "baseline", "gamma", "draft_policy", "keep_policy_state", "cache",
+        ("drafter", "baseline", "gamma", "draft_policy", "cache",
          "bit_exact", "compiled", SharedPolicyOptions, *FORMATS),
         "server",
         "it is for models",
@@ -54,7 +54,7 @@ EXCLUDE = (
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
-        ("baseline", "keep_policy_state", "cache", "bit_exact", "compiled", SharedPolicyOptions,
+        ("baseline", "cache", "bit_exact", "compiled", SharedPolicyOptions,
          ModelOptions, "check_outputs", *FORMATS),
         "engine",
         "it is for specbench's own decoding",

@@ -59,12 +59,6 @@ def sweep(
         ),
     ],
     length: SharedPolicyOptions,
-    keep_policy_state: Annotated[
-        bool,
-        opt.panel(opt.POLICY)(
-            "--keep-policy-state", "Draft policies keep what they have learned from earlier prompts."
-        ),
-    ] = False,
     experiment: ExperimentOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
@@ -103,9 +97,7 @@ def sweep(
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     base = Recipe(parse_model(target), costs=length.costs, models=models, caching=caching, decoding=decoding)
-    options, drafters, notes = _compared_models(
-        ctx, compared, experiment, drafting, length, base, keep_policy_state=keep_policy_state
-    )
+    options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, length, base)
     with starting(quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
     text = context_text(compared)
@@ -142,8 +134,6 @@ def _compared_models(
     drafting: opt.PoliciesOptions,
     length: SharedPolicyOptions,
     base: Recipe,
-    *,
-    keep_policy_state: bool,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
     """Return a sweep's options, its drafters, and notes on policies that do not apply to them."""
     from specbench.bench.axes import (
@@ -193,7 +183,6 @@ def _compared_models(
         cache=base.caching.kind,
         **parse_baselines(compared.baseline),
         costs=None if length.costs is None else _costs(length.costs, policies),
-        keep_policy_state=keep_policy_state,
         batches=batches,
         arrivals=compared.arrivals,
         contexts=contexts,

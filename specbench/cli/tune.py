@@ -33,7 +33,7 @@ def tune(
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
-    """Find the fastest drafter, draft policy and KV cache for a target on this machine, and write specbench.toml.
+    """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
 
     Drafters without a model, forms of the target itself, the named models and cascades of them are tried on a few
     tokens. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time is up.

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions
     from specbench.tune.answer import TuneAnswer
-    from specbench.tune.engine_search import EngineFound
     from specbench.tune.race import Race
+    from specbench.tune.search import Found
 
 _REPEATS = 2
 """Times that a prompt is decoded at most."""
@@ -86,7 +86,7 @@ def tune_engine(
             answer = job.answer(found, store)
         said = made.summary()
     job.show(answer, found, said, json_output=json_output, verbose=verbose)
-    if found.found.ending == "interrupted":
+    if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
@@ -105,7 +105,7 @@ class _EngineJob(RunJob):
 
     def search(
         self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
-    ) -> EngineFound:
+    ) -> Found:
         """Try, choose, race and measure batches."""
         from specbench.tune.engine_search import EngineSearch
 
@@ -131,27 +131,25 @@ class _EngineJob(RunJob):
         try:
             found = search.run(show)
         finally:
-            if found is None or found.found.ending == "interrupted":
+            if found is None or found.ending == "interrupted":
                 self.say(
                     f"Measurements are in {self.folder}; to continue, run the same command with --results"
                     f" {shlex.quote(str(self.folder))} --resume."
                 )
         return found
 
-    def answer(self, found: EngineFound, store: RunStore) -> TuneAnswer:
+    def answer(self, found: Found, store: RunStore) -> TuneAnswer:
         """Return the answer of the search, after storing it in the run."""
         from specbench.results.results import load_results
         from specbench.tune.answer import find_answer, stored_answer
 
-        answer = find_answer(found.found, self.sweep.configs, load_results(self.folder))
+        answer = find_answer(found, self.sweep.configs, load_results(self.folder))
         assert store.run.tuning is not None
-        store.update(
-            tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found.found))
-        )
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
         return answer
 
     def show(
-        self, answer: TuneAnswer, found: EngineFound, starts: str, *, json_output: bool, verbose: bool
+        self, answer: TuneAnswer, found: Found, starts: str, *, json_output: bool, verbose: bool
     ) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
         from specbench.results.results import load_results
@@ -177,11 +175,7 @@ class _EngineJob(RunJob):
         if json_output:
             write_json(
                 {
-                    **as_json(answer, found.found),
-                    "batches": {
-                        str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
-                        for batch, ratios in found.batches.items()
-                    },
+                    **as_json(answer, found),
                     "engine": planned.engine.name,
                     "command": shown.words,
                     "needs": list(shown.needs),
@@ -196,7 +190,7 @@ class _EngineJob(RunJob):
             )
             text = wrapped(first) + "".join(f"{line}\n" for line in lines)
             write_out(spelled_out(text, sys.stdout.encoding or "utf-8"))
-        for warning in found.found.warnings:
+        for warning in found.warnings:
             self.warn(warning)
         if starts:
             self.say(starts)

@@ -184,8 +184,6 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
     ]
     if unclear:
         yield f"Possibly more than 5% faster than {leader}: {_listed(unclear)}."
-    if found.batches:
-        yield _batches_detail(found.batches)
     if disturbed and race.verdict == "open":
         yield f"{_capitalized(disturbed)} A quiet machine needs less time."
     elif disturbed:
@@ -201,17 +199,6 @@ def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> 
 def _listed(names: Sequence[str]) -> str:
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _batches_detail(batches: Mapping[int, float]) -> str:
-    """Return a sentence on the largest batch size at which drafting is predicted to pay."""
-    last = max(batches)
-    if batches[last] >= 1.0:
-        return f"In a batch, drafting is predicted to pay up to at least {last} requests."
-    pays = max((batch for batch in batches if batch != last), default=1)
-    if pays == 1:
-        return f"In a batch of {last} requests, drafting is predicted not to pay."
-    return f"In a batch, drafting is predicted to pay up to {pays} requests, not {last}."
 
 
 def _described(config: SweepConfig) -> str:
@@ -392,7 +379,10 @@ def as_json(answer: TuneAnswer, found: Found) -> Json:
         "winner": answer.winner.id,
         "provisional": answer.provisional,
         "leader": found.race.leader,
-        "batches": {str(batch): ratio for batch, ratio in found.batches.items()},
+        "batches": {
+            str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
+            for batch, ratios in found.batches.items()
+        },
         "blocks": found.race.blocks,
         **_estimate(answer.speedup),
         "categories": {name: _estimate(ratio) for name, ratio in answer.categories.items()},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
 
 import msgspec
 
@@ -18,10 +17,8 @@ from specbench.base.errors import UsageError
 from specbench.bench.grid import SweepConfig
 from specbench.decoding.theory import (
     PassCosts,
-    SharedCosts,
     never_falling,
     predicted_speedup,
-    predicted_throughput_ratio,
 )
 from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
@@ -48,9 +45,6 @@ PROBED_TREE = "dynamic-tree"
 MIN_SHARE = 0.75
 """Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
 out: policies that adapt, prompts that differ, passes that are slower within a step."""
-
-BATCHES = (2, 4, 8, 16)
-"""Batch sizes whose passes are timed."""
 
 _BLOCK_CHAIN = "auto:verification=block"
 """The chain of ``auto``, with block verification, above temperature 0."""
@@ -218,30 +212,6 @@ def predict(
         if expected is not None and not math.isnan(expected):
             found[config.id] = expected
     return found
-
-
-def mean_rows(generations: Iterable[StepLists]) -> float:
-    """Return the mean number of tokens that a step of a request adds to the target's forward."""
-    return 1.0 + mean(nodes for steps in generations for nodes in steps.nodes)
-
-
-def batch_ratio(batch: int, generations: Sequence[StepLists], drafter: str, costs: SharedCosts) -> float:
-    """Return the predicted throughput over plain decoding's at the same batch size, without prefill.
-
-    Args:
-        generations: Steps of generations with one configuration. The prediction is for exactly these drafts; a policy
-            that uses costs would draft less in a batch.
-        costs: Costs of forward passes that ``batch`` requests share.
-    """
-    emitted = mean(n for steps in generations for n in steps.emitted)
-    passes = mean(n for steps in generations for n in steps.passes)
-    return predicted_throughput_ratio(
-        tokens=emitted,
-        plain_s=costs.target_pass_s(batch, 1),
-        step_s=passes * costs.drafter_s[drafter][batch] + costs.target_pass_s(batch, mean_rows(generations)),
-        first_s=0.0,
-        later_tokens=1.0,
-    )
 
 
 # -- selection -------------------------------------------------------------------------------------

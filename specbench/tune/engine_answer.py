@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,23 @@ from specbench.results import stats
 if TYPE_CHECKING:
     from specbench.export.setting import Model
     from specbench.export.start import EngineSetting, StartedEngine
-    from specbench.tune.engine_search import EngineFound
+    from specbench.tune.search import Found
+
+
+def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tuple[int, int, int]]:
+    """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
+
+    A range ends with a measured batch size; neighbors with the same length are joined.
+    """
+    ranges: list[tuple[int, int, int]] = [(1, 1, gamma)]
+    for batch, ratios in sorted(batches.items()):
+        best = max(ratios, key=lambda each: ratios[each])
+        first, last, length = ranges[-1]
+        if length == best:
+            ranges[-1] = first, batch, length
+        else:
+            ranges.append((last + 1, batch, best))
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class EngineAnswer:
         engine: StartedEngine,
         target: Model,
         setting: EngineSetting,
-        found: EngineFound,
+        found: Found,
         arguments: Sequence[str],
         wrapper: str,
     ) -> EngineAnswer:
@@ -51,15 +67,15 @@ class EngineAnswer:
             arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
         """
         options, needs = setting.options, list(setting.needs)
-        schedule = found.schedule(setting.gamma)
-        if setting.gamma and len(schedule) > 1:
-            options, needed = engine.with_schedule(options, schedule)
+        ranges = schedule(found.batches, setting.gamma)
+        if setting.gamma and len(ranges) > 1:
+            options, needed = engine.with_schedule(options, ranges)
             needs += [needed] if needed else []
         first = shlex.split(wrapper) or engine.server
         return cls((*first, *engine.words(target, options), *arguments), tuple(needs))
 
 
-def batch_lines(found: EngineFound) -> Iterator[str]:
+def batch_lines(found: Found) -> Iterator[str]:
     """Yield a sentence for each batch size: the best draft length, and its throughput over plain decoding."""
     for batch, ratios in sorted(found.batches.items()):
         best = max(ratios, key=lambda gamma: ratios[gamma])

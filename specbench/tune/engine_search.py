@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,15 +26,13 @@ import numpy as np
 from specbench.base.errors import RunError
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, Sweep, SweepConfig, make_groups
-from specbench.bench.runner import finish_run
 from specbench.results.lines import Generation, Group
 from specbench.tune.candidates import MIN_SHARE, Selection
-from specbench.tune.race import Block, Ending, Race, Timing
+from specbench.tune.race import Block, Ending, Race, Timing, Timings, run_blocks, shuffled
 from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, Found, StoredSearch
 
 if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
-    from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
 _SHORT = 2
@@ -48,34 +47,6 @@ batches are to be measured."""
 
 _GROUPS = 3
 """Groups of requests that each setting decodes at a batch size, at most."""
-
-
-@dataclass(frozen=True)
-class EngineFound:
-    """The outcome of a search.
-
-    Attributes:
-        found: That of the race.
-        batches: Throughput over plain decoding, by batch size and draft length; 0 stands for plain decoding.
-    """
-
-    found: Found
-    batches: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-
-    def schedule(self, gamma: int) -> list[tuple[int, int, int]]:
-        """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
-
-        A range ends with a measured batch size; neighbors with the same length are joined.
-        """
-        ranges: list[tuple[int, int, int]] = [(1, 1, gamma)]
-        for batch, ratios in sorted(self.batches.items()):
-            best = max(ratios, key=lambda each: ratios[each])
-            first, last, length = ranges[-1]
-            if length == best:
-                ranges[-1] = first, batch, length
-            else:
-                ranges.append((last + 1, batch, best))
-        return ranges
 
 
 class EngineSearch(StoredSearch[LaunchedEngine]):
@@ -100,7 +71,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         self._began = self._clock.now()
         self._batches: dict[int, dict[int, float]] = {}
 
-    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> EngineFound:
+    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
         """Try, select, race and measure batches.
 
         Raises:
@@ -108,12 +79,11 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             KeyboardInterrupt: Interrupted before the first block was complete.
         """
         found = self._search(on_block, lambda: sum(each.seconds for each in self._engine.starts.values()))
-        return EngineFound(replace(found, more="--resume"), self._batches)
+        return replace(found, more="--resume", batches=self._batches)
 
-    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
+    def _measure_more(self, race: Race) -> None:
         if race.leader != race.plain and race.verdict in ("faster", "open"):
             self._batches = self._measure_batches(race)
-        return finish_run(self._sweep, self._store, self._engine)
 
     # -- what to race ------------------------------------------------------------------------------
 
@@ -198,42 +168,25 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         """Run the race, block by block, or several blocks at a time if not all servers fit."""
         share = _RACING - (_BATCHING if self._sweep.options.batches else 0.0)
         until = self._until - (1.0 - share) * self._seconds
-        at, rounds, ending = 0, 0, "blocks"
-        while at < len(blocks):
-            together = self._engine.fits(race.running)
-            size = 1 if together else _blocks_to_look(race.blocks)
-            chunk = blocks[at : at + size]
-            timings = self._measure_chunk(race, chunk, rounds, until)
-            if timings is None:
-                ending = "time"
-                break
-            due = False
-            for number, (block, each) in enumerate(zip(chunk, timings, strict=True)):
-                before = race.blocks
-                race.add_block(block, each, last=number == len(chunk) - 1)
-                due |= race.look_due and race.blocks > before
-            at, rounds = at + len(chunk), rounds + 1
-            if due:
-                race.look()
-            on_block(race)
-            if due and race.decided and race.speedup_is_known:
-                return "decided"
-        if race.blocks:
-            race.look(last=True)
-        return "decided" if race.decided else ending  # type: ignore[return-value]
+        rounds = count()
+        return run_blocks(
+            race,
+            blocks,
+            lambda chunk: self._measure_chunk(race, chunk, next(rounds), until),
+            on_block,
+            lambda: 1 if self._engine.fits(race.running) else _blocks_to_look(race.blocks),
+        )
 
     def _measure_chunk(
         self, race: Race, chunk: Sequence[Block], number: int, until: float
-    ) -> list[dict[str, Timing | None]] | None:
+    ) -> list[Timings] | None:
         """Return the timings of all running settings on some blocks; ``None`` if the time is over before."""
-        timings: list[dict[str, Timing | None]] = [{} for _ in chunk]
+        timings: list[Timings] = [{} for _ in chunk]
         first: dict[Block, Timing] = {}
         for place, group in enumerate(self._groups(race.running, number)):
             here: dict[Block, Timing] = {}
             for block, row in zip(chunk, timings, strict=True):
-                order = list(group)
-                random.Random(f"{self._sweep.options.seed}/{block.repeat}/{block.prompt}").shuffle(order)
-                for name in order:
+                for name in shuffled(group, block, self._sweep.options.seed):
                     again = place if name == self._plain else 0
                     if not self._in_time(name, block, again, until):
                         return None
@@ -439,10 +392,10 @@ def _seconds_per_step(generations: Sequence[Generation]) -> float:
 
 def _kept_per_step(generations: Sequence[Generation]) -> list[float] | None:
     """Return accepted tokens per step by position; ``None`` if the server does not count them."""
-    kept = [each.server.kept_at for each in generations if each.server is not None and each.server.kept_at]
-    if not kept:
-        return None
     counted = [each for each in generations if each.server is not None and each.server.kept_at]
+    if not counted:
+        return None
+    kept = [each.server.kept_at for each in counted if each.server is not None]
     steps = sum(map(_steps, counted))
     longest = max(map(len, kept))
     return [sum(each[at] for each in kept if at < len(each)) / steps for at in range(longest)]

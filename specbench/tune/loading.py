@@ -1,32 +1,24 @@
-"""Load what `specbench tune` tries: the target with its fastest KV cache, and the drafters that fit into memory."""
+"""Load what `specbench tune` tries: the target, and the drafters that fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from specbench.backends.torch.kernels.native import is_available
-from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.memory import estimate_memory
-from specbench.bench.passes import time_in_turn
-from specbench.decoding.clocks import clock_for
 from specbench.export.registry import load_engines
-from specbench.generate import encode_prompt
 from specbench.models.devices import resolve_device
 from specbench.models.mtp_layouts import mtp_layers_of
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
-from specbench.models.target import Target, default_cache
+from specbench.models.target import default_cache
 from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
 from specbench.recipe import Recipe
-from specbench.results import stats
 from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
@@ -38,8 +30,6 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
-_CONTEXT, _DRAFTED, _ROUNDS = 256, 4, 12
-"""For comparing caches: tokens in the context, drafted tokens of the wide passes, rounds."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +66,6 @@ def load_candidates(
     loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
     rounded = loaded.quantization is not None
     kind = cache or default_cache(loaded.language_model.model.config, quantized=rounded)
-    if cache is None and not rounded:
-        tokenizer = loaded.tokenizer
-        prompt = [] if tokenizer is None else encode_prompt(tokenizer, sweep.prompts[0].turns[0])
-        loaded, kind, note = fastest_cache(loaded, kind, prompt)
-        notes += [note] if note else []
     named = [spec for spec in fitting if spec in given]
     forms = [form for form in own if form in fitting]
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
@@ -183,57 +168,3 @@ def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[
         names = {name for name, spec in engine.specs.items() if other.exports(spec, engine.heads.get(name))}
         groups.append({each.id for each in configs if each.drafter in names})
     return groups
-
-
-# -- caches ----------------------------------------------------------------------------------------
-
-
-def fastest_cache(
-    target: Target, usual: CacheKind, prompt: Sequence[int]
-) -> tuple[Target, CacheKind, str | None]:
-    """Return the target with the preallocated KV cache if that is certain to be faster, otherwise unchanged.
-
-    Forward passes of one token and of several are timed in turn after the same context.
-
-    Args:
-        prompt: Tokens that are repeated to fill the context; empty for arbitrary tokens.
-
-    Returns:
-        The target, its kind of cache, and a note if that is not the usual one.
-    """
-    other: CacheKind = "preallocated"
-    scorer, model = target.scorer, target.language_model.model
-    if usual == other:
-        return target, usual, None
-    try:
-        second = Scorer(model, other, context_limit=scorer.context_limit)
-    except UsageError:  # a kind of layer that it does not support
-        return target, usual, None
-    clock = clock_for(str(scorer.device))
-    limit = scorer.context_limit or _CONTEXT + _DRAFTED + 1
-    length = max(1, min(_CONTEXT, limit - _DRAFTED - 1))
-    tokens = list(prompt) or [0]
-    context = (tokens * (length // len(tokens) + 1))[:length]
-
-    def passes(each: Scorer) -> float:
-        began = clock.now()
-        for drafted in ([], context[:_DRAFTED]):
-            each.logits(context, drafted)
-            each.rollback(length - 1)
-        return clock.now() - began
-
-    scorers: Mapping[CacheKind, Scorer] = {usual: scorer, other: second}
-    for each in scorers.values():
-        each.begin()
-        each.logits(context)
-        each.rollback(length - 1)
-    times = time_in_turn({kind: partial(passes, each) for kind, each in scorers.items()}, _ROUNDS, Random(0))
-    for each in scorers.values():
-        each.begin()
-    ratios = np.array(times[other]) / np.array(times[usual])
-    ratio = stats.geometric_mean(ratios, [0] * _ROUNDS, range(_ROUNDS))
-    if ratio.low is None or ratio.high is None or ratio.high >= 1.0:
-        return target, usual, None
-    share = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    note = f"The {other} cache is used: its passes take {share} times as long as with {usual}."
-    return replace(target, scorer=second), other, note

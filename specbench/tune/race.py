@@ -27,7 +27,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -105,6 +105,10 @@ class Timing:
     slowdown: float = 1.0
 
 
+Timings: TypeAlias = dict[str, Timing | None]
+"""The results of candidates on a block; ``None`` for a failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Elimination:
     """Why a candidate is no longer measured.
@@ -176,7 +180,7 @@ class Race:
 
     # -- blocks and looks --------------------------------------------------------------------------
 
-    def add_block(self, block: Block, timings: Mapping[str, Timing | None], *, last: bool = True) -> None:
+    def add_block(self, block: Block, timings: Timings, *, last: bool = True) -> None:
         """Add the timings of a block.
 
         Args:
@@ -444,16 +448,55 @@ def run_race(
         is_stored: Returns whether the timing of a candidate on a block is stored; such timings need no time.
     """
     durations: dict[str, float] = {}
-    ending: Ending = "blocks"
-    for block in blocks:
+
+    def measure_block(block: Block) -> Timings | None:
         end = math.inf if all(is_stored(name, block) for name in race.running) else until
-        timings = _measure_block(race, block, measure, durations, clock, end, seed)
+        if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > end:
+            return None
+        timings: Timings = {}
+        for name in shuffled(race.running, block, seed):
+            began = clock.now()
+            if began > end:
+                return None
+            timings[name] = measure(name, block)
+            durations[name] = clock.now() - began
+        return timings
+
+    def measure_one(several: Sequence[Block]) -> list[Timings] | None:
+        timings = measure_block(several[0])
+        return None if timings is None else [timings]
+
+    return run_blocks(race, blocks, measure_one, on_block)
+
+
+def run_blocks(
+    race: Race,
+    blocks: Sequence[Block],
+    measure: Callable[[Sequence[Block]], list[Timings] | None],
+    on_block: Callable[[Race], None],
+    several: Callable[[], int] = lambda: 1,
+) -> Ending:
+    """Run a race to its end, several blocks at a time.
+
+    Args:
+        measure: Returns the timings of all running candidates by block; ``None`` if the time is over before.
+        on_block: Called after each time.
+        several: Returns how many blocks to take next.
+    """
+    ending: Ending = "blocks"
+    at = 0
+    while at < len(blocks):
+        taken = blocks[at : at + several()]
+        timings = measure(taken)
         if timings is None:
             ending = "time"
             break
-        before = race.blocks
-        race.add_block(block, timings)
-        due = race.look_due and race.blocks > before
+        due = False
+        for block, each in zip(taken, timings, strict=True):
+            before = race.blocks
+            race.add_block(block, each, last=block is taken[-1])
+            due |= race.look_due and race.blocks > before
+        at += len(taken)
         if due:
             race.look()
         on_block(race)
@@ -464,25 +507,8 @@ def run_race(
     return "decided" if race.decided else ending
 
 
-def _measure_block(
-    race: Race,
-    block: Block,
-    measure: Callable[[str, Block], Timing | None],
-    durations: dict[str, float],
-    clock: Clock,
-    until: float,
-    seed: int,
-) -> dict[str, Timing | None] | None:
-    """Return the timings of all running candidates; ``None`` if the time is over before they are complete."""
-    if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > until:
-        return None
-    order = list(race.running)
+def shuffled(names: Sequence[str], block: Block, seed: int) -> list[str]:
+    """Return candidates in the order in which they decode a block."""
+    order = list(names)
     random.Random(f"{seed}/{block.repeat}/{block.prompt}").shuffle(order)
-    timings: dict[str, Timing | None] = {}
-    for name in order:
-        began = clock.now()
-        if began > until:
-            return None
-        timings[name] = measure(name, block)
-        durations[name] = clock.now() - began
-    return timings
+    return order

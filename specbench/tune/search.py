@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,18 +20,15 @@ from specbench.base.errors import RunError
 from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep, SweepConfig
-from specbench.bench.passes import pass_costs, shared_costs
+from specbench.bench.passes import pass_costs
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import BUSY_WARNINGS, Tuning
 from specbench.tune.candidates import (
-    BATCHES,
     Probe,
     Selection,
-    batch_ratio,
-    mean_rows,
     predict,
     probes_of,
     select,
@@ -51,9 +48,6 @@ _COST_ROUNDS = 3
 _TIMING, _TRYING, _RACING = 0.05, 0.3, 0.6
 """Shares of the time: no further timing round after the first, no further tries after the second, and candidates are
 selected so that their blocks fit into the third."""
-
-_BATCHING = 0.05
-"""Share of the time reserved for passes that several requests share."""
 
 BLOCKS = 8
 """Blocks that the time should suffice for."""
@@ -75,22 +69,21 @@ class Found:
     Attributes:
         predicted: Predicted speedups over plain decoding, by id.
         left_out: Why configurations were not raced, by id.
-        batches: Predicted throughput of the leader over plain decoding by batch size, ascending, up to the first below
-            1; empty where nothing was timed.
         block_s: Duration of a block with the remaining candidates, according to their latest times.
         overhead_s: Time for everything except the race, such as loading.
         more: Options that continue the search.
+        batches: Throughput over plain decoding, by batch size and draft length; 0 stands for plain decoding.
     """
 
     race: Race
     ending: Ending
     predicted: Mapping[str, float]
     left_out: Mapping[str, str]
-    batches: Mapping[int, float]
     block_s: float
     overhead_s: float
     warnings: tuple[RunWarning, ...]
     more: str = "--resume --overwrite"
+    batches: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
 
 Raced = TypeVar("Raced", bound=BenchEngine[Any])
@@ -133,9 +126,8 @@ class StoredSearch(Generic[Raced]):
     def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
         raise NotImplementedError
 
-    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
-        """Measure batches, and finish the run."""
-        raise NotImplementedError
+    def _measure_more(self, race: Race) -> None:
+        """Measure what the answer needs in addition to the race."""
 
     def _search(self, on_block: Callable[[Race], None], overhead: Callable[[], float]) -> Found:
         """Select, race and finish; for ``overhead`` see ``Found.overhead_s``."""
@@ -153,7 +145,10 @@ class StoredSearch(Generic[Raced]):
         warnings: tuple[RunWarning, ...] = ()
         try:
             ending = self._race(race, blocks, on_block)
-            warnings = self._finish(race)
+            self._measure_more(race)
+            warnings = finish_run(
+                self._sweep, self._store, self._engine, in_time=lambda: self._clock.now() < self._until
+            )
         except KeyboardInterrupt:
             if not race.blocks:
                 raise
@@ -166,7 +161,7 @@ class StoredSearch(Generic[Raced]):
         if not race.decided:  # --resume continues it
             self._store.update(finished=None)
         block_s = sum(self._durations.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, selection.left_out, {}, block_s, overhead(), warnings)
+        return Found(race, ending, predicted, selection.left_out, block_s, overhead(), warnings)
 
     def _select(self) -> tuple[Mapping[str, float], Selection]:
         """Return predictions and selection.
@@ -219,8 +214,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
     ) -> None:
         super().__init__(sweep, store, engine, **named)
         self._kept = kept
-        self._reserved_s = _BATCHING * self._seconds
-        self._batches: dict[int, float] = {}
         self._block: tuple[Block, int] | None = None
         self._plain_works = False
         self._plain_failures = 0
@@ -233,8 +226,8 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 or the store cannot be written. Stored measurements are kept.
             KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
         """
-        overhead_s = self._seconds - (self._until - self._clock.now()) + self._reserved_s
-        return replace(self._search(on_block, lambda: overhead_s), batches=self._batches)
+        overhead_s = self._seconds - (self._until - self._clock.now())
+        return self._search(on_block, lambda: overhead_s)
 
     def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
         ending = run_race(
@@ -242,7 +235,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
             blocks,
             self._measure_block,
             clock=self._clock,
-            until=self._until - self._reserved_s,
+            until=self._until,
             seed=self._sweep.options.seed,
             on_block=on_block,
             is_stored=lambda name, block: self._cell(name, block, 0).key in self._stored,
@@ -253,13 +246,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 "Choose other prompts, or add --ignore-eos.",
             )
         return ending
-
-    def _finish(self, race: Race) -> tuple[RunWarning, ...]:
-        if race.verdict == "faster":
-            self._batches = self._batch_ratios(race)
-        return finish_run(
-            self._sweep, self._store, self._engine, in_time=lambda: self._clock.now() < self._until
-        )
 
     # -- what to race ------------------------------------------------------------------------------
 
@@ -382,38 +368,3 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         """The times of single forward passes that are stored when the race begins."""
         costs = pass_costs(self._store.costs())
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
-
-    # -- batches -----------------------------------------------------------------------------------
-
-    def _batch_ratios(self, race: Race) -> dict[int, float]:
-        """Return the leader's predicted throughput ratios by batch size, as far as there is time for them."""
-        drafter = next(config.drafter for config in self._sweep.configs if config.id == race.leader)
-        steps = [
-            output.steps
-            for each in self._stored.values()
-            if each.line.config == race.leader and not each.line.warmup
-            for _, output in each.outputs()
-        ]
-        width = math.ceil(mean_rows(steps))
-        prompt = self._engine.encode(self._sweep.prompts[0], [])
-        found: dict[int, float] = {}
-        took = 0.0
-        for batch in BATCHES:
-            costs = shared_costs(self._store.costs())
-            has_drafter = batch in costs.drafter_s.get(drafter, {})
-            if not has_drafter or {1, width} - costs.target_s.get(batch, {}).keys():
-                began = self._clock.now()
-                if began + 2 * took > self._until:
-                    break
-                self._report(f"timing passes of {batch} requests", 0, None)
-                try:
-                    times = self._engine.measure_shared_costs(prompt, batch, sorted({1, width}), [drafter])
-                except Exception:  # the answer does not need it
-                    break
-                self._store.append_costs(times)
-                costs = shared_costs(self._store.costs())
-                took = self._clock.now() - began
-            found[batch] = batch_ratio(batch, steps, drafter, costs)
-            if found[batch] < 1.0:
-                break
-        return found

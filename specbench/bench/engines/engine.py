@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,12 +130,10 @@ class BenchEngine(Protocol[Encoded]):
         """
         raise RunError("Forward passes of this engine cannot be timed.")
 
-    def measure_shared_costs(
-        self, prompt: Encoded, requests: int, widths: Sequence[int], only: Collection[str] | None = None
-    ) -> list[CostLine]:
+    def measure_shared_costs(self, prompt: Encoded, requests: int, widths: Sequence[int]) -> list[CostLine]:
         """Time forward passes that ``requests`` requests share: of the target and of the drafters.
 
-        ``widths`` are numbers of tokens per request. ``only`` limits the drafters to these names.
+        ``widths`` are numbers of tokens per request.
         """
         raise RunError("Forward passes of this engine cannot be timed.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,6 @@ class ModelEngine:
         fingerprints: Fingerprints of drafter models' weights.
         heads: Training metadata of trained heads.
         costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
-        keep_policy_state: Whether the draft policy of a configuration keeps its state from one call to the next.
         rate_answers: Whether to compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
 
@@ -74,15 +73,13 @@ class ModelEngine:
         fingerprints: Mapping[str, str] | None = None,
         heads: Mapping[str, TrainingMetadata] | None = None,
         costs: object = None,
-        keep_policy_state: bool = False,
         rate_answers: bool = False,
     ) -> None:
         self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
         self.reference, self.assistants = reference, dict(assistants or {})
         self.fingerprints = dict(fingerprints or {})
         self.heads: Mapping[str, TrainingMetadata] = heads or {}
-        self._costs, self._keep_policy_state = costs, keep_policy_state
-        self._policies: dict[str, DraftPlan] = {}
+        self._costs = costs
         self._batch_costs: dict[str, BatchCosts] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
@@ -236,16 +233,11 @@ class ModelEngine:
         )
 
     def _policy(self, config: SweepConfig) -> DraftPlan:
-        """Return the draft policy of a configuration; the same object in every call if its state is kept."""
-        if config.id in self._policies:
-            return self._policies[config.id]
+        """Return a new draft policy of a configuration."""
         options: dict[str, Any] = {"gamma": config.gamma}
         if self._costs is not None and config.policy_spec.takes("costs"):
             options["costs"] = parse_costs(self._costs, config.drafter)
-        policy = build_policy(config.policy_spec, keep=self._keep_policy_state, **options)
-        if self._keep_policy_state:
-            self._policies[config.id] = policy
-        return policy
+        return build_policy(config.policy_spec, **options)
 
     def _decode_with_transformers(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
@@ -279,12 +271,11 @@ class ModelEngine:
         )
 
     def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
     ) -> list[CostLine]:
-        timed = self._timed_drafters()
         return time_shared_passes(
             self.target,
-            timed if only is None else {name: timed[name] for name in only},
+            self._timed_drafters(),
             prompt,
             requests,
             widths,
@@ -435,7 +426,6 @@ def load_engine(
         fingerprints={each.name: each.weights for each in loaded if each.models},
         heads={each.name: each.training for each in loaded if each.training is not None},
         costs=options.costs,
-        keep_policy_state=options.keep_policy_state,
         rate_answers=bool(options.beams),
     )
 
