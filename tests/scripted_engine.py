@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,7 +142,7 @@ class ScriptedEngine:
         )
 
     def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int], only: Collection[str] | None = None
+        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
     ) -> list[CostLine]:
         self.shared_calls.append((requests, *widths))
         others = requests - 1
@@ -150,10 +150,7 @@ class ScriptedEngine:
         at = {"requests": requests, "context_tokens": 128}
         return [
             *(SharedTargetTimes(tokens=n, seconds=[0.3, 0.01 * slower[n], 0.001], **at) for n in widths),
-            *(
-                SharedDrafterTimes(drafter=name, seconds=[0.001 * (1 + 2.0 * others)], **at)
-                for name in only or ("d",)
-            ),
+            SharedDrafterTimes(drafter="d", seconds=[0.001 * (1 + 2.0 * others)], **at),
         ]
 
     def difference(

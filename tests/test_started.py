@@ -434,11 +434,11 @@ def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypat
 
     monkeypatch.setattr(TimedEngine, "generate", interrupted)
     first, _, _ = search(tmp_path / "run", engine, rate=RATE)
-    assert first.found.ending == "interrupted"
+    assert first.ending == "interrupted"
     second, _, _ = search(tmp_path / "run", engine, rate=RATE)
-    assert second.found.predicted == first.found.predicted
-    assert second.found.race.verdict == whole.found.race.verdict == "faster"
-    assert second.found.race.blocks > first.found.race.blocks
+    assert second.predicted == first.predicted
+    assert second.race.verdict == whole.race.verdict == "faster"
+    assert second.race.blocks > first.race.blocks
 
 
 def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -142,44 +142,37 @@ class SweepOptions:
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
         if self.until is not None:
             parse_until(self.until)
-        if self.beams and 0.0 not in self.temperatures:
-            raise UsageError(
+        no_batch = "Leave it out, or leave --batch out."
+        for wrong, what, hint in (
+            (
+                self.beams and 0.0 not in self.temperatures,
                 "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
-            )
-        if self.contexts:
-            self._check_contexts()
-        if not self.batches:
-            if self.arrivals:
-                raise UsageError("--arrivals needs a batch.", "Add --batch N.")
-            return
-        if self.until is not None:
-            raise UsageError(
-                "--until is for prompts that are decoded one after the other.",
-                "Leave it out, or leave --batch out.",
-            )
-        if self.turns != 1:
-            raise UsageError(
-                "With --batch only the first turn of a conversation is decoded.",
+            ),
+            (self.arrivals and not self.batches, "--arrivals needs a batch.", "Add --batch N."),
+            (
+                (self.batches or self.contexts) and self.turns != 1,
+                f"With {'--batch' if self.batches else '--context'} only the first turn of a conversation is decoded.",
                 "Leave --turns out, or give 1.",
-            )
-        if self.uses_transformers:
-            raise UsageError(
+            ),
+            (
+                self.batches and self.contexts,
+                "--context is for prompts that are decoded one after the other.",
+                no_batch,
+            ),
+            (
+                self.batches and self.until is not None,
+                "--until is for prompts that are decoded one after the other.",
+                no_batch,
+            ),
+            (
+                self.batches and self.uses_transformers,
                 "transformers decodes one prompt after the other.",
                 "Leave out --batch, or --baseline.",
-            )
-
-    def _check_contexts(self) -> None:
-        if self.turns != 1:
-            raise UsageError(
-                "With --context only the first turn of a conversation is decoded.",
-                "Leave --turns out, or give 1.",
-            )
-        if self.batches:
-            raise UsageError(
-                "--context is for prompts that are decoded one after the other.",
-                "Leave it out, or leave --batch out.",
-            )
+            ),
+        ):
+            if wrong:
+                raise UsageError(what, hint)
 
     @property
     def uses_transformers(self) -> bool:
@@ -221,14 +214,15 @@ def build_configs(
         base: A recipe with everything that all configurations share; ``None`` for configurations without recipes.
     """
     drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
+    models, dtypes = fingerprints or {}, dtypes or {}
     grid = [
-        config
-        for temperature in options.temperatures
-        for workload in (options.workloads or (None,))
-        for context in (options.contexts or (None,))
-        for config in _configs_at(
-            temperature, workload, context, options, drafting, fingerprints or {}, dtypes or {}
+        structs.replace(
+            config,
+            drafter_fingerprint=models.get(config.drafter),
+            drafter_dtype=dtypes.get(config.drafter),
         )
+        for plain in _plain_configs(options)
+        for config in _configs_beside(plain, options, drafting, models)
     ]
     if base is None:
         return grid
@@ -254,69 +248,70 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
     return replace(base, drafter=drafters[config.drafter], policy=policy, costs=costs, models=models)
 
 
-def _configs_at(
-    temperature: float,
-    workload: BatchArrivals | None,
-    context: int | None,
+def _plain_configs(options: SweepOptions) -> Iterator[SweepConfig]:
+    """Yield plain decoding at every temperature, workload and context."""
+    for temperature in options.temperatures:
+        for workload in options.workloads or (None,):
+            for context in options.contexts or (None,):
+                end, label_end = _suffixes(temperature, workload, context)
+                yield SweepConfig(
+                    id=f"plain{end}",
+                    label=f"plain{label_end}",
+                    kind="plain",
+                    drafter="none",
+                    gamma=None,
+                    draft_policy="none",
+                    temperature=temperature,
+                    cache=options.cache,
+                    baseline=f"plain{end}",
+                    batch=None if workload is None else workload[0],
+                    arrivals=None if workload is None else str(workload[1]),
+                    context=context,
+                )
+
+
+def _beside(plain: SweepConfig, kind: Kind, name: str, label: str, **changed: Any) -> SweepConfig:
+    """Return another configuration at the temperature, workload and context of plain decoding."""
+    end, label_end = plain.id.removeprefix("plain"), plain.label.removeprefix("plain")
+    return structs.replace(plain, id=name + end, label=label + label_end, kind=kind, **changed)
+
+
+def _configs_beside(
+    plain: SweepConfig,
     options: SweepOptions,
     drafters: Mapping[str, DrafterSpec],
-    fingerprints: Mapping[str, str],
-    dtypes: Mapping[str, str],
+    models: Collection[str],
 ) -> Iterator[SweepConfig]:
-    """Yield the configurations of one temperature, workload and context, plain decoding first."""
-    end, label_end = _suffixes(temperature, workload, context)
-    batch, arrivals = (None, None) if workload is None else (workload[0], str(workload[1]))
-
-    def config(
-        kind: Kind,
-        name: str,
-        label: str,
-        drafter: str = "none",
-        gamma: int | None = None,
-        draft_policy: str = "none",
-        beams: int | None = None,
-    ) -> SweepConfig:
-        return SweepConfig(
-            id=name + end,
-            label=label + label_end,
-            kind=kind,
-            drafter=drafter,
-            gamma=gamma,
-            draft_policy=draft_policy,
-            temperature=temperature,
-            cache=options.cache if kind in ("plain", "speculative") else "dynamic",
-            baseline="plain" + end,
-            drafter_fingerprint=fingerprints.get(drafter),
-            drafter_dtype=dtypes.get(drafter),
-            beams=beams,
-            batch=batch,
-            arrivals=arrivals,
-            context=context,
-        )
-
-    yield config("plain", "plain", "plain")
+    """Yield plain decoding and the configurations that are compared with it; ``models``: drafters with a model."""
+    yield plain
     for name, spec in drafters.items():
         for policy in options.policy_specs:
             written = str(policy)
+            drafted = {"drafter": name, "draft_policy": written}
             if policy.word == "fixed":
                 verification = policy.options.get("verification")
                 rest = "" if verification is None else f",verification={verification}"
                 for g in options.gammas:
                     label = f"{name} γ={g}{rest}"
-                    yield config("speculative", f"{name}@{g}{rest}", label, name, g, written)
+                    yield _beside(plain, "speculative", f"{name}@{g}{rest}", label, gamma=g, **drafted)
             elif policy.applies(spec):
-                label = f"{name} {written}"
-                yield config("speculative", f"{name}@{written}", label, name, None, written)
-    own = "transformers"
+                yield _beside(plain, "speculative", f"{name}@{written}", f"{name} {written}", **drafted)
+    own, dynamic = "transformers", {"cache": "dynamic"}
     if options.transformers:
-        yield config("transformers", own, f"{own} generate")
+        yield _beside(plain, "transformers", own, f"{own} generate", **dynamic)
     if options.assisted:
-        yield config("assisted", f"{own}:lookup", f"{own} prompt lookup", "lookup", LOOKUP_TOKENS, own)
+        assisted = {"draft_policy": own, **dynamic}
+        label = f"{own} prompt lookup"
+        yield _beside(
+            plain, "assisted", f"{own}:lookup", label, drafter="lookup", gamma=LOOKUP_TOKENS, **assisted
+        )
         for name, spec in drafters.items():
-            if name in fingerprints and spec.model_part is spec:
-                yield config("assisted", f"{own}:{name}", f"{own} assisted, {name}", name, None, own)
-    for count in options.beams if temperature == 0 else ():
-        yield config("beam", f"{own}:beam={count}", f"{own} beam search, {count} beams", beams=count)
+            if name in models and spec.model_part is spec:
+                label = f"{own} assisted, {name}"
+                yield _beside(plain, "assisted", f"{own}:{name}", label, drafter=name, **assisted)
+    for count in options.beams if plain.temperature == 0 else ():
+        label = f"{own} beam search, {count} beams"
+        yield _beside(plain, "beam", f"{own}:beam={count}", label, beams=count, **dynamic)
 
 
 def _suffixes(temperature: float, workload: BatchArrivals | None, context: int | None) -> tuple[str, str]:
@@ -334,30 +329,15 @@ def _suffixes(temperature: float, workload: BatchArrivals | None, context: int |
 
 
 def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
-    """Build the grid of servers: each server at every temperature,
-    batch size and context; the first is the baseline of the others.
+    """Build the grid of servers: each server at every temperature, batch size and context; the first is the baseline
+    of the others.
     """
     return [
-        SweepConfig(
-            id=name + end,
-            label=name + label_end,
-            kind="server",
-            drafter=name,
-            gamma=None,
-            draft_policy="none",
-            temperature=temperature,
-            cache="none",
-            baseline=names[0] + end,
-            batch=None if workload is None else workload[0],
-            arrivals=None if workload is None else str(workload[1]),
-            context=context,
-        )
-        for temperature in options.temperatures
-        for workload in (options.workloads or (None,))
-        for context in (options.contexts or (None,))
-        for end, label_end in [_suffixes(temperature, workload, context)]
+        _beside(plain, "server", name, name, drafter=name, cache="none",
+                baseline=names[0] + plain.id.removeprefix("plain"))
+        for plain in _plain_configs(options)
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Literal, TextIO
+
+import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
+from specbench.base.record import wrong_field
 
 ALL_SETS = "all"
 TRAINING_SET = "training"
@@ -29,7 +32,6 @@ Expected = Literal["json", "tool call"]
 """What an answer has to be: any JSON, or a JSON object with a name and arguments."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
-_ROLES = ("system", "user", "assistant")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -189,9 +191,23 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     return [(n, _parsed(line, f"Line {n} of {name}", stem, n)) for n, line in numbered if line.strip()]
 
 
+class _Message(msgspec.Struct):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Line(msgspec.Struct):
+    id: str | int
+    category: str
+    turns: list[str] = msgspec.field(default_factory=list)
+    messages: list[_Message] = msgspec.field(default_factory=list)
+    system: str | None = None
+    expects: Expected | None = None
+
+
 def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
-    """Return the prompt of a line;
-    without an id it is the file's name and the line's number, without a category the name.
+    """Return the prompt of a line; without an id it is the file's name and the line's number, without a category the
+    name. What an assistant said in "messages" is left out: the target answers itself.
     """
     try:
         fields = json.loads(line)
@@ -202,69 +218,33 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
         raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
     if not isinstance(fields, dict):
         raise UsageError(f"{where} is not a JSON object.", _FORM)
-    fields = {"category": stem, **_from_messages(fields, where)}
-    key = next((name for name in ("id", "question_id") if name in fields), None)
-    turns = _field(fields, "turns", list, "a list of strings", where)
-    if not turns or not all(isinstance(turn, str) for turn in turns):
-        raise UsageError(f'{where}: "turns" is not a list of one or more strings.', _FORM)
+    if "turns" in fields:
+        fields.pop("messages", None)
+    name = fields.get("question_id", f"{stem}-{number}")
+    try:
+        found = msgspec.convert({"id": name, "category": stem, **fields}, _Line)
+    except msgspec.ValidationError as error:
+        raise UsageError(f'{where}: "{wrong_field(error)}" has the wrong form.', _FORM) from None
+    turns, system = found.turns, found.system
+    if "turns" not in fields:
+        said = [message.content for message in found.messages if message.role == "system"]
+        turns = [message.content for message in found.messages if message.role == "user"]
+        system = "\n\n".join(said) if said else system
+    if not turns:
+        raise UsageError(f'{where} has no "turns".', _FORM)
     for count, turn in enumerate(turns, 1):
         if not turn.strip():
             raise UsageError(f"{where}: turn {count} is empty.", "Write its text or take it out.")
-    system = None
-    if fields.get("system") is not None:
-        system = _encodable(_field(fields, "system", str, "a string", where))
-    expects = fields.get("expects")
-    if expects is not None and expects not in get_args(Expected):
-        raise UsageError(f'{where}: "expects" is not one of {_listed(get_args(Expected))}.', _FORM)
-    name = (
-        f"{stem}-{number}"
-        if key is None
-        else str(_field(fields, key, (str, int), "a string or an integer", where))
-    )
+    for key, text in (("id", str(found.id)), ("category", found.category)):
+        if not text.strip():
+            raise UsageError(f'{where}: "{key}" is empty.', _FORM)
     return Prompt(
-        expects=expects,
-        id=_name(name, key or "id", where),
-        category=_name(_field(fields, "category", str, "a string", where), "category", where),
-        turns=tuple(_encodable(turn) for turn in turns),
-        system=system,
+        expects=found.expects,
+        id=_encodable(str(found.id)),
+        category=_encodable(found.category),
+        turns=tuple(map(_encodable, turns)),
+        system=None if system is None else _encodable(system),
     )
-
-
-def _from_messages(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return fields with the turns and the system message of "messages", if there are any.
-
-    What an assistant said is left out: the target answers itself.
-    """
-    if "messages" not in fields or "turns" in fields:
-        return fields
-    said: dict[str, list[Any]] = {role: [] for role in _ROLES}
-    for message in _field(fields, "messages", list, "a list of messages", where):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in _ROLES or not isinstance(message.get("content"), str):
-            raise UsageError(
-                f'{where}: "messages" holds something else than a role ({", ".join(_ROLES)}) with a text.',
-                _FORM,
-            )
-        said[role].append(message["content"])
-    system = {"system": "\n\n".join(said["system"])} if said["system"] else {}
-    return {**fields, **system, "turns": said["user"]}
-
-
-def _field(
-    fields: Mapping[str, Any], key: str, types: type | tuple[type, ...], called: str, where: str
-) -> Any:
-    if key not in fields:
-        raise UsageError(f'{where} has no "{key}".', _FORM)
-    value = fields[key]
-    if not isinstance(value, types) or isinstance(value, bool):  # true is an int to isinstance
-        raise UsageError(f'{where}: "{key}" is not {called}.', _FORM)
-    return value
-
-
-def _name(text: str, key: str, where: str) -> str:
-    if not text.strip():
-        raise UsageError(f'{where}: "{key}" is empty.', _FORM)
-    return _encodable(text)
 
 
 def of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:

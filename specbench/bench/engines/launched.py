@@ -21,7 +21,7 @@ from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import Api, ServerEngine, ServerPrompt
-from specbench.bench.grid import WARMUP_TOKENS, SweepConfig
+from specbench.bench.grid import WARMUP_TOKENS, SweepConfig, SweepOptions, build_server_configs
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Workload
 from specbench.options import DecodingOptions
@@ -215,10 +215,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
         """Let a new server answer something, so that the first measured answer is like the others."""
         decoding = self._decoding.with_changes(max_new_tokens=WARMUP_TOKENS)
-        config = SweepConfig(
-            id=name, label=name, kind="server", drafter=name, gamma=None, draft_policy="none",
-            temperature=self._temperature, cache="none", baseline=name,
-        )  # fmt: skip
+        (config,) = build_server_configs(SweepOptions(temperatures=(self._temperature,)), [name])
         engine.generate(
             config, engine.encode(_WARM_UP, []), decoding, seed=random.Random(name).getrandbits(31)
         )
