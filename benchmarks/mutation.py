@@ -324,15 +324,15 @@ backends/torch/blocks.py:BlockAllocator._digest  test_pools.py -k whatever_other
 - before + part.tobytes()
 + part.tobytes()
 
-a request sees what lies behind its own rows
-backends/torch/pools.py:BatchedCache._joint_span  test_batch.py -k 'gets_alone and llama-slotted'
-- mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)
-+ mask[i, 0, :count] = True
+a token of a request sees the one behind it
+backends/torch/pools.py:_seen  test_batch.py -k 'gets_alone and llama-slotted'
+- keys <= own
++ keys <= own + 1
 
-rows go back in the order of the pool
+requests get the rows of others
 backends/torch/batch.py:BatchedModel.score  test_batch.py -k 'gets_alone and llama-slotted'
 - made.logits[given[i]]
-+ made.logits[given[order[i]]]
++ made.logits[given[-1 - i]]
 
 what a cheaper form has read passes for the target's own
 backends/torch/scorer.py:Scorer.mark_read  test_pools.py -k cheaper_form

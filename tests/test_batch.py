@@ -14,9 +14,7 @@ import transformers as hf
 from test_zoo import ZOO, build
 from tiny import tiny_llama
 
-from specbench.backends.torch import pools
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.surgery import first_layers, quantize_linears, quantized_copy
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
@@ -143,27 +141,6 @@ def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind):
         assert torch.allclose(part.logits, Scorer(scorer.model, "none").logits(prompt[:end]), atol=1e-3)
         assert torch.allclose(chain.logits, Scorer(scorer.model, "none").logits(context, [1, 2]), atol=1e-3)
         short.rollback(len(context) - 1)
-
-
-def test_neighbors_in_a_slotted_pool_attend_in_one_call(monkeypatch):
-    scorer = loaded("llama")
-    batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
-    calls: list[int] = []
-    real = attention.attend
-
-    def counted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        calls.append(len(query))
-        return real(query, *rest)
-
-    scorers = [batch.open() for _ in range(6)]
-    lengths = (10, 12, 11, 90, 12, 13)
-    pairs = list(zip(scorers, lengths, strict=True))
-    batch.score([ForwardRequest(each, [1] * length) for each, length in pairs])
-    monkeypatch.setattr(attention, "attend", counted)
-    monkeypatch.setattr(pools, "supports_attention", lambda *_: False)
-    batch.score([ForwardRequest(each, [1] * (length + 1), [2]) for each, length in pairs])
-    # Beside one of 90 tokens, short contexts are read as if they had as many, and so not many of them are.
-    assert calls == [3, 2, 1] * scorer.model.config.num_hidden_layers
 
 
 def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):

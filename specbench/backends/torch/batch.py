@@ -100,23 +100,21 @@ class BatchedModel:
         for scorer, each in zip(scorers, requests, strict=True):
             scorer.require(each)
         feeds = [_feed(scorer, each) for scorer, each in zip(scorers, requests, strict=True)]
-        order = sorted(range(len(feeds)), key=lambda i: feeds[i].part.cache.first_block)
         tokens: list[int] = []
         wanted: list[int] = []
-        fed: dict[int, slice] = {}
-        given: dict[int, slice] = {}
-        for i in order:
-            first, rows = len(tokens), feeds[i].rows
-            tokens += feeds[i].tokens
-            fed[i] = slice(first, len(tokens))
-            given[i] = slice(len(wanted), len(wanted) + rows)
-            wanted += range(len(tokens) - rows, len(tokens))
+        fed: list[slice] = []
+        given: list[slice] = []
+        for feed in feeds:
+            fed.append(slice(len(tokens), len(tokens) + len(feed.tokens)))
+            given.append(slice(len(wanted), len(wanted) + feed.rows))
+            tokens += feed.tokens
+            wanted += range(len(tokens) - feed.rows, len(tokens))
         layers = sorted({layer for each in requests for layer in each.layers})
         device = self.loaded.device
         ids, wanted_rows = torch.tensor([tokens], device=device), torch.tensor(wanted, device=device)
         lengths = [feed.part.cache.length for feed in feeds]
         try:
-            cache = BatchedCache(self.pool, [feeds[i].part for i in order], device)
+            cache = BatchedCache(self.pool, [feed.part for feed in feeds], device)
             counts = any(each.counts_experts for each in requests)
             with self.loaded.watch_experts(counts) as choices:
                 made = self._forward(ids, cache, wanted_rows, layers)

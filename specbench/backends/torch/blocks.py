@@ -237,34 +237,24 @@ class ContextId:
 
 
 class KVView:
-    """The positions of a layer's buffers that some requests attend to.
+    """The positions of a layer's buffers that a request attends to.
 
     Args:
-        requests, count: Number of requests, and of positions of each.
-        first, step: Index of the first position, and distance between requests.
-        indices: The indices of all positions, for a single request whose blocks are not neighbors; replaces the others.
+        first, count: Index of the first position, and number of positions.
+        indices: The indices of all positions, if they are not neighbors.
     """
 
-    def __init__(
-        self, requests: int, first: int, count: int, step: int, indices: Tensor | None = None
-    ) -> None:
-        self._requests, self._first, self._count, self._step = requests, first, count, step
-        self._indices = indices
+    def __init__(self, first: int, count: int, indices: Tensor | None) -> None:
+        self._first, self._count, self._indices = first, count, indices
 
     def __call__(self, entries: Tensor) -> Tensor:
-        """[1, heads, positions in the pool, size] -> [requests, heads, count, size]."""
+        """[1, heads, positions in the pool, size] -> [1, heads, count, size]."""
         if self._indices is not None:
             return entries.index_select(2, self._indices.to(entries.device))
-        _, heads, _, size = entries.shape
-        _, head_stride, position_stride, size_stride = entries.stride()
-        shape = (self._requests, heads, self._count, size)
-        strides = (self._step * position_stride, head_stride, position_stride, size_stride)
-        return entries.as_strided(shape, strides, self._first * position_stride)
+        return entries.narrow(2, self._first, self._count)
 
 
 def view_of(indices: Tensor, device: torch.device) -> KVView:
     """Return the view of one request's positions at indices on the CPU, [count], at least one."""
-    first, count = int(indices[0]), len(indices)
-    if bool((indices[1:] - indices[:-1] == 1).all()):
-        return KVView(1, first, count, 0)
-    return KVView(1, first, count, 0, indices.to(device))
+    are_neighbors = bool((indices[1:] - indices[:-1] == 1).all())
+    return KVView(int(indices[0]), len(indices), None if are_neighbors else indices.to(device))

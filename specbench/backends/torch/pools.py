@@ -2,14 +2,15 @@
 
 A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). *Paged*: blocks are
 short, so that little allocated memory is unused, and requests with a common prefix share blocks. *Slotted*: a block is
-as long as the longest request and belongs to one request; neighboring requests then attend in one call, without
-copying. The states of recurrent layers are not in the buffers: each request has its own.
+as long as the longest request and belongs to one request, which attends to it without copying. The states of recurrent
+layers are not in the buffers: each request has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from weakref import WeakSet, ref
 
@@ -50,8 +51,6 @@ PoolKind = Literal["slotted", "paged"]
 
 PAGE = 16
 """Positions in a block of a paged pool."""
-
-_MAX_WASTE = 2  # requests attend in one call as long as that computes at most this many times the scores
 
 
 class KVPool:
@@ -259,11 +258,6 @@ class PooledCache(KVCache):
         if self.recurrent is not None:
             self.recurrent.end_forward()
 
-    @property
-    def first_block(self) -> int:
-        """The number of its first block; neighbors of a slotted pool attend together."""
-        return self._table.blocks[0]
-
     @torch.inference_mode()
     def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:
         """Reserve the positions up to ``end``, see ``Scorer.reserve``;
@@ -353,7 +347,7 @@ class PooledCache(KVCache):
         if not self._table.blocks:
             return
         if self.pool.kind == "slotted":
-            first = self.first_block * self.pool.blocks.size
+            first = self._table.blocks[0] * self.pool.blocks.size
             for layer in self._own_layers:
                 layer.buffers.zero_nonfinite(first, first + self._reserved)
         self._set_length(0)
@@ -379,7 +373,7 @@ class RequestTokens(NamedTuple):
 class BatchedCache:
     """The keys and values of several requests, as the cache of one forward pass over their rows, one after the other.
 
-    ``parts`` are their tokens, ordered by first block, with memory reserved; ``position_ids`` is [1, rows].
+    ``parts`` are their tokens, with memory reserved; ``position_ids`` is [1, rows].
     """
 
     def __init__(self, pool: KVPool, parts: Sequence[RequestTokens], device: torch.device) -> None:
@@ -452,75 +446,40 @@ class BatchedCache:
         if isinstance(self._cache, JointRecurrentCache):
             self._cache.end_forward()
 
-    def _groups(self, natively: bool) -> list[list[RequestTokens]]:
-        """Group requests that attend in one call: neighbors with few rows each if it is native, else neighbors in the
-        pool, where little is wasted by treating them as equally long.
-        """
-        groups: list[list[RequestTokens]] = []
-        for part in self._parts:
-            few = groups and max(len(each.positions) for each in (groups[-1][-1], part)) <= LONGEST_PASS
-            if few and (natively or self._may_join(groups[-1], part)):
-                groups[-1].append(part)
-            else:
-                groups.append([part])
-        return groups
-
-    def _may_join(self, group: Sequence[RequestTokens], part: RequestTokens) -> bool:
-        if self._pool.kind != "slotted" or part.cache.first_block != group[-1].cache.first_block + 1:
-            return False
-        together = [*group, part]
-        rows, ends = [len(each.positions) for each in together], [each.end for each in together]
-        scores = sum(row * end for row, end in zip(rows, ends, strict=True))
-        return len(together) * max(rows) * max(ends) <= _MAX_WASTE * scores
-
     def _spans(self, window: int | None) -> list[tuple[Span | NativeSpan, KVView | None]]:
-        """Return how the rows of each group attend, and to what of a layer's buffers; ``None`` for all of them."""
+        """Return how the rows of each request attend, and to what of a layer's buffers; ``None`` for all of them.
+
+        Neighbors with few rows each attend in one call if it is native.
+        """
         same = [each for each in self._pool.buffers if each is not None and each.window == window]
         supported = all(each.is_allocated and supports_attention(each.keys, each.values) for each in same)
         natively = supported and window is None
         spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
-        for group in self._groups(natively):
-            count = sum(len(part.positions) for part in group)
-            rows = slice(begin, begin + count)
-            begin += count
-            if natively and len(group[0].positions) <= LONGEST_PASS:
-                spans.append((NativeSpan(rows, [_native_request(part) for part in group]), None))
-            else:
-                spans.append(self._span(group, rows, window, supported=supported))
+        for few, group in groupby(self._parts, lambda part: len(part.positions) <= LONGEST_PASS):
+            parts = [*group]
+            if natively and few:
+                rows = slice(begin, begin + sum(len(part.positions) for part in parts))
+                spans.append((NativeSpan(rows, [_native_request(part) for part in parts]), None))
+                begin = rows.stop
+                continue
+            for part in parts:
+                rows = slice(begin, begin + len(part.positions))
+                spans.append(self._span(part, rows, window, supported=supported))
+                begin = rows.stop
         return spans
 
     def _span(
-        self, group: Sequence[RequestTokens], rows: slice, window: int | None, *, supported: bool
+        self, part: RequestTokens, rows: slice, window: int | None, *, supported: bool
     ) -> tuple[Span, KVView]:
-        if len(group) > 1:
-            return self._joint_span(group, rows, window)
-        part = group[0]
         past, end, count = part.cache.length, part.end, len(part.positions)
-        first = _first_seen(part, window)
+        first = 0 if window is None else max(0, past - window + 1)  # that any of its tokens sees
         view = view_of(part.cache.indices(first, end), self._device)
         needs_no_mask = supported or (past == 0 and (window is None or window >= end))
         if part.seen is None and (count == 1 or (count > LONGEST_PASS and needs_no_mask)):
-            return Span(rows, 1, None, window=window or 0), view
+            return Span(rows, None, window or 0), view
         mask = torch.from_numpy(_seen(part, first, end, window))[None, None].to(self._device)
-        return Span(rows, 1, mask), view
-
-    def _joint_span(
-        self, group: Sequence[RequestTokens], rows: slice, window: int | None
-    ) -> tuple[Span, KVView]:
-        first = min(_first_seen(part, window) for part in group)
-        last, width = max(part.end for part in group), max(len(part.positions) for part in group)
-        mask = np.zeros((len(group), 1, width, last - first), dtype=np.bool_)
-        mask[..., 0] = True  # padding rows see something
-        places: list[int] = []
-        for i, part in enumerate(group):
-            count = len(part.positions)
-            mask[i, 0, :count, : part.end - first] = _seen(part, first, part.end, window)
-            places += range(i * width, i * width + count)
-        step = self._pool.blocks.size
-        view = KVView(len(group), group[0].cache.first_block * step + first, last - first, step)
-        spread = None if len(places) == len(group) * width else torch.tensor(places, device=self._device)
-        return Span(rows, len(group), torch.from_numpy(mask).to(self._device), spread), view
+        return Span(rows, mask), view
 
 
 def _native_request(part: RequestTokens) -> NativeRequest:
@@ -529,17 +488,13 @@ def _native_request(part: RequestTokens) -> NativeRequest:
     return NativeRequest(len(part.positions), part.cache.length, seen, indices)
 
 
-def _first_seen(part: RequestTokens, window: int | None) -> int:
-    """Return the first position that any of its tokens sees."""
-    return 0 if window is None else max(0, part.cache.length - window + 1)
-
-
 def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.ndarray[Any, Any]:
     """Return what each token sees of the positions from ``first`` to ``end``, bool [tokens, end - first]."""
     if part.seen is not None:
         return part.seen[:, first:end]
     own, keys = np.array(part.positions)[:, None], np.arange(first, end)
-    return keys <= own if window is None else (keys <= own) & (keys > own - window)
+    seen: np.ndarray[Any, Any] = keys <= own
+    return seen if window is None else seen & (keys > own - window)
 
 
 class _BatchedLayer(CacheLayerMixin):

@@ -287,12 +287,10 @@ def _ragged_is_right(
     def read(fed: Sequence[Sequence[int]], parts: Sequence[RequestTokens]) -> Tensor:
         for part in parts:
             part.cache.require(part.end)
-        order = sorted(range(len(parts)), key=lambda i: parts[i].cache.first_block)
-        ids = torch.tensor([[token for i in order for token in fed[i]]], device=device)
-        cache = BatchedCache(pool, [parts[i] for i in order], device)
-        logits = forward(ids, cache, torch.arange(ids.shape[1], device=device)).logits
-        rows = dict(zip(order, logits.split([len(fed[i]) for i in order]), strict=True))
-        return torch.cat([rows[i] for i in range(len(parts))])
+        ids = torch.tensor([[token for tokens in fed for token in tokens]], device=device)
+        return forward(
+            ids, BatchedCache(pool, parts, device), torch.arange(ids.shape[1], device=device)
+        ).logits
 
     def expected(tokens: Sequence[int], rows: int) -> Tensor:
         ids = torch.tensor([tokens], device=device)

@@ -143,25 +143,16 @@ def ragged_attention(
 
 
 class Span:
-    """Neighboring rows of a forward that attend in one call: those of one request, or equally many of several.
+    """The rows of one request in a forward.
 
     Args:
-        mask: Bool [requests, 1, queries, positions], true where a query attends; ``None`` for a single row that sees
-            all, and for more than ``LONGEST_PASS`` rows of one request, see ``causal_attention``.
-        places: Indices of the rows in [requests · queries], if some requests have fewer rows; ``None`` if not.
+        mask: Bool [1, 1, queries, positions], true where a query attends; ``None`` for a single row that sees all, and
+            for more than ``LONGEST_PASS`` rows, see ``causal_attention``.
         window: See ``causal_attention``.
     """
 
-    def __init__(
-        self,
-        rows: slice,
-        requests: int,
-        mask: Tensor | None,
-        places: Tensor | None = None,
-        window: int = 0,
-    ) -> None:
-        self._rows, self._requests, self._mask, self._places = rows, requests, mask, places
-        self._window = window
+    def __init__(self, rows: slice, mask: Tensor | None, window: int = 0) -> None:
+        self._rows, self._mask, self._window = rows, mask, window
         self._folded: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -169,25 +160,17 @@ class Span:
 
         Args:
             query: Of the whole forward, [1, query heads, rows, head size].
-            key, value: Of these requests, [requests, key/value heads, positions, head size].
+            key, value: Of this request, [1, key/value heads, positions, head size].
         """
-        _, heads, _, size = query.shape
         query = query[:, :, self._rows]
-        groups = heads // key.shape[1]
         if self._mask is None:
             if query.shape[2] == 1:
                 return attend(query, key, value, None, scale)
             return causal_attention(query, key, value, scale, self._window)
-        if self._places is not None:
-            padded = query.new_zeros(1, heads, self._requests * self._mask.shape[2], size)
-            query = padded.index_copy_(2, self._places.to(query.device), query)
-        query = query.view(heads, self._requests, -1, size).transpose(0, 1)
-        kind = (groups, query.dtype, query.device)
+        kind = (query.shape[1] // key.shape[1], query.dtype, query.device)
         if kind not in self._folded:
-            self._folded[kind] = fold_mask(self._mask.to(query.device), groups, query.dtype)
-        out = attend(query, key, value, self._folded[kind], scale)
-        out = out.view(1, -1, heads, out.shape[-1])
-        return out if self._places is None else out[:, self._places.to(out.device)]
+            self._folded[kind] = fold_mask(self._mask.to(query.device), *kind[:2])
+        return attend(query, key, value, self._folded[kind], scale)
 
 
 class NativeSpan:
