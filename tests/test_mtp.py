@@ -33,8 +33,7 @@ from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
 from specbench.recipe import Recipe
-from specbench.results.results import load_results
-from specbench.specs.drafters import Cascade, Mtp, parse_drafter
+from specbench.specs.drafters import Mtp
 from specbench.specs.models import parse_model
 from specbench.tune.loading import _come_with
 
@@ -193,15 +192,6 @@ def test_a_recurrent_target_keeps_states_beside_its_layer(cli, folder):
         assert kept.json()["token_ids"] == plain, kept.err
 
 
-def test_the_spec_is_a_word_and_the_second_of_a_cascade():
-    assert parse_drafter("mtp") == Mtp()
-    assert str(parse_drafter("mtp")) == "mtp"
-    cascade = parse_drafter("lookup+mtp")
-    assert isinstance(cascade, Cascade)
-    assert cascade.back == Mtp()
-    assert str(cascade) == "lookup+mtp"
-
-
 def test_a_target_without_the_layers_is_refused_in_a_sentence(tmp_path):
     save_tiny(tmp_path / "tiny")
     spec = parse_model(str(tmp_path / "tiny"))
@@ -234,17 +224,6 @@ def test_a_wrong_layer_is_refused_in_a_sentence(tmp_path, changed, message):
     head = write_head(tmp_path / "head", mtp_settings(), mtp_tensors() | changed)
     target = wrap_target(tiny_language_model(vocab_size=VOCAB).model, name="tiny", pack=False)
     assert message in refusal(load_drafter, str(head), target, PLAIN, kind=UsageError)
-
-
-def test_a_sweep_measures_a_checkpoints_own_layer(cli, folder, tmp_path):
-    made = checkpoint("deepseek", folder)
-    few = ("--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--gamma", 1)
-    common = ("--target", made.folder, "--dtype", "float32", "--drafter", "mtp")
-    assert cli("sweep", *common, *few, "--out", tmp_path / "run").code == 0
-    models = [
-        each.recipe.drafter_models for each in load_results(tmp_path / "run").run.configs if each.recipe
-    ]
-    assert [model.kind for each in models for model in each][:1] == ["mtp"]
 
 
 def test_estimates_count_every_layer(folder):

@@ -145,17 +145,13 @@ def test_export_writes_the_checkpoint_that_its_command_names(cli: Cli, tmp_path,
     assert "replace it by a path" not in found
     assert find_mtp_tensors(Path("out"), LAYERS) is not None
     cli(*export, "vllm", "--checkpoint", "out").refused(2, "The folder out is not empty")
-    cli(*export, "vllm").refused(2, "only from the target's checkpoint, as --checkpoint FOLDER writes it")
-    cli(*export, "mlx-lm", "--checkpoint", "other").refused(2, "mlx-lm does not support the drafter mtp")
-    cli(*export, "transformers", "--checkpoint", "other").refused(
-        2, "reads no MTP layers of the model type qwen3_5_text"
-    )
+    cli(*export, "vllm").refused(2, "--checkpoint FOLDER")
+    cli(*export, "mlx-lm", "--checkpoint", "other").refused(2, "drafter mtp")
+    cli(*export, "transformers", "--checkpoint", "other").refused(2, "model type qwen3_5_text")
     Path("specbench.toml").write_text(
         'version = 1\ntarget = "target"\ndrafter = "lookup"\ndraft-policy = "fixed"'
     )
-    cli(*export, "vllm", "--checkpoint", "other").refused(
-        2, "The drafter lookup has no MTP layer that was trained"
-    )
+    cli(*export, "vllm", "--checkpoint", "other").refused(2, "drafter lookup")
     assert not Path("other").exists()
 
 

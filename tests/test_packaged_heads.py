@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pack_head
 import pytest
 import torch
-from cli_runs import refusal, write_prompts
+from cli_runs import refusal
 from head_files import eagle_tensors, speculators_settings, write_head
 from safetensors.torch import load_file, save_file
 from test_heads import PLAIN, tiny_target
@@ -34,14 +33,12 @@ from specbench.models.training_metadata import (
     is_packaged,
     read_metadata,
 )
-from specbench.results.results import load_results
 from specbench.specs import models as specs
 from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 
 ALIAS = "smollm2-135m-head"
 LARGEST = 6_000_000
-CHECKOUT = 15_000_000
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -167,14 +164,6 @@ def test_packed_weights_that_are_damaged_are_refused(compact):
         assert said in refusal(load_drafter, str(compact), tiny_target(), PLAIN, kind=RunError)
 
 
-def test_the_checkout_is_small():
-    if not (ROOT / ".git").exists():
-        pytest.skip("needs a checkout")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    files = [ROOT / name for name in listed.decode().split("\0") if name]
-    assert sum(file.stat().st_size for file in files if file.is_file()) <= CHECKOUT
-
-
 def test_where_it_is_missing_that_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(training_metadata, "_PACKAGED", tmp_path)
     assert "is not part of this specbench" in refusal(load_drafter, ALIAS, tiny_target(), kind=UsageError)
@@ -199,19 +188,6 @@ def test_it_drafts_by_default_where_it_is_there_and_ahead(cli, packaged, tmp_pat
     (tmp_path / "specbench.toml").unlink()
     (packaged / TRAINING_FILE).unlink()
     assert drafter() == "lookup"
-
-
-def test_a_sweep_keeps_how_its_heads_came_about(cli, packaged, tmp_path):
-    training = {"kind": "eagle", "seconds": 9.0, "data": {"tokens": 70}}
-    measured = {"tokens": 0, "tokens_per_step": 1.0, "accepted": [0.1], "categories": {}}
-    told = {"sha256": sha256(packaged / WEIGHTS), **training, "measured": [measured]}
-    (packaged / TRAINING_FILE).write_text(json.dumps(told))
-    target, out = save_tiny(tmp_path / "tiny", layers=3), tmp_path / "run"
-    prompts = write_prompts(tmp_path / "p.jsonl", {"one": ["the thing"]})
-    words = ("sweep", "--target", target, "--dtype", "float32", "--drafter", f"lookup+{ALIAS}", "--gamma", 2)
-    few = ("--prompts", prompts, "-n", 6, "--repeats", 1, "--out", out, "--no-config", "--quiet")
-    assert cli(*words, *few).code == 0
-    assert load_results(out).run.heads == {f"lookup+{ALIAS} (int8)": read_metadata(packaged)}
 
 
 @pytest.mark.parametrize("alias", PACKAGED_HEADS)

@@ -53,9 +53,3 @@ def test_held_out_prompts_are_of_all_kinds_and_about_something_else():
     assert [prompt.id for prompt in held_out_prompts(few, 15)[1]] == ["3"]
     with pytest.raises(UsageError, match="at least 3 prompts"):
         held_out_prompts(few[:2], 1)
-
-
-def test_a_file_is_a_set_too(tmp_path):
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"id": 1, "category": "x", "turns": ["Hello there"]}', encoding="utf-8")
-    assert [prompt.turns for prompt in training_prompts([file])] == [("Hello there",)]

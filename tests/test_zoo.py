@@ -191,15 +191,6 @@ def test_the_first_token_is_out_of_sight_where_a_window_slides(name):
     torch.testing.assert_close(found, last[0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_the_survey_finds_nothing_in_the_zoo(name):
-    class_name, config = ZOO[name]
-    model = build(class_name, config())
-    assert survey.cause(model, BEYOND) == []
-    if name not in DYNAMIC_ALONE:
-        assert survey.cached(model, BEYOND) == []
-
-
 # -- positions that change their scale -------------------------------------------------------------
 
 LONG_FACTORS = {
