@@ -469,12 +469,7 @@ class Clock:
     ids=["quick", "slow to write", "slow to measure", "slow to learn"],
 )
 def test_minutes_hold_however_slow_the_machine_is(
-    target,
-    tmp_path,
-    monkeypatch,
-    writing,
-    measuring,
-    learning,
+    target, tmp_path, monkeypatch, writing, measuring, learning
 ):
     """Five minutes, of which the target writes in half at most: a step or measure under way is all that may follow."""
     clock = Clock(monkeypatch, writing=writing, measuring=measuring, learning=learning)

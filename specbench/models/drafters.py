@@ -15,19 +15,9 @@ from torch import nn
 from specbench.backends.torch.assistant import AssistantScorer
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.caches import NoKVCache, make_cache
-from specbench.backends.torch.head_scorers import (
-    AnyHeadScorer,
-    EagleScorer,
-    MedusaScorer,
-    ParallelScorer,
-)
+from specbench.backends.torch.head_scorers import AnyHeadScorer, EagleScorer, MedusaScorer, ParallelScorer
 from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.surgery import (
-    linear_weights,
-    pack_linears,
-    quantize_linears,
-    trim_head,
-)
+from specbench.backends.torch.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.backends.torch.mtp import MtpLayers
 from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits, Scorer

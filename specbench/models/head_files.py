@@ -14,13 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
-from specbench.backends.torch.heads import (
-    Eagle1Head,
-    EagleHead,
-    EagleShape,
-    MedusaHeads,
-    ParallelEagleHead,
-)
+from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, MedusaHeads, ParallelEagleHead
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt

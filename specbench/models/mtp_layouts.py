@@ -144,10 +144,7 @@ LAYOUTS = (
     _DEEPSEEK,
     _QWEN,
     Layout(
-        "MiMo",
-        re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"),
-        _LAYERNORMS,
-        hidden_first=True,
+        "MiMo", re.compile(r"model\.mtp_layers\.(?P<layer>\d+)\.(?P<part>.+)"), _LAYERNORMS, hidden_first=True
     ),
     Layout(
         "MiMo-V2",

@@ -63,9 +63,7 @@ def _translation(
     for model, found in ((target, own), (drafter, other)):
         if not found:
             raise _incompatible(
-                target,
-                drafter,
-                f"the tokenizers differ, and the bytes of {model.name}'s tokens are unknown",
+                target, drafter, f"the tokenizers differ, and the bytes of {model.name}'s tokens are unknown"
             )
     specials, first = _special_pairs(ours, theirs), _by_bytes(other)
     shared = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}

@@ -158,10 +158,7 @@ class Teacher:
     def _forward(self, ids: torch.Tensor, layers: Sequence[int], rows: int) -> Any:
         """Run a forward with logits of the last ``rows`` positions, 0 for all."""
         return self._model(
-            input_ids=ids,
-            use_cache=False,
-            output_hidden_states=[*layers, self._last],
-            logits_to_keep=rows,
+            input_ids=ids, use_cache=False, output_hidden_states=[*layers, self._last], logits_to_keep=rows
         )
 
 

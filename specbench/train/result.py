@@ -102,10 +102,7 @@ def _narrowed(name: str, tensor: torch.Tensor, *, compact: bool) -> dict[str, to
     if not compact or tensor.dim() != 2 or name == "ahead":
         return {name: tensor.to(torch.bfloat16).contiguous()}
     scales = tensor.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return {
-        name: (tensor.float() / scales[:, None]).round().to(torch.int8),
-        f"{name}_scale": scales,
-    }
+    return {name: (tensor.float() / scales[:, None]).round().to(torch.int8), f"{name}_scale": scales}
 
 
 def _as_json(value: Mapping[str, Any]) -> str:

@@ -78,8 +78,7 @@ class TrainingSettings:
             )
         if self.start is not None and (self.layers, self.vocab) != (None, None):
             raise UsageError(
-                "--start keeps the head's layers and draft vocabulary.",
-                "Leave --layers and --vocab out.",
+                "--start keeps the head's layers and draft vocabulary.", "Leave --layers and --vocab out."
             )
 
     def rate(self, width: int) -> float:

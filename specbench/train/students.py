@@ -160,10 +160,7 @@ class MetricsBuilder:
         return shift_left(self._lesson.places, place + 1, -1)
 
     def add(
-        self,
-        hidden: torch.Tensor,
-        place: int,
-        rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        self, hidden: torch.Tensor, place: int, rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """Add drafts at a place.
 
