@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -9,7 +10,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from cli_runs import refusal
+from gguf_files import add
 from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, UsageError
@@ -56,31 +57,34 @@ def write_as_gguf(
     """A Llama with a byte-level BPE tokenizer as a GGUF file, with matrices of the given kind."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if parts > 1:
-        writer.add_uint16("split.count", parts)
-
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([token for token, _ in tokens])
+    facts: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     specials = special_tokens(tokenizer)
-    writer.add_token_types([control if token in specials else normal for token, _ in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in state["merges"]])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_chat_template(tokenizer.chat_template)
-
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    header = {f"{architecture}.{key}": value for key, value in facts.items()} | {
+        "split.count": parts if parts > 1 else None,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [control if token in specials else normal for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in state["merges"]],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+    for key, value in header.items():
+        add(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -287,29 +291,14 @@ def test_too_little_space_is_told_before_anything_is_fetched(tiny_builtin, cache
     assert left_in(cache) == []
 
 
-@pytest.fixture
-def full_disk(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A real file system of 200 kB as the cache, which claims to have space."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("only root can make a small disk")
-    monkeypatch.setenv("SPECBENCH_CACHE", str(place))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+def test_a_disk_that_fills_up(tiny_gguf, cache, monkeypatch):
+    def full(gguf: Path, folder: Path, **_: Any) -> None:
+        (folder / "model.safetensors").write_bytes(bytes(100))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_a_disk_that_fills_up(full_disk, tiny_builtin, tiny_gguf):
-    assert "No space is left in the cache folder" in refusal(prepare_builtin, "tiny", kind=RunError)
-    assert left_in(full_disk) == []
-    assert tiny_gguf.stat().st_size > 150_000  # and while converting
-    (full_disk / "other").write_bytes(bytes(100_000))
+    monkeypatch.setattr(builtin, "convert_gguf", full)
     assert "No space is left in the cache folder" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
-    assert left_in(full_disk) == []
+    assert left_in(cache) == []
 
 
 def damage(path: Path) -> None:

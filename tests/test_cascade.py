@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from scripted import ScriptedScorer, Ticking, fixed_script, random_table
-from test_caches import FAMILIES
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS
-from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
@@ -254,53 +252,6 @@ def test_every_length_rule_keeps_the_output(policy):
     assert sum(step.gamma for step in result.steps) > 0
 
 
-def families() -> Iterator[tuple[str, CacheKind]]:
-    for family in FAMILIES:
-        yield family, "dynamic"
-        if family != "lfm2":
-            yield family, "preallocated"
-
-
-@pytest.mark.parametrize(("family", "kind"), list(families()))
-def test_a_cache_that_follows_lazily_is_right_for_every_family(family, kind):
-    """Of sliding windows and convolution states too, the model's logits are those of recomputing everything."""
-    model_class, config = FAMILIES[family]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        other = model_class(config()).eval()
-    lazy = Scorer(other, kind)
-    checked = []
-    original = lazy.score
-
-    def score(asked: ForwardRequest) -> ForwardOutput:
-        held = lazy.cache.length
-        found = original(asked)
-        text = [*asked.context, *asked.tokens]
-        with torch.inference_mode():
-            whole = other(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:]
-        torch.testing.assert_close(found.logits[-1:], whole, rtol=0, atol=1e-4)
-        checked.append(len(text) - held)
-        return found
-
-    lazy.score = score  # type: ignore[method-assign]
-    drafter = CascadeDrafter(NGramDrafter(NGram(order=2)), ModelDrafter(lazy, "other"))
-    # A context that is given, so that every family sees stretches that the counts know and others that they do not.
-    prompt = list(range(40))
-    answer = [50, 51, *range(20), 52, 53, 54, *range(7, 12), 55, *range(30, 40), 56, 57]
-    context = [*prompt, answer[0]]
-    drafter.begin(prompt)
-    while len(context) < len(prompt) + len(answer) - 6:
-        draft = run_to_end(drafter.propose(context, 5, FixedLength(5), Greedy(), Randomness(0)))
-        expected = answer[len(context) - len(prompt) :]
-        kept = 0
-        while kept < len(draft.tokens) and draft.tokens[kept] == expected[kept]:
-            kept += 1
-        context += expected[: kept + 1]
-        drafter.update(StepOutcome(context, kept + 1, torch.zeros(kept + 1, 61)))
-    assert len(checked) > 5
-    assert max(checked[1:]) > 10, "it never had to catch up"
-
-
 # -- who drafts what -----------------------------------------------------------------------------------
 
 
@@ -504,26 +455,6 @@ def test_what_others_drafted_is_fed_in_one_pass():
     # Prompt and first token, two drafts; the last draft and the bonus, two drafts; then it is not needed any more.
     assert drafter.model.scorer.passes == [4, 1, 1, 2, 1, 1]
     assert [step.accepted for step in steps] == [len(step.drafted) for step in steps]
-
-
-def test_it_catches_up_with_what_it_had_no_part_in():
-    """Copying for several steps, then something new: the model reads the stretch between at once, and only once."""
-    copied = [4, 5, 6, 7, 8, 9, 10, 11]
-    prompt = [1, *copied, 2, 4, 5]
-    script = [*copied[2:], 0, 3, 0, 1, 0, 2]
-    target = scripted(script, len(prompt), ScriptedScorer)
-    drafter = cascade(script, len(prompt))
-    tokens, _ = decode(prompt, target, drafter, FixedLength(2), max_new_tokens=len(script))
-    assert tokens == script
-    made = [kinds(draft) for draft in drafter.drafts]
-    assert made == ["ff", "ff", "mm", "m"]
-    # The copy's last step drafts 2, which is corrected to 0: behind it there is no match.
-    passes = drafter.model.scorer.passes
-    assert passes[0] == len(prompt) + 7
-    assert passes[1:] == [1, 2]
-    assert sum(passes) == len(prompt) + len(script) - 2, (
-        "every token once; the last draft and the end are never fed"
-    )
 
 
 @pytest.mark.smoke

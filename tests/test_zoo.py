@@ -18,13 +18,16 @@ from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
+from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
+from specbench.drafters.ngram import NGramDrafter
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
 from specbench.policies import FixedLength
+from specbench.specs.drafters import NGram
 
 VOCABULARY, WINDOW, NEW = 64, 16, 40
 BEYOND = list(range(5, 35))  # a prompt that is longer than the window
@@ -124,6 +127,9 @@ def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list
     model = target.language_model.model
     twin = quantized_copy(model)
 
+    def twin_drafter() -> ModelDrafter:
+        return ModelDrafter(Scorer(twin, cache), "twin")
+
     def guesses(gamma: int) -> Any:
         return survey.Guesses(BEYOND, expected["beyond"], gamma)
 
@@ -135,7 +141,8 @@ def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list
         ("lookup", load_drafter("lookup", target), 3, True),
         ("ngram", load_drafter("ngram:top-k=2", target), 5, True),
         ("self:int8", load_drafter("self:int8", target), 4, True),
-        ("model", ModelDrafter(Scorer(twin, cache), "twin"), 3, False),
+        ("model", twin_drafter(), 3, False),
+        ("cascade", CascadeDrafter(NGramDrafter(NGram(order=2)), twin_drafter()), 5, True),
     ]
     if name not in NO_EARLY_EXIT:
         runs.append(("self:layers=1", load_drafter("self:layers=1", target), 2, False))
@@ -147,7 +154,7 @@ def matrix(name: str, target: Target, cache: CacheKind, expected: dict[str, list
     # A second, shorter prompt on the same caches, which crosses the window while it is decoded.
     for drafter, made, gamma in (
         ("guesses", survey.Guesses(WITHIN, expected["within"], 0), 5),
-        ("model", ModelDrafter(Scorer(twin, cache), "twin"), 2),
+        ("model", twin_drafter(), 2),
     ):
         if decode(target, WITHIN, made, gamma, True) != expected["within"]:
             wrong.append(f"{drafter} γ={gamma} after a short prompt")
@@ -242,24 +249,27 @@ def test_a_context_that_yarn_has_lengthened(cache):
 # -- what is refused -------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "rwkv": (lambda: hf.RwkvConfig(vocab_size=VOCABULARY), "recurrent state"),
-    "t5": (lambda: hf.T5Config(vocab_size=VOCABULARY), "encoder-decoder"),
-    "bert": (lambda: hf.BertConfig(**USUAL), "no causal language model"),
-    "bert-generation": (lambda: hf.BertGenerationConfig(**USUAL), "no causal language model"),
-    "xlnet": (lambda: hf.XLNetConfig(vocab_size=VOCABULARY), "depend on later tokens"),
-    "cpmant": (lambda: hf.CpmAntConfig(vocab_size=VOCABULARY), "positions of its own"),
-    "moshi": (lambda: hf.MoshiConfig(), "frames of sound"),
-    "reformer": (lambda: hf.ReformerConfig(vocab_size=VOCABULARY, is_decoder=True), "hash buckets"),
-}
+REFUSED: list[tuple[Any, str, str]] = [
+    (hf.RwkvConfig(), "RwkvForCausalLM", "recurrent state"),
+    (hf.T5Config(), "T5ForConditionalGeneration", "encoder-decoder"),
+    (hf.BartConfig(), "BartForCausalLM", "encoder-decoder"),
+    (hf.BertConfig(), "BertForMaskedLM", "no causal language model"),
+    (hf.BertConfig(), "BertLMHeadModel", "no causal language model"),
+    (hf.BertGenerationConfig(), "", "no causal language model"),
+    (hf.LlamaConfig(), "LlamaForSequenceClassification", "no causal language model"),
+    (hf.XLNetConfig(), "", "depend on later tokens"),
+    (hf.CpmAntConfig(), "", "positions of its own"),
+    (hf.MoshiConfig(), "", "frames of sound"),
+    (hf.ReformerConfig(is_decoder=True), "", "hash buckets"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(name):
-    config, says = REFUSED[name]
+@pytest.mark.parametrize(("config", "architecture", "says"), REFUSED)
+def test_what_cannot_be_rolled_back_or_is_not_causal_is_refused_unloaded(config, architecture, says):
+    config.architectures = [architecture] if architecture else None
     with pytest.raises(UsageError, match=says) as caught:
-        check_config(config(), f"my-{name}")
-    assert f"my-{name}" in caught.value.message
+        check_config(config, "my-model")
+    assert "my-model" in caught.value.message
     assert caught.value.hint
 
 

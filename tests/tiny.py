@@ -23,7 +23,7 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
 # Joined in this order on top of the 256 bytes; every pair's halves exist when its turn comes.
-WORDS = (
+WORDS = [
     "the",
     "and",
     "ing",
@@ -39,7 +39,7 @@ WORDS = (
     "re",
     "on",
     "en",
-)
+]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
