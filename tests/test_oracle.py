@@ -83,7 +83,7 @@ def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
 
 
 @pytest.mark.parametrize("room_for_all", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_course_is_faster(seed, room_for_all):
     right = random_right(seed, 8)
     best = oracle.best_course(ranks_of(right), FIRST, oracle.chains(4), room_for_all, COSTS)
@@ -95,15 +95,6 @@ def test_no_course_is_faster(seed, room_for_all):
         for gammas in itertools.product(range(5), repeat=7)
     )
     assert seconds_of(reached) == pytest.approx(everything)
-
-
-def test_what_is_not_known_counts_as_right():
-    chains = oracle.chains(8)
-    known = oracle.best_course([0, 0, 0, -1, 0, 0], FIRST, chains[:5], False, COSTS)
-    unknown = oracle.best_course([0, None, None, -1, None, 0], FIRST, chains[:5], False, COSTS)
-    assert unknown == known == [2, 1]
-    assert oracle.best_course([None] * 6, FIRST, chains, True, COSTS) == [4]
-    assert oracle.best_course([-1] * 4, FIRST, chains, False, COSTS) == [0, 0, 0]
 
 
 # -- what the steps say ------------------------------------------------------------------------------
@@ -132,14 +123,6 @@ def test_a_drafter_that_finds_nothing_has_no_draft_there():
     found = row_of([(2, 2, 3)], tokens, 4)
     for rows in ([row_of(nothing, tokens, 4), found], [found, row_of(nothing, tokens, 4)]):
         assert oracle.right_ranks(rows, tokens) == [None, 0, 0, None], "elsewhere it found something"
-
-
-def test_the_drafts_of_other_steps_decide_for_the_better():
-    tokens = [0, 1, 2]
-    rejected, accepted = row_of([(1, 0, 1), (0, 0, 1)], tokens, 1), row_of([(1, 1, 2)], tokens, 1)
-    assert oracle.right_ranks([rejected, accepted], tokens)[1] == 0
-    assert oracle.right_ranks([accepted, rejected], tokens)[1] == 0
-    assert oracle.right_ranks([rejected], tokens)[1] == -1
 
 
 # -- costs -------------------------------------------------------------------------------------------
@@ -245,31 +228,7 @@ def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
-def test_a_step_keeps_a_branch_of_right_candidates():
-    tree = {-1: [0, 1], 0: [2, 3], 1: [4]}
-    ways = {(0, 0): 2, (0, 1): 2, (0, 2): 1, (1, 0): 2, (1, 1): 1, (2, 0): 0, (0, 1, 0): 2, (None, None): 2}
-    assert {ranks: oracle.kept(tree, ranks) for ranks in ways} == ways
-    assert [oracle.kept(tree, [-n]) for n in (1, 2)] == [1, 0], (
-        "what comes behind those tested counts as right"
-    )
-
-
-def test_trees_tell_which_candidates_are_right():
-    tokens = list(range(8))
-    ranks = [0, 1, NOWHERE, 0, 2, 0, 0, 0]
-    wide = {
-        **(line := tree_line(grown(ranks, itertools.repeat(SHAPES[4])))),
-        **columns_of(line),
-        "gamma": math.nan,
-    }
-    assert oracle.right_ranks([wide], tokens) == [None, 1, -1, 0, -2, 0, 0, None]
-    chain = row_of(course_of([rank == 0 for rank in ranks], itertools.repeat(3)), tokens, 3)
-    assert oracle.right_ranks([chain], tokens) == [None, -1, -1, 0, -1, 0, 0, None]
-    both = [None, 1, -1, 0, -2, 0, 0, None]
-    assert oracle.right_ranks([chain, wide], tokens) == oracle.right_ranks([wide, chain], tokens) == both
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_course_of_trees_is_faster(seed):
     ranks = random_ranks(seed, 6)
     course = oracle.best_course(ranks, FIRST, SHAPES, False, COSTS)
