@@ -36,12 +36,6 @@ def test_expected_tokens_of_the_literature(alpha, accepted):
     assert round(expected_tokens(alpha, 4) - 1, 2) == accepted
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 4, 9])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999, 1.0])
-def test_expected_tokens_are_the_sum_of_the_chances(alpha, gamma):
-    assert expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**k for k in range(gamma + 1)))
-
-
 @given(st.floats(0.0, 1.0), st.integers(0, 30))
 def test_both_forms_agree_where_all_positions_are_alike(alpha, gamma):
     assert expected_tokens_by_position([alpha] * gamma)[-1] == pytest.approx(expected_tokens(alpha, gamma))
@@ -60,15 +54,6 @@ def test_by_position_equals_enumeration():
 def test_a_position_that_was_never_tested_adds_nothing():
     assert expected_tokens_by_position([0.0, math.nan]) == [1.0, 1.0, 1.0]
     assert expected_tokens_by_position([0.5, math.nan, 1.0]) == [1.0, 1.5, 1.5, 1.5]
-
-
-def test_measured_rates_give_back_the_measured_tokens_per_step():
-    """With one γ throughout the product telescopes: accepted at i is what is tested at i + 1."""
-    rng = np.random.default_rng(0)
-    accepted = np.cumprod(rng.random((500, 4)) < [0.9, 0.6, 0.8, 0.7], axis=1).sum(axis=1)
-    counts = [(accepted >= i).sum() for i in range(1, 5)]
-    rates = np.array(counts) / np.array([500, *counts[:3]])
-    assert expected_tokens_by_position(rates)[4] == pytest.approx(accepted.mean() + 1)
 
 
 # -- times of passes ------------------------------------------------------------------------------
@@ -125,13 +110,6 @@ def test_times_follow_the_experts_that_passes_read():
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def test_a_chain_is_the_plainest_tree():
-    for gamma in range(5):
-        assert expected_tokens_of_tree(range(-1, gamma - 1), [0.7]) == pytest.approx(
-            expected_tokens(0.7, gamma)
-        )
-
-
 def test_expected_tokens_of_a_tree_are_those_of_every_outcome():
     """Walked down in every way: at a node its b-th child is kept with chance P[b], or none is."""
     parents, rates = (-1, -1, 0, 0, 0, 1, 3), [0.5, 0.2, 0.1]
@@ -158,15 +136,6 @@ def test_predicted_speedup():
     assert predicted_speedup(expected_tokens(1.0, 4), 4, c=0.25, v=1.5) == pytest.approx(5 / 2.5)
     assert predicted_speedup(expected_tokens(0.0, 3), 3, c=0.1) == pytest.approx(1 / 1.3)
     assert predicted_speedup(expected_tokens(0.8, 0), 0, c=0.7) == 1
-
-
-def test_a_simulated_decoder_runs_as_predicted():
-    """Tokens and seconds counted step by step meet the formula."""
-    rng, alpha, gamma, c = np.random.default_rng(2), 0.8, 5, 0.2
-    accepted = np.cumprod(rng.random((20_000, gamma)) < alpha, axis=1).sum(axis=1)
-    v = COSTS.v(gamma + 1)
-    measured = (accepted + 1).sum() / (len(accepted) * (gamma * c + v))
-    assert measured == pytest.approx(predicted_speedup(expected_tokens(alpha, gamma), gamma, c, v), rel=0.02)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 2.0), st.floats(0.0, 0.5))
