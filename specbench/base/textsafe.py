@@ -6,7 +6,6 @@ import re
 import unicodedata
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
-_ASCII_MARKS = {" ": "_", "\n": "\\n", "\t": "\\t"}
 
 # Printable by Unicode's categories, yet invisible: joiners and fillers that count as letters or marks, and
 # variation selectors; and U+FFFD, which also stands for other characters.
@@ -19,36 +18,27 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def visible(text: str, encoding: str = "utf-8") -> str:
+def visible(text: str) -> str:
     r"""Return a token's text as one line, with invisible characters made visible.
 
     A space becomes ``␣``, a newline ``⏎`` and a tab ``⇥``. Other invisible characters (controls, ANSI escapes,
     direction switches, zero-width characters, exotic spaces, lone surrogates) and U+FFFD become escapes such as
     ``\x1b`` or ``\u202e``. A combining mark at the beginning gets a dotted circle. Backslashes are not doubled.
-
-    In an ``encoding`` other than UTF, missing characters are escaped too, and white space becomes ``_``, ``\n`` and
-    ``\t``.
     """
-    unicode = _is_unicode(encoding)
-    marks = _MARKS if unicode else _ASCII_MARKS
     shown = "".join(
-        marks.get(x) or (x if x.isprintable() and not _UNSEEN.match(x) else _escaped(x)) for x in text
+        _MARKS.get(x) or (x if x.isprintable() and not _UNSEEN.match(x) else _escaped(x)) for x in text
     )
-    if not unicode:
-        return _encodable(shown, encoding)
     return f"◌{shown}" if shown and unicodedata.category(shown[0]).startswith("M") else shown
 
 
-def terminal_safe(text: str, encoding: str = "utf-8") -> str:
+def terminal_safe(text: str) -> str:
     r"""Return text that is safe to stream to a terminal.
 
-    Newlines, tabs, letters of every direction and emoji stay; other control characters, direction switches and
-    characters that the ``encoding`` lacks become escapes such as ``\x1b``, and lone surrogates become U+FFFD. A text
-    can be passed in pieces, since each character is treated alone.
+    Newlines, tabs, letters of every direction and emoji stay; other control characters and direction switches become
+    escapes such as ``\x1b``, and lone surrogates become U+FFFD. A text can be passed in pieces, since each character is
+    treated alone.
     """
-    safe = _CONTROLS.sub(lambda found: _escaped(found[0]), text)
-    safe = _SURROGATES.sub("\ufffd", safe)
-    return safe if _is_unicode(encoding) else _encodable(safe, encoding)
+    return _SURROGATES.sub("\ufffd", _CONTROLS.sub(lambda found: _escaped(found[0]), text))
 
 
 def one_line(text: object) -> str:
@@ -78,13 +68,5 @@ def tokens_text(tokens: int, steps: int, per_step: float | None) -> str:
     return f"{shown} in {counted(steps, 'step')} ({per_step:.2f} per step)"
 
 
-def _is_unicode(encoding: str) -> bool:
-    return encoding.lower().startswith("utf")
-
-
 def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
-
-
-def _encodable(text: str, encoding: str) -> str:
-    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -32,7 +32,6 @@ def check_parts(
     *,
     dtype: str,
     piece: Piece | None,
-    encoding: str,
     verbose: bool,
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
@@ -57,7 +56,7 @@ def check_parts(
         parts += map(Paragraph, [f"Target: {target}.", *_summary(first)])
     for label, result in results:
         if result.verdict == "wrong" or (verbose and result.verdict != "identical"):
-            details = [*_details(result, dtype, piece, encoding)]
+            details = [*_details(result, dtype, piece)]
             parts += [Paragraph(label, "bold"), *details] if len(results) > 1 else details
     return parts
 
@@ -153,7 +152,7 @@ def _outcomes(result: CheckResult, against: Against) -> str:
 # -- details ---------------------------------------------------------------------------------------
 
 
-def _details(result: CheckResult, dtype: str, piece: Piece | None, encoding: str) -> Iterator[Part]:
+def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[Part]:
     """Yield differing outputs, violations and wrong distributions."""
     found: list[tuple[str, str, Difference]] = []
     for case in result.greedy:
@@ -165,7 +164,7 @@ def _details(result: CheckResult, dtype: str, piece: Piece | None, encoding: str
                 found.append((case.prompt, against, difference))
     found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
     rows = [
-        [prompt, against, *_difference_cells(each, piece, encoding), verdict_of(each)]
+        [prompt, against, *_difference_cells(each, piece), verdict_of(each)]
         for prompt, against, each in found[:_MAX_SHOWN]
     ]  # fmt: skip
     if rows:
@@ -198,7 +197,7 @@ def _biases(result: CheckResult) -> Iterator[str]:
 # -- outputs of other engines ----------------------------------------------------------------------
 
 
-def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None, encoding: str) -> list[Part]:
+def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> list[Part]:
     """Return the result of a check of outputs from elsewhere. For the arguments see ``check_parts``."""
     verdicts = [each.verdict for each in result.outputs]
     ties = _count(verdicts.count("numerical tie"), "numerical tie")
@@ -213,7 +212,7 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None, enc
     differing = [each for each in result.outputs if each.verdict != "identical"]
     for each in sorted(differing, key=lambda each: (each.verdict != "wrong", each.line))[:_MAX_SHOWN]:
         shown = each.first_wrong or each.first
-        cells = ["", "", "", ""] if shown is None else _difference_cells(shown, piece, encoding)
+        cells = ["", "", "", ""] if shown is None else _difference_cells(shown, piece)
         rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
     if rows:
         headings = [
@@ -263,11 +262,11 @@ def _list(heading: str, lines: Sequence[str]) -> Items:
     return Items([*lines[:_MAX_SHOWN], *more], f"{heading}:")
 
 
-def _difference_cells(found: Difference, piece: Piece | None, encoding: str) -> list[str]:
+def _difference_cells(found: Difference, piece: Piece | None) -> list[str]:
     """Return the cells of a position, counted from 1, of the two tokens there, and of their gap."""
     cells = [str(found.position + 1)]
     for token, logit in zip(found.tokens, found.logits, strict=True):
-        text = "" if token is None or piece is None else f" '{visible(piece(token), encoding)}'"
+        text = "" if token is None or piece is None else f" '{visible(piece(token))}'"
         cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
     return [*cells, f"{found.gap:.3g} ({found.gap_units:.3g})"]
 

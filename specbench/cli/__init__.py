@@ -209,7 +209,7 @@ def _explain(error: BaseException) -> int:
     if isinstance(error, SpecbenchError):
         _say(str(error))
         for command in error.commands:
-            _print(f"    {' '.join(terminal_safe(command, sys.stderr.encoding or 'utf-8').split())}")
+            _print(f"    {' '.join(terminal_safe(command).split())}")
         return error.exit_code
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own errors
         context = getattr(error, "ctx", None)
@@ -244,7 +244,7 @@ def _give_up_stdout() -> None:
 
 
 def _say(message: str) -> None:
-    line = " ".join(terminal_safe(message, sys.stderr.encoding or "utf-8").split())
+    line = " ".join(terminal_safe(message).split())
     _print(_wrapped(f"specbench: {line}"))
 
 

@@ -206,4 +206,4 @@ class _Chat:
 
 
 def _say(line: str) -> None:
-    typer.echo(terminal_safe(line, sys.stderr.encoding or "utf-8"), err=True)
+    typer.echo(terminal_safe(line), err=True)

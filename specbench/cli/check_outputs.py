@@ -86,7 +86,7 @@ class OutputsJob:
                 write_json({**header, **result.to_dict(piece)})
             else:
                 console = Console(highlight=False)
-                parts = outputs_parts(result, dtype=rounding, piece=piece, encoding=console.encoding)
+                parts = outputs_parts(result, dtype=rounding, piece=piece)
                 show(console, *parts, wrap=console.is_terminal)
         if result.verdict == "wrong" or failed:
             return 1

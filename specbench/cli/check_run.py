@@ -306,7 +306,6 @@ class DecodingJob:
             target,
             dtype=header["rounding"],
             piece=piece,
-            encoding=console.encoding,
             verbose=self.request.verbose,
         )
         show(console, *parts, wrap=console.is_terminal)

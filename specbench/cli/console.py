@@ -14,19 +14,19 @@ from specbench.base.textsafe import one_line, terminal_safe
 
 def say(message: str) -> None:
     """Print one line on stderr, after the name of the program."""
-    typer.echo(terminal_safe(f"specbench: {one_line(message)}", sys.stderr.encoding or "utf-8"), err=True)
+    typer.echo(terminal_safe(f"specbench: {one_line(message)}"), err=True)
 
 
 def write_out(text: str) -> None:
     """Write text to stdout and flush it; on a terminal without the characters that would steer it."""
     if text:
-        sys.stdout.write(terminal_safe(text, sys.stdout.encoding) if sys.stdout.isatty() else text)
+        sys.stdout.write(terminal_safe(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
 def write_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout in which names and texts are data, wherever it goes."""
-    write_out(terminal_safe("".join(f"{line}\n" for line in lines), sys.stdout.encoding or "utf-8"))
+    write_out(terminal_safe("".join(f"{line}\n" for line in lines)))
 
 
 def write_json(figures: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +82,7 @@ def export(
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
-        write_out(terminal_safe(as_file(engine, found, made, name), sys.stdout.encoding or "utf-8"))
+        write_out(terminal_safe(as_file(engine, found, made, name)))
         if found.replaces is not None and source.suffix != ".toml":
             what = f"{found.measured}, {found.replaces}"
             say(f"{engine.title} does not support the fastest setting of {name}. Exported: {what}.")

@@ -125,7 +125,7 @@ def _paint() -> Paint:
             "--show-accepted needs a terminal with colors, and the output does not go to one.",
             "Leave it out: --json counts what was accepted, and --debug shows it.",
         )
-    return partial(painted, encoding=console.encoding, color=not console.no_color)
+    return partial(painted, color=not console.no_color)
 
 
 def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:

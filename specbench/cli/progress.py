@@ -99,7 +99,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
     def _begin(self, stage: str, total: int | None) -> None:
         if self._stage is not None:
             self._bar.remove_task(self._stage[1])
-        shown = " ".join(terminal_safe(stage, self._console.encoding).split())
+        shown = " ".join(terminal_safe(stage).split())
         self._stage = stage, self._bar.add_task(shown, total=total)
         is_long = stage.startswith(_PRINTED_ONCE) or stage.endswith(_KEPT)
         if (

@@ -32,8 +32,6 @@ _GAIN = 1.05
 """The error of predictions is as large as a smaller speedup."""
 _UNSURE = "Too few repeats to be sure"
 
-_ASCII = str.maketrans({"γ": "gamma", "×": "x", "–": "-"})
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -365,10 +363,7 @@ def _line(
     """Print a label and its text, which is wrapped in its column on a terminal, unless it is to be copied."""
     from rich.text import Text
 
-    encoding = console.encoding
-    if not encoding.startswith("utf"):
-        text = text.translate(_ASCII)
-    text = " ".join(terminal_safe(text, encoding).split())
+    text = " ".join(terminal_safe(text).split())
     lines = [Text(text, style)]
     if console.is_terminal and wrap:
         lines = list(lines[0].wrap(console, max(min(console.width, _WIDEST) - indent, 20)))

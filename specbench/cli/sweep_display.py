@@ -134,7 +134,7 @@ class SweepDisplay:
         return Group(progress, now, table, Text(f"and {more} more" if more else "", style="dim"))
 
     def _safe(self, text: str) -> str:
-        return terminal_safe(text, self._console.encoding)
+        return terminal_safe(text)
 
 
 class _Speeds:

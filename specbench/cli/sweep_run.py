@@ -131,7 +131,7 @@ class RunJob:
 
     def say(self, line: str) -> None:
         """Print a line on stderr."""
-        text = Text(terminal_safe(line, self.console.encoding))
+        text = Text(terminal_safe(line))
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 import typer
 
 from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, check_batches
 from specbench.bench.prompts import interleave
@@ -155,7 +155,7 @@ class _EngineJob(RunJob):
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
         from specbench.show import tables
-        from specbench.show.document import spelled_out, to_markdown, to_text
+        from specbench.show.document import to_markdown, to_text
         from specbench.tune.answer import answer_parts, as_json, as_markdown
         from specbench.tune.engine_answer import EngineAnswer, batch_lines
 
@@ -189,7 +189,7 @@ class _EngineJob(RunJob):
                 else "\n".join([answer.headline, *answer.details[:1], ""])
             )
             text = wrapped(first) + "".join(f"{line}\n" for line in lines)
-            write_out(spelled_out(text, sys.stdout.encoding or "utf-8"))
+            write_out(terminal_safe(text))
         for warning in found.warnings:
             self.warn(warning)
         if starts:

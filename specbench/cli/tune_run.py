@@ -17,6 +17,7 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
@@ -261,7 +262,7 @@ class _TuneJob(RunJob):
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
         from specbench.show import tables
-        from specbench.show.document import spelled_out, to_markdown
+        from specbench.show.document import to_markdown
         from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text, short_text
 
         results = load_results(self.folder)
@@ -280,7 +281,7 @@ class _TuneJob(RunJob):
             write_json(facts)
         else:
             text = (full_text if verbose else short_text)(answer, self._command(results), exported)
-            write_out(spelled_out(wrapped(text), sys.stdout.encoding or "utf-8"))
+            write_out(terminal_safe(wrapped(text)))
         for warning in found.warnings:
             self.warn(warning)
         if written:

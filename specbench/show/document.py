@@ -161,11 +161,6 @@ def _escaped(text: str) -> str:
 _NAME_CELLS = 28  # a longer name takes several lines
 _LEAST_NAME_CELLS = 8
 _BETWEEN = 2  # cells between columns
-_ASCII_WORDS = {
-    "γ": "gamma", "α": "alpha", "–": "-", "…": "...", "∞": "inf", "×": "x", "≥": ">=", "·": ".", "✓": "+", "✗": "x",
-    "⟨": "[", "⟩": "]", "─": "-", "━": "=", "│": "|", "├": "|", "┝": "|", "└": "`", "┕": "`",
-    **{digit: f"_{number}" for number, digit in enumerate("₀₁₂₃₄₅₆₇₈₉")},
-}  # fmt: skip
 
 
 def show(console: Console, *parts: Part, wrap: bool = True) -> None:
@@ -179,7 +174,7 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
     from rich.text import Text
 
     def say(text: str, style: str = "", *, whole: bool = not wrap) -> None:
-        console.print(Text(_safe_line(text, console.encoding), style=style), soft_wrap=whole)
+        console.print(Text(_safe_line(text), style=style), soft_wrap=whole)
 
     before: Part | None = None
     for part in parts:
@@ -203,9 +198,9 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
                 for line in part.lines:
                     say(f"  {line}")
             case Facts():
-                console.print(_grid(part, console.encoding))
+                console.print(_grid(part))
             case Sheet():
-                tables, notes = _tables(part, console.width, console.encoding)
+                tables, notes = _tables(part, console.width)
                 if part.caption:
                     say(part.caption, whole=False)
                 for table in tables:
@@ -225,19 +220,11 @@ def to_text(*parts: Part, width: int = 80) -> str:
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def spelled_out(text: str, encoding: str) -> str:
-    """Return text that is safe for a terminal; symbols that its encoding lacks are replaced by words."""
-    if not encoding.lower().startswith("utf"):
-        for sign, word in _ASCII_WORDS.items():
-            text = text.replace(sign, word)
-    return terminal_safe(text, encoding)
+def _safe_line(text: str) -> str:
+    return re.sub(r"[\n\t]+", " ", terminal_safe(text))
 
 
-def _safe_line(text: str, encoding: str) -> str:
-    return re.sub(r"[\n\t]+", " ", spelled_out(text, encoding))
-
-
-def _grid(facts: Facts, encoding: str) -> Table:
+def _grid(facts: Facts) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -245,14 +232,14 @@ def _grid(facts: Facts, encoding: str) -> Table:
     grid.add_column(width=facts.width, style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, value in facts.pairs:
-        spans = ((spelled_out(text, encoding), style) for text, style in value)
+        spans = ((terminal_safe(text), style) for text, style in value)
         grid.add_row(Text(f"  {label}"), Text.assemble(*spans))
     return grid
 
 
-def _tables(sheet: Sheet, width: int, encoding: str) -> tuple[list[Table], list[str]]:
-    headings = [_in_two_lines(_safe_line(heading, encoding)) for heading in sheet.headings]
-    rows = [[_safe_line(cell, encoding) for cell in row] for row in sheet.rows]
+def _tables(sheet: Sheet, width: int) -> tuple[list[Table], list[str]]:
+    headings = [_in_two_lines(_safe_line(heading)) for heading in sheet.headings]
+    rows = [[_safe_line(cell) for cell in row] for row in sheet.rows]
     widths = _widths(headings, rows)
     notes = list(sheet.notes)
     if not sheet.matrix:

@@ -14,11 +14,11 @@ _TERMINAL: dict[Origin, tuple[str, str]] = {
 }
 
 
-def painted(text: str, origin: Origin, encoding: str = "utf-8", *, color: bool = True) -> str:
+def painted(text: str, origin: Origin, *, color: bool = True) -> str:
     """Return safe terminal text in the style of its origin;
     without ``color``, it is only underlined, bold or italic.
     """
-    safe = terminal_safe(text, encoding)
+    safe = terminal_safe(text)
     if not safe or origin not in _TERMINAL:
         return safe
     attributes, hue = _TERMINAL[origin]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -94,13 +93,11 @@ class TraceParts:
 
     Args:
         width: Columns.
-        encoding: Of the output.
         growing: Whether each step shows the text so far, not only the end.
     """
 
-    def __init__(self, width: int, encoding: str = "utf-8", *, growing: bool = True) -> None:
-        self._width, self._encoding, self._growing = width, encoding, growing
-        self._visible = partial(visible, encoding=encoding)
+    def __init__(self, width: int, *, growing: bool = True) -> None:
+        self._width, self._growing = width, growing
         self._begin(VerdictRule())
 
     def of(self, event: Event) -> list[Part]:
@@ -251,15 +248,15 @@ class TraceParts:
         core = text.strip()
         before, _, after = text.partition(core) if core else ("", "", "\n" * text.count("\n"))
         left, right = _MARKS[kind]
-        return [(before, ""), (f"{left}{core or self._visible(text)}{right}", _STYLES[kind]), (after, "")]
+        return [(before, ""), (f"{left}{core or visible(text)}{right}", _STYLES[kind]), (after, "")]
 
     def _fitted(self, text: str, cells: int) -> str:
-        shown = self._visible(text)
+        shown = visible(text)
         return f"{set_cell_size(shown, cells - 3)}…" if cell_len(shown) > cells else shown
 
     def _one_line(self, text: str) -> str:
-        safe = terminal_safe(text, self._encoding)
-        return safe.replace("\n", self._visible("\n")).replace("\t", self._visible("\t"))
+        safe = terminal_safe(text)
+        return safe.replace("\n", visible("\n")).replace("\t", visible("\t"))
 
     def _items(self, items: Iterable[str]) -> list[Span]:
         """Return short items on as few lines as possible; no item is broken across lines."""
@@ -279,7 +276,6 @@ class TraceView:
         self._console = console
         self._parts = TraceParts(
             console.width if console.is_terminal else _FILE_CELLS,
-            console.encoding,
             growing=console.is_terminal,
         )
 
