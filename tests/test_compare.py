@@ -97,7 +97,7 @@ def test_one_prompt_gives_no_verdict(tmp_path):
 def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys, disturbed):
     speeds = {"plain": PLAIN, "d@1": times(0.5)}
     busy = write_exact(tmp_path / "busy", speeds, disturbed=disturbed)
-    quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("thermal",))
+    quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("stopped",))
     df, other = load_results(busy), load_results(quiet)
     compared = compare_configs(df, "d@1", "plain")
     assert {(row.verdict, row.provisional) for row in compared.rows} == {("slower", True)}

@@ -684,29 +684,3 @@ def test_the_report_names_drafters_that_go_blind(tmp_path):
         assert warning.message.startswith(text)
     measured = measure(tmp_path / "sees", context_sweep((16, 128), 4), ScriptedEngine())
     assert not [each for each in measured.warnings if each.id == "blind-drafter"]
-
-
-@pytest.mark.parametrize("share", [1, 4])
-def test_what_auto_noticed_is_told_unless_it_was_a_single_prompt(tmp_path, share):
-    class Noticing(ScriptedEngine):
-        count = 0
-
-        def generate(self, config, prompt, decoding, *, seed):
-            made = super().generate(config, prompt, decoding, seed=seed)
-            Noticing.count += config.kind == "speculative"
-            blind = config.kind == "speculative" and Noticing.count % share == 0
-            steps = [
-                replace(step, policy={"blind": 1.0} if step.index and blind else {}) for step in made.steps
-            ]
-            return replace(made, prompt_tokens=1000, steps=tuple(steps))
-
-    result = measure(tmp_path, make_sweep(), Noticing())
-    warnings = [each for each in result.warnings if each.id == "blind-drafter"]
-    assert bool(warnings) == (share == 1)
-    if not warnings:
-        return
-    (warning,) = warnings
-    assert (
-        "d was rejected so often from 1,002 tokens of context on that auto stopped asking it there."
-        in warning.message
-    )

@@ -155,7 +155,6 @@ def test_a_quiet_machine_gives_no_warning():
         (quiet(total_s=1100.0, busy_s=160.0), "machine-busy"),
         (quiet(total_s=1100.0, steal_s=7.5), "steal"),
         (quiet(frequency_mhz=2400.0), "frequency-drop"),
-        (quiet(throttled=3), "thermal"),
         (quiet(available_bytes=100_000_000), "memory-pressure"),
         (quiet(swapped_in_bytes=4096), "memory-pressure"),
         (quiet(stops=1), "stopped"),
@@ -169,9 +168,7 @@ def test_each_disturbance_has_its_warning_and_advice(after, expected):
 
 
 def test_what_cannot_be_told_gives_no_warning():
-    unknown = quiet(
-        load_average=None, steal_s=None, frequency_mhz=None, throttled=None, swapped_in_bytes=None
-    )
+    unknown = quiet(load_average=None, steal_s=None, frequency_mhz=None, swapped_in_bytes=None)
     assert warn_at_start(unknown) == disturbances(unknown, unknown) == []
 
 

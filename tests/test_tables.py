@@ -525,13 +525,13 @@ class TestRendering:
     @pytest.mark.parametrize("busy", [4, 5])
     def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy):
         rows = [
-            row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "thermal"])
+            row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "stopped"])
             for number, (prompt, (config, speed)) in enumerate(
                 product("abcd", (("plain", 10.0), ("x", 20.0)))
             )
         ]
         for each in rows[busy:]:
-            each["warnings"] = ["thermal"]
+            each["warnings"] = ["stopped"]
         frame = summarize(frame_of(*rows))
         assert (one(frame, "x")["verdict"], one(frame, "x")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)

@@ -40,7 +40,6 @@ _DISTURBED = {
         "The processor ran slower than before",
         "Let it cool down, plug it in, and fix its frequency if you can.",
     ),
-    "thermal": ("The processor slowed itself down because of heat", "Let it cool down and measure again."),
     "memory-pressure": ("Memory was short", _MORE_MEMORY),
     "stopped": (
         "The process was stopped and continued (SIGSTOP, Ctrl-Z)",
@@ -81,7 +80,6 @@ def disturbances(before: LoadSnapshot, after: LoadSnapshot, fastest_mhz: float |
         "machine-busy": (after.busy_elsewhere(before) or 0.0) > BUSY_CORES,
         "steal": (after.steal_share(before) or 0.0) > STOLEN,
         "frequency-drop": fastest_mhz and after.frequency_mhz and after.frequency_mhz < SLOWED * fastest_mhz,
-        "thermal": before.throttled is not None and (after.throttled or 0) > before.throttled,
         "memory-pressure": swapped or after.available_bytes < LOW_MEMORY * after.memory_bytes,
         "stopped": after.stops > before.stops,
     }
@@ -312,7 +310,7 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
         from specbench.results.summary import summarize
 
         summary = summarize(results)
-    from specbench.results.contexts import blind_drafters
+    from specbench.results.requests import blind_drafters
 
     seen = Counter(name for names in generations["warnings"] for name in set(names))
     found: list[RunWarning | None] = [*warn_of_disturbances(len(generations), seen)]
@@ -329,7 +327,7 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
     for entry in run.differences or ():
         differences.setdefault(labels.get(entry.config, entry.config), []).append(entry)
     found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
-    found += blind_drafters(results, summary)
+    found += blind_drafters(summary)
     if summary.over != PLAIN:
         from specbench.results.turns import conversation_warnings
 

@@ -66,7 +66,7 @@ class Line(Record):
     warnings: Annotated[
         list[str],
         doc(
-            "ids of disturbances: `machine-busy, steal, frequency-drop, thermal, memory-pressure, stopped` (the process"
+            "ids of disturbances: `machine-busy, steal, frequency-drop, memory-pressure, stopped` (the process"
             " was stopped and continued even when measured again)"
         ),
     ] = []

@@ -7,7 +7,6 @@ import signal
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -26,7 +25,6 @@ class LoadSnapshot:
             total.
         own_s: Processor time of this process and its children.
         frequency_mhz: Frequency of the processor, mean over the cores.
-        throttled: How often the processor has slowed down because of heat.
         memory_bytes, available_bytes: Size of the main memory, and how much of it is available.
         swapped_in_bytes: Bytes read back from swap since boot.
         stops: How often this process was stopped and continued since ``count_stops`` was called.
@@ -39,7 +37,6 @@ class LoadSnapshot:
     total_s: float
     own_s: float
     frequency_mhz: float | None
-    throttled: int | None
     memory_bytes: int
     available_bytes: int
     swapped_in_bytes: int | None
@@ -78,7 +75,6 @@ def load_snapshot() -> LoadSnapshot:
         total_s=total,
         own_s=own.user + own.system + own.children_user + own.children_system,
         frequency_mhz=_frequency(),
-        throttled=_throttled(),
         memory_bytes=memory.total,
         available_bytes=memory.available,
         swapped_in_bytes=_swapped_in(),
@@ -109,14 +105,6 @@ def _frequency() -> float | None:
     with suppress(AttributeError, OSError, RuntimeError, ValueError):
         frequency = psutil.cpu_freq()
         return float(frequency.current) if frequency is not None and frequency.current else None
-    return None
-
-
-def _throttled() -> int | None:
-    folder = Path("/sys/devices/system/cpu")
-    with suppress(OSError, ValueError):
-        counters = sorted(folder.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
-        return sum(int(counter.read_text(encoding="ascii")) for counter in counters) if counters else None
     return None
 
 

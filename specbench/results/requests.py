@@ -1,17 +1,18 @@
-"""Latencies of requests decoded in batches, and how speedups depend on the batch size."""
+"""Latencies of requests decoded in batches, and how speedups depend on batch size and length of context."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from specbench.base.record import Estimate
+from specbench.base.textsafe import one_line
 from specbench.results.results import Results
-from specbench.results.run import RIVALS, RunConfig
+from specbench.results.run import RIVALS, RunConfig, RunWarning
 from specbench.results.summary import Summary, SummaryRow, acceptance_rate, configs_of, speed_of
 
 PERCENTILES = ("p50", "p95", "p99")
@@ -131,3 +132,51 @@ def is_closed(config: RunConfig) -> bool:
 def batch_curves(summary: Summary) -> list[Curve]:
     """Return the curves by batch size, with as many clients as the batch size; see ``curves_of``."""
     return curves_of(row for row in summary.rows if row.config.batch is not None and is_closed(row.config))
+
+
+def context_curves(summary: Summary) -> list[Curve]:
+    """Return the curves by length of context, see ``curves_of``."""
+    return curves_of(row for row in summary.rows if row.config.context is not None)
+
+
+_BLIND = 1 / 3
+"""A drafter is blind where surely fewer than this share of its drafts at the shortest context is accepted."""
+
+
+def blind_drafters(summary: Summary) -> Iterator[RunWarning]:
+    """Yield a warning for each drafter whose drafts stop, or stop being accepted, from some length of context on."""
+    named: set[tuple[str, float]] = set()
+    curves = sorted(context_curves(summary), key=lambda curve: curve.rows[0].config.gamma is None)
+    for curve in curves:  # fixed lengths first: a policy may have stopped for other reasons
+        config, first = curve.rows[0].config, curve.rows[0]
+        key = (config.drafter, config.temperature)
+        row = next((row for row in curve.rows[1:] if _is_blind(row, first)), None)
+        if row is None or key in named or config.kind == "server":
+            continue
+        named.add(key)
+        at, name = f"{size_of(row):,} tokens of context", one_line(config.drafter)
+        if not row.mean_gamma > 0:
+            message = f"{name} drafts nothing at {at}: that is beyond the context that it can read."
+        else:
+            message = (
+                f"{name} is blind at {at}: {row.acceptance_tested.value:.0%} of its tested drafts are accepted there,"
+                f" {first.acceptance_tested.value:.0%} at {size_of(first):,}."
+            )
+        yield RunWarning(
+            "blind-drafter", "warning", message, "Use it for shorter contexts.", {"context": size_of(row)}
+        )
+
+
+def _is_blind(row: SummaryRow, first: SummaryRow) -> bool:
+    """Return whether a row accepts surely much less than the first of its curve, or drafts nothing at all."""
+    if not first.mean_gamma > 0:
+        return False
+    if not row.mean_gamma > 0:
+        return row.config.gamma is not None
+    before, after = first.acceptance_tested, row.acceptance_tested
+    return _end(after, "high") < _BLIND * _end(before, "low")
+
+
+def _end(estimate: Estimate, name: str) -> float:
+    end: float | None = getattr(estimate, name)
+    return estimate.value if end is None else end

@@ -12,12 +12,12 @@ from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
-from specbench.results.contexts import context_curves
 from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.requests import (
     Curve,
     RequestRow,
     batch_curves,
+    context_curves,
     is_closed,
     request_rows,
     size_of,

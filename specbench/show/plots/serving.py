@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from specbench.results.contexts import context_curves
-from specbench.results.requests import RequestRow, batch_curves, is_closed, request_rows
+from specbench.results.requests import RequestRow, batch_curves, context_curves, is_closed, request_rows
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
@@ -32,7 +31,7 @@ def servers(run: PlotData) -> Figure:
     if not rows:
         raise NoDataError("no servers were measured one request at a time")
     places = np.arange(len(rows))
-    body, both = canvas.panels(run, 2, 0.55 + 0.24 * len(rows), sharey=True)
+    body, both = canvas.panels(2, 0.55 + 0.24 * len(rows), sharey=True)
     titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
     for axes, name, title in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
         for place, row, value, low, high in zip(places, rows, *canvas.estimates(rows, name), strict=True):
@@ -79,7 +78,7 @@ def latency(run: PlotData) -> Figure:
     requests = request_rows(run.results)
     if not requests:
         raise NoDataError(_ALONE)
-    body, both = canvas.panels(run, 2, 2.55, "tokens/s of all requests", sharey=True)
+    body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
     lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
         for number, (label, mine, style) in enumerate(lines):
@@ -100,7 +99,7 @@ def latency(run: PlotData) -> Figure:
                     f"{batch}",
                     (time, speed),
                     color=style["color"],
-                    fontsize=canvas.font_size(0.75),
+                    fontsize=0.75 * canvas.FONT_SIZE,
                     **numbers,
                 )
         axes.set_xlabel(title)
