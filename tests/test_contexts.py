@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from scripted import ScriptedScorer, random_table
 from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
+from specbench.results.contexts import context_curves
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
@@ -30,7 +31,6 @@ from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs, read_costs
 from specbench.policies.costs import GivenCosts
-from specbench.results.contexts import context_curves
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.predict import predict
 from specbench.results.requests import Curve

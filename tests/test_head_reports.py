@@ -18,7 +18,6 @@ from specbench.results.heads import best_measurement, distinct_trainings, head_r
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
 from specbench.show import tables
-from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
 
 HEAD, FREE = Drafter("head (int8)", 0.4, 0.1, spread=0.2), Drafter("lookup", 0.6, 0.001)
@@ -85,8 +84,7 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
     slower = {row.config.label for row in rows if row.verdict == "slower"}
     assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
-    report, (page, markdown) = write_report(folder, tmp_path)
-    assert "plots/training.png" in {image.path for image in report.figures}
+    _, (page, markdown) = write_report(folder, tmp_path)
     for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
         assert "Trained heads" in text
         assert "first accepted" in text
@@ -103,25 +101,13 @@ def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
     assert "head (int8) is the head after 300,000 tokens." in sheet.notes
     _, (page, markdown) = write_report(folder, tmp_path)
     for file in (page, markdown):
-        assert "300,000" in (text := file.read_text(encoding="utf-8"))
-        assert "Its figures are in the table 'Training'" in text.replace("&#39;", "'")
-
-
-def test_the_figure_shows_acceptance_by_place_against_tokens(df):
-    left, right = draw_figures(df, ["training"]).figures["training"].axes
-    assert [line.get_xydata().tolist() for line in left.lines] == [
-        [[0, 0.01], [300_000, 0.4], [600_000, 0.35]],
-        [[300_000, 0.3], [600_000, 0.3]],
-    ]
-    assert [line.get_ydata().tolist() for line in right.lines] == [[1.01, 1.5, 1.4], [1.0, 1.7, 1.6]]
+        assert "300,000" in file.read_text(encoding="utf-8")
 
 
 def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
     df = load_results(
         run_with(tmp_path / "run", {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}})
     )
-    left, _ = draw_figures(df, ["training"]).figures["training"].axes
-    assert left.get_title(loc="left") == FREE.name
     assert {row.drafter for row in training_rows(df)} == {FREE.name}
 
 
@@ -136,7 +122,6 @@ def test_in_a_cascade_the_drafts_of_both_parts_count(df):
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     df = load_results(run_with(tmp_path / "run", None))
     assert head_rows(df) == training_rows(df) == []
-    assert "no head was trained by specbench" in draw_figures(df).skipped["training"]
 
 
 def test_a_damaged_story_is_left_out(tmp_path):

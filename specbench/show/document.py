@@ -90,7 +90,6 @@ class Sheet:
         matrix: Whether all columns are equally important, so that columns that do not fit are shown in further tables.
         folded: Whether Markdown shows only the number of rows until the reader unfolds the table.
         elsewhere: Where to find the columns that were left out.
-        caption: What holds for all rows, said above them.
     """
 
     headings: list[str]
@@ -104,7 +103,6 @@ class Sheet:
     matrix: bool = False
     folded: bool = False
     elsewhere: str = "in summary.md, or on a wider terminal"
-    caption: str = ""
 
 
 Part = Heading | Paragraph | Code | Items | Facts | Image | Sheet
@@ -138,7 +136,6 @@ def _markdown(part: Part) -> str:
         case Sheet():
             sides = ["---", *("---" if i in part.left else "---:" for i in range(1, len(part.headings)))]
             table = "\n".join([_row(part.headings), f"| {' | '.join(sides)} |", *map(_row, part.rows)])
-            table = f"{_escaped(part.caption)}\n\n{table}" if part.caption else table
             table = f"{table}\n\n{_markdown(Items(part.notes))}" if part.notes else table
             summary = f"<details><summary>{len(part.rows)} rows</summary>"
             return f"{summary}\n\n{table}\n\n</details>" if part.folded else table
@@ -201,8 +198,6 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
                 console.print(_grid(part))
             case Sheet():
                 tables, notes = _tables(part, console.width)
-                if part.caption:
-                    say(part.caption, whole=False)
                 for table in tables:
                     console.print(table)
                 for note in notes:

@@ -21,7 +21,6 @@ from specbench.show.document import Sheet
 
 Row = TypeVar("Row")
 
-_LONG_NAME = 20  # letters of a drafter's name above which it breaks a row into lines
 _FOR_P95, _FOR_P99 = 20, 100
 """Requests from which these percentiles are no longer close to the largest value."""
 
@@ -340,19 +339,6 @@ def _prompts_of_all(summary: Summary) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _with_one_drafter(sheet: Sheet, configs: Sequence[RunConfig]) -> Sheet:
-    """Return a table that says a long name of its only drafter once, above."""
-    names = {config.drafter for config in configs if config.kind == "speculative"}
-    drafter = one_line(names.pop()) if len(names) == 1 else ""
-    if len(drafter) < _LONG_NAME:
-        return sheet
-    rows = [
-        [row[0].removeprefix(drafter).strip() if config.kind == "speculative" else row[0], *row[1:]]
-        for config, row in zip(configs, sheet.rows, strict=True)
-    ]
-    return replace(sheet, rows=rows, caption=f"Drafter: {drafter}.")
-
-
 def summary_sheet(summary: Summary) -> Sheet:
     """Return the table of the summary, without columns that are empty or only say that nothing failed."""
 
@@ -366,9 +352,7 @@ def summary_sheet(summary: Summary) -> Sheet:
 
     marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
     columns = [*filter(is_needed, _SUMMARY_COLUMNS)]
-    sheet = _with_one_drafter(
-        _sheet(summary.rows, columns, notes(summary), frozenset(marked)), [row.config for row in summary.rows]
-    )
+    sheet = _sheet(summary.rows, columns, notes(summary), frozenset(marked))
     for number in marked:
         at = sheet.headings.index("verdict")
         sheet.rows[number][at] = sheet.rows[number][at].replace("faster", "fastest")
@@ -420,7 +404,7 @@ def category_sheet(categories: Categories, summary: Summary) -> Sheet:
     if any(row.speedup.basis == "repeats" for row in categories.rows):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, names), "overall"]
-    return _with_one_drafter(Sheet(headings, rows, values, notes=said, matrix=True), [*configs.values()])
+    return Sheet(headings, rows, values, notes=said, matrix=True)
 
 
 def _cell_text(speedup: Estimate, tokens_per_step: float) -> str:
@@ -458,8 +442,7 @@ def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    sheet = _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
-    return _with_one_drafter(sheet, [row.config for row in rows])
+    return _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
 
 
 def head_sheet(rows: Sequence[HeadRow]) -> Sheet:

@@ -13,7 +13,6 @@ from specbench.base.textsafe import terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
 from specbench.show.document import Facts, Heading, Part, Sheet, Span, show
-from specbench.show.notes import meanings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +33,18 @@ _STYLES = {
 }
 SIGNS = {"accepted": "✓", "rejected": "✗", "untested": "·"}
 _MARKS = {"accepted": ("", ""), "corrected": ("⟨", "⟩"), "bonus": ("⟨+", "⟩"), "target": ("⟨=", "⟩")}
+_NOTES = {
+    "rate": "tokens per second that a further draft token must reach to be worth its time",
+    "survival": "estimated probability that the whole draft is accepted",
+    "probe": "1 if the step drafts only to learn",
+    "blind": "1 if the drafter has not read the whole context",
+    "gamma": "the draft length that is aimed at",
+    "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
+    "H_ema": "its moving average, which sets γ",
+    "lambda": "minimum acceptance probability to continue drafting",
+    "threshold": "minimum probability of a draft to continue drafting",
+}
+"""What the values mean that draft policies note in each step."""
 _DIGITS = "₀₁₂₃₄₅₆₇₈₉"
 
 
@@ -171,8 +182,9 @@ class TraceParts:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))
             facts += (
-                ("", [(each, "dim")])
-                for each in meanings(name for name in event.policy if name not in self._explained)
+                ("", [(f"{name}: {_NOTES[name]}.", "dim")])
+                for name in event.policy
+                if name in _NOTES and name not in self._explained
             )
             self._explained |= event.policy.keys()
         for text, origin in tokens_of(event):

@@ -13,7 +13,6 @@ from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -24,9 +23,9 @@ from PIL import Image
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
-from specbench.show.plots.canvas import FIGURES, SIZES, STYLE, Look, NoDataError, PlotData
+from specbench.show.plots.canvas import FIGURES, STYLE, NoDataError, PlotData
 
-__all__ = ["FIGURES", "FORMATS", "Drawn", "Look", "draw_figures", "figure_bytes", "save_figure"]
+__all__ = ["FIGURES", "FORMATS", "Drawn", "draw_figures", "figure_bytes", "save_figure"]
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -43,13 +42,12 @@ class Drawn:
     skipped: dict[str, str]
 
 
-def draw_figures(results: Results, only: Collection[str] | None = None, look: Look | None = None) -> Drawn:
+def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn:
     """Draw figures of a run.
 
     Args:
         results: The run.
         only: Names of ``FIGURES``; ``None`` for all of them.
-        look: Layout of the figures.
 
     Raises:
         UsageError: There is no figure of such a name, or nothing can be drawn.
@@ -61,14 +59,11 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Continue its sweep."
         )
-    look = look or Look()
-    run = PlotData(results, look)
+    run = PlotData(results)
     figures: dict[str, Figure] = {}
     skipped: dict[str, str] = {}
-    style: Any = {**STYLE, **{name: share * look.font_size for name, share in SIZES.items()}}
-    with rc_context(style), warnings.catch_warnings():
+    with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may hold any letter
-        warnings.filterwarnings("error", message="constrained_layout not applied")
         for name, kind in FIGURES.items():
             if only is None or name in only:
                 try:
@@ -76,8 +71,6 @@ def draw_figures(results: Results, only: Collection[str] | None = None, look: Lo
                 except NoDataError as reason:
                     unknown_steps = run.servers and not kind.of_servers
                     skipped[name] = "servers do not report their steps" if unknown_steps else str(reason)
-                except UserWarning:
-                    skipped[name] = "its text does not fit into its width"
     if not figures:
         raise UsageError(
             f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."

@@ -30,7 +30,7 @@ _RARE = 0.01  # share of steps below which the longest accepted lengths are not 
 @figure("acceptance", "acceptance rate and α against γ", table="Acceptance and time")
 def acceptance(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "acceptance_rate")
-    body, (left, right) = canvas.panels(run, 2, 2.45, "share of tokens", sharey=True)
+    body, (left, right) = canvas.panels(2, 2.45, "share of tokens", sharey=True)
     halves = ((left, "acceptance_rate", "accepted / drafted"), (right, "alpha", "α of tested drafts"))
     for axes, name, title in halves:
         canvas.gamma_axis(axes, [x for each in series for x in each.x])
@@ -62,7 +62,7 @@ def positions(run: PlotData) -> Figure:
     shown = [(name, known[config], style) for name, config, style in lines if config in known]
     if all(row.tested < _TOO_FEW for _, rows, _ in shown for row in rows):
         raise NoDataError(f"fewer than {_TOO_FEW} drafts were tested at every position")
-    body, both = canvas.panels(run, 2, 2.45, "share of tokens", sharey=True)
+    body, both = canvas.panels(2, 2.45, "share of tokens", sharey=True)
     few = False
     for axes, of_tested in zip(both, (True, False), strict=True):
         for name, rows, style in shown:
@@ -112,7 +112,7 @@ def accepted_length(run: PlotData) -> Figure:
             chosen.append((series, rows[int(np.argmax(np.nan_to_num(figures)))]))
     if not chosen:
         raise NoDataError("no step drafted more than one token" if known else "nothing was drafted")
-    body, grid = canvas.panels(run, len(chosen), 2.0, "share of steps", narrowest=13, sharey=True)
+    body, grid = canvas.panels(len(chosen), 2.0, "share of steps", narrowest=13, sharey=True)
     cut = False
     dashes: Any = {"linestyle": "none", "marker": "_", "markersize": 7, "markeredgewidth": 1.5}
     for axes, (series, row) in zip(grid, chosen, strict=True):
@@ -125,10 +125,10 @@ def accepted_length(run: PlotData) -> Figure:
         x = [each.accepted for each in mine]
         axes.bar(x, [each.share for each in mine], 0.8, color=series.color)
         axes.plot(x, [each.share_iid for each in mine], color=canvas.BLACK, zorder=3, **dashes)
-        title, pad = canvas.two_lines(series.name_at(row)), canvas.font_size(1.75)
-        axes.set_title(title, fontsize=canvas.font_size(0.94), pad=pad)
+        title, pad = canvas.two_lines(series.name_at(row)), 1.75 * canvas.FONT_SIZE
+        axes.set_title(title, fontsize=0.94 * canvas.FONT_SIZE, pad=pad)
         below = f"mean {mean:.2f}" + (f"; {undrafted:.0%} empty" if undrafted >= 0.005 else "")
-        note: Any = {"transform": axes.transAxes, "fontsize": canvas.font_size(0.79), "color": "#505050"}
+        note: Any = {"transform": axes.transAxes, "fontsize": 0.79 * canvas.FONT_SIZE, "color": "#505050"}
         axes.text(0.0, 1.03, below, **note)
         axes.xaxis.set_major_locator(FixedLocator(x[:: max(1, math.ceil(len(x) / 7))]))
         axes.set_xlim(-0.6, max(*x, 4) + 0.6)
@@ -153,7 +153,7 @@ def trees(run: PlotData) -> Figure:
         raise NoDataError("no tree was drafted")
     rows = [row for row in run.rows if not math.isnan(row.mean_nodes)]
     rows.sort(key=lambda row: row.tokens_per_step.value)
-    body, grid = canvas.panels(run, 3, 0.45 + 0.3 * len(rows), sharey=True)
+    body, grid = canvas.panels(3, 0.45 + 0.3 * len(rows), sharey=True)
     no_interval = np.full(len(rows), math.nan)
     shown = (
         ("tokens per step", canvas.estimates(rows, "tokens_per_step")),
@@ -170,7 +170,7 @@ def trees(run: PlotData) -> Figure:
             axes.errorbar(value, number, xerr=error, fmt=marker, color=color, markersize=4)
         axes.set_ylim(-0.7, len(rows) - 0.3)
         names = [_name(row, run) for row in rows]
-        axes.set_yticks(range(len(rows)), names, fontsize=canvas.font_size(0.79))
+        axes.set_yticks(range(len(rows)), names, fontsize=0.79 * canvas.FONT_SIZE)
         axes.set_xlabel(label)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.margins(x=0.1)
@@ -196,7 +196,7 @@ def rank_rates(run: PlotData) -> Figure:
             lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)
     if not lines:
         raise NoDataError(f"fewer than {_LEAST_TESTED} nodes were tested of every tree")
-    body, grid = canvas.panels(run, len(lines), 2.1, "accepted, of those tested", narrowest=13, sharey=True)
+    body, grid = canvas.panels(len(lines), 2.1, "accepted, of those tested", narrowest=13, sharey=True)
     for axes, (config, by_rank) in zip(grid, lines.items(), strict=True):
         for rank, line in sorted(by_rank.items()):
             depths, rates = [row.depth for row in line], [row.rate for row in line]
@@ -204,7 +204,7 @@ def rank_rates(run: PlotData) -> Figure:
             style: Any = {"color": color, "marker": ".", "linestyle": _BY_RANK[rank]}
             axes.plot(depths, rates, label=f"rank {rank + 1}", **style)
         name = canvas.two_lines(_name(run.summary.row(config), run))
-        axes.set_title(name, fontsize=canvas.font_size(0.94))
+        axes.set_title(name, fontsize=0.94 * canvas.FONT_SIZE)
         axes.set_xlabel("depth")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         canvas.share_axis(axes)

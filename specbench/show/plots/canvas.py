@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
@@ -36,6 +35,7 @@ PURPLE, SKY, _RED, BLACK, GRAY = "#CC79A7", "#56B4E9", "#882255", "#000000", "#7
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, _RED, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WIDTH = 6.8  # inches: two columns of a paper
+FONT_SIZE = 8.0  # points
 INK = "#303030"
 DASHED = (0, (4, 3))
 _LEVELS: Any = (DASHED, (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)))
@@ -45,6 +45,13 @@ _SHOWN = 1.6  # factor from a value up to which its interval is shown
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
+    "font.size": FONT_SIZE,
+    "axes.titlesize": FONT_SIZE,
+    "axes.labelsize": FONT_SIZE,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "legend.fontsize": 7.5,
+    "figure.titlesize": 9.5,
     "figure.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -66,30 +73,6 @@ STYLE: Any = {
     "svg.hashsalt": "specbench",
     "pdf.fonttype": 42,
 }
-SIZES = {
-    "font.size": 1.0, "axes.titlesize": 1.0, "axes.labelsize": 1.0, "xtick.labelsize": 0.94, "ytick.labelsize": 0.94,
-    "legend.fontsize": 0.94, "figure.titlesize": 1.19,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Layout of figures.
-
-    Attributes:
-        width: Width in inches; ``None`` for the width that suits each figure.
-        font_size: Font size in points; notes are smaller, titles larger.
-        framed: Whether figures have a title and a caption; in a paper, the text has them.
-    """
-
-    width: float | None = None
-    font_size: float = 8.0
-    framed: bool = True
-
-
-def font_size(share: float) -> float:
-    """Return a font size relative to that of the figure."""
-    return share * float(rcParams["font.size"])
 
 
 class NoDataError(Exception):
@@ -192,10 +175,8 @@ class Series:
 class PlotData:
     """A run, with the data that several figures need."""
 
-    def __init__(self, results: Results, look: Look) -> None:
+    def __init__(self, results: Results) -> None:
         self.results = results
-        self.look = look
-        self.width = look.width or WIDTH
         self.run = results.run
         self.summary = summarize(results)
         self.rows = self.summary.rows
@@ -350,9 +331,9 @@ def two_lines(name: str) -> str:
 # --- Common parts ---------------------------------------------------------------------------------
 
 
-def new_figure(run: PlotData, height: float, width: float | None = None) -> SubFigure:
-    """Return the part of a new figure between title and caption; ``height`` is in inches for letters of 8 points."""
-    figure = Figure((run.look.width or width or WIDTH, height * font_size(1.0) / 8), layout="constrained")
+def new_figure(height: float, width: float = WIDTH) -> SubFigure:
+    """Return the part of a new figure between title and caption; sizes are in inches."""
+    figure = Figure((width, height), layout="constrained")
     FigureCanvasAgg(figure)  # one renderer for all layouts, which caches the size of each text
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.06, h_pad=0.05, wspace=0.03, hspace=0.03)
@@ -362,22 +343,21 @@ def new_figure(run: PlotData, height: float, width: float | None = None) -> SubF
 
 
 def panels(
-    run: PlotData, count: int, height: float, ylabel: str = "", narrowest: int = 20, **shared: Any
+    count: int, height: float, ylabel: str = "", narrowest: int = 20, **shared: Any
 ) -> tuple[SubFigure, list[Axes]]:
     """Return axes next to each other, in as many rows as needed.
 
     Args:
-        run: The data to draw.
         count: Number of axes.
         height: Height of each, as in ``new_figure``.
         ylabel: Label of the y axis, for the first in every row.
         narrowest: Minimum width of each, in letters.
         **shared: Which axes are shared, as in ``Figure.subplots``.
     """
-    lines = math.ceil(count / max(1, int(72 * run.width / (narrowest * run.look.font_size))))
+    panel = narrowest * FONT_SIZE / 72
+    lines = math.ceil(count / int(WIDTH / panel))
     columns = math.ceil(count / lines)
-    panel = narrowest * run.look.font_size / 72
-    body = new_figure(run, height * lines + 0.75, min(WIDTH, 1.0 + 1.6 * panel * columns))
+    body = new_figure(height * lines + 0.75, min(WIDTH, 1.0 + 1.6 * panel * columns))
     grid = list(body.subplots(lines, columns, squeeze=False, **shared).flat)
     for axes in grid[count:]:
         axes.remove()
@@ -395,9 +375,7 @@ def finish(body: SubFigure, run: PlotData, title: str, *remarks: str) -> Figure:
     if len(run.drafters) == 1:
         title = f"{title}: {short(run.drafters[0], 40)}"
     figure.set_label(title)  # of the file
-    if not run.look.framed:
-        return figure
-    letters = 72 * figure.get_figwidth() / run.look.font_size  # in a line, if they are as wide as high
+    letters = 72 * figure.get_figwidth() / FONT_SIZE  # in a line, if they are as wide as high
     titles = textwrap.wrap(title, int(1.35 * letters))
     figure.suptitle("\n".join(titles), x=0.01, ha="left")
     width = int(2.3 * letters)  # in characters of the caption's size
@@ -407,7 +385,7 @@ def finish(body: SubFigure, run: PlotData, title: str, *remarks: str) -> Figure:
         lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, part]
     lines = [*textwrap.wrap(" ".join(filter(None, remarks)), width), *lines]
     _grow(figure, 1.45 * (len(titles) - 1) + 1.1 * max(0, len(lines) - 2))
-    style: Any = {"fontsize": font_size(0.79), "color": "#505050", "linespacing": 1.35}
+    style: Any = {"fontsize": 0.79 * FONT_SIZE, "color": "#505050", "linespacing": 1.35}
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", **style)
     return figure
 
@@ -422,7 +400,7 @@ def _legend(body: SubFigure) -> None:
         return
     figure = body.get_figure(root=True)
     assert isinstance(figure, Figure)
-    letters = 72 * figure.get_figwidth() / (0.58 * font_size(0.94))
+    letters = 72 * figure.get_figwidth() / (0.58 * 7.5)
     names = [short(label, max(8, int(letters) - 8)) for label in found]
     columns = max(1, min(len(names), int(letters / (max(map(len, names)) + 5.5))))
     style: Any = {"frameon": False, "labelcolor": INK, "handlelength": 1.6, "columnspacing": 1.2}
@@ -431,7 +409,7 @@ def _legend(body: SubFigure) -> None:
 
 
 def _grow(figure: Figure, lines: float) -> None:
-    figure.set_figheight(figure.get_figheight() + lines * font_size(1.0) / 72)
+    figure.set_figheight(figure.get_figheight() + lines * FONT_SIZE / 72)
 
 
 def grid_lines(axes: Axes, axis: str = "y") -> None:
@@ -458,7 +436,7 @@ def one_panel(
     title: str, *remarks: str,
 ) -> Figure:  # fmt: skip
     """Return a figure of a metric with its intervals, against γ, or against the load that a first label names."""
-    body = new_figure(run, 3.6)
+    body = new_figure(3.6)
     axes = body.subplots()
     (gamma_axis if not labels[0] else load_axis)(axes, [x for each in series for x in each.x])
     said = draw_series(axes, series, name, include=[*levels.values()])
@@ -577,7 +555,6 @@ def with_gamma(run: PlotData, name: str) -> list[Series]:
 
 WHY_NOT = {
     "speedup": "no speculative configuration has a generation whose baseline finished too",
-    "tokens_per_second": "no speculative configuration has finished a generation of two tokens or more",
     "acceptance_rate": "nothing was drafted",
     "predicted_speedup": "the costs of single passes were not measured, nothing was drafted, or others used the"
     " processor most of the time",

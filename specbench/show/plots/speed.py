@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from specbench.results.stats import WIDENED, decimals, ratio_text
 from specbench.results.summary import CategoryRow, categorize
 from specbench.show.plots import canvas
-from specbench.show.plots.canvas import NoDataError, PlotData, figure, font_size, short
+from specbench.show.plots.canvas import FONT_SIZE, NoDataError, PlotData, figure, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,26 +32,10 @@ def speedup(run: PlotData) -> Figure:
     return canvas.one_panel(run, series, "speedup", labels, levels, "Speedup against draft length")
 
 
-@figure("tokens-per-second", "decode speed against γ", table="Speed")
-def tokens_per_second(run: PlotData) -> Figure:
-    levels = {
-        f"{short(row.config.label, 22)} {decimals(row.tokens_per_second.value)}": row.tokens_per_second.value
-        for row in (*run.plain, *run.levels)
-        if not math.isnan(row.tokens_per_second.value)
-    }
-    labels, remark = (
-        ("", "decode speed (tokens/s)"),
-        "Geometric means over prompts, without the time to first token.",
-    )
-    series = canvas.with_gamma(run, "tokens_per_second")
-    title = "Decode speed against draft length"
-    return canvas.one_panel(run, series, "tokens_per_second", labels, levels, title, remark)
-
-
 @figure("prediction", "predicted against measured speedup", table="Speed")
 def prediction(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "predicted_speedup")
-    body, both = canvas.panels(run, 2, 3.0, "measured speedup (×)", sharex=True, sharey=True)
+    body, both = canvas.panels(2, 3.0, "measured speedup (×)", sharex=True, sharey=True)
     titles = {
         "predicted_speedup": "from tokens per step",
         "predicted_speedup_iid": "from α alone (i.i.d. tests)",
@@ -98,12 +82,12 @@ def by_category(run: PlotData) -> Figure:
     line = 0.17 if plain_cells else 0.27  # inches of a row
     heads = {name: short(name, 18).replace("-", "-\n", 1) for name in categories}
     longest = max(len(part) for head in heads.values() for part in head.split("\n"))
-    wide = max(0.046 if plain_cells else 0.07, 0.0068 * longest) * font_size(1.0)  # inches of a cell
-    margin = 0.35 + 0.0068 * font_size(1.0) * max(map(len, names))
-    width = run.look.width or max(4.2, min(9.5, margin + 1.1 * wide * len(categories)))
+    wide = max(0.046 if plain_cells else 0.07, 0.0068 * longest) * FONT_SIZE  # inches of a cell
+    margin = 0.35 + 0.0068 * FONT_SIZE * max(map(len, names))
+    width = max(4.2, min(9.5, margin + 1.1 * wide * len(categories)))
     lines = math.ceil(len(categories) / max(1, int((width - margin) / wide)))
     each = math.ceil(len(categories) / lines)  # categories next to each other
-    body = canvas.new_figure(run, 0.85 + lines * (0.45 + line * len(rows)), width)
+    body = canvas.new_figure(0.85 + lines * (0.45 + line * len(rows)), width)
     widest = max(math.log(1.25), *(abs(math.log(cell.speedup.value)) for cell in cells))
     for number, axes in enumerate(body.subplots(lines, 1, squeeze=False)[:, 0]):
         mine = categories[number * each : (number + 1) * each]
@@ -118,7 +102,7 @@ def by_category(run: PlotData) -> Figure:
         axes.set_xlim(-0.5, each - 0.5)
         axes.xaxis.tick_top()
         axes.set_yticks(range(len(rows)), names)
-        axes.tick_params(length=0, labelsize=font_size(0.85))
+        axes.tick_params(length=0, labelsize=0.85 * FONT_SIZE)
         axes.spines[:].set_visible(False)
         for i in range(1, len(rows)):
             if rows[i].config.drafter != rows[i - 1].config.drafter:
@@ -152,10 +136,10 @@ def _write_cell(axes: Axes, x: int, y: int, cell: CategoryRow, ink: str) -> None
     weight = "normal" if cell.verdict == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
     ratio, alone = decimals(cell.speedup.value), low is None or high is None
-    axes.text(x, y if alone else y - 0.17, ratio, fontsize=font_size(0.83), weight=weight, **middle)
+    axes.text(x, y if alone else y - 0.17, ratio, fontsize=0.83 * FONT_SIZE, weight=weight, **middle)
     if low is not None and high is not None:
         star = "*" if cell.speedup.basis == "repeats" else ""
-        axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}{star}", fontsize=font_size(0.63), **middle)
+        axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}{star}", fontsize=0.63 * FONT_SIZE, **middle)
 
 
 def _end(value: float) -> str:
