@@ -824,19 +824,6 @@ def test_the_result_is_ready_for_json():
             assert fields["exact"]["sound"] == setup.residual_adjustment
 
 
-def test_how_long_a_prompt_took_is_told_behind_the_first():
-    for sampling in (Greedy(), Multinomial(0.9)):
-        checking = DecodingCheck(setup_of(sampling=sampling), [Case("a", PROMPT), Case("b", (3, 3, 6))])
-        told: list[tuple[float, float, int]] = []
-        checking.announce = lambda *seconds, made=checking, told=told: told.append(
-            (*seconds, len(made.result().greedy))
-        )
-        checking.check_steps()
-        ((seconds, plainly_s, done),) = told
-        assert 0 < plainly_s < seconds
-        assert done == 1
-
-
 def test_rules_end_outputs_as_the_loop_does():
     setup = setup_of(max_new_tokens=5, end_ids=(9,))
     setup.target.context_limit = 7

@@ -32,7 +32,6 @@ def check_parts(
     *,
     dtype: str,
     piece: Piece | None,
-    verbose: bool,
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
 
@@ -41,21 +40,18 @@ def check_parts(
         target: The target and its cache, in words.
         dtype: Name of the dtype whose rounding is the unit of gaps.
         piece: Returns a token's text; ``None`` shows ids alone.
-        verbose: Whether to show all findings, not only those that are wrong.
     """
     parts: list[Part] = [Paragraph(_headline(results), "bold")]
     if not all(result.complete for _, result in results):
         parts.append(_INTERRUPTED)
-    label, first = results[0]
+    parts.append(Paragraph(f"Target: {target}."))
     if len(results) > 1:
-        parts += [Paragraph(f"Target: {target}."), _comparison_table(results)]
-    elif verbose:
-        rows = [list(row) for row in _findings(first)]
-        parts += [Paragraph(f"Target: {target}."), _table(["checked", "on", "found", "verdict"], rows)]
+        parts.append(_comparison_table(results))
     else:
-        parts += map(Paragraph, [f"Target: {target}.", *_summary(first)])
+        rows = [list(row) for row in _findings(results[0][1])]
+        parts.append(_table(["checked", "on", "found", "verdict"], rows))
     for label, result in results:
-        if result.verdict == "wrong" or (verbose and result.verdict != "identical"):
+        if result.verdict == "wrong":
             details = [*_details(result, dtype, piece)]
             parts += [Paragraph(label, "bold"), *details] if len(results) > 1 else details
     return parts
@@ -84,15 +80,6 @@ def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
     return f"Lossless in this check: {what} the target's {kept}{tie} {on}."
 
 
-def _summary(result: CheckResult) -> Iterator[str]:
-    """Yield the findings on one configuration in two lines."""
-    found = {name: f"{_LABELS[name]}: {what}" for name, _, what, _ in _findings(result) if name in _LABELS}
-    for names in (("plain", "transformers", "logits", "bits"), ("steps", "exact")):
-        line = "; ".join(found[name] for name in names if name in found)
-        if line:
-            yield f"{line[0].upper()}{line[1:]}."
-
-
 def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
     """Return a row for each configuration, with the verdicts on its findings."""
     found = [{name: verdict for name, _, _, verdict in _findings(result)} for _, result in results]
@@ -105,10 +92,6 @@ def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
 
 
 _FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact")
-_LABELS = {
-    "plain": "Greedy outputs against plain decoding", "transformers": "against transformers", "logits": "logits",
-    "bits": "rows of logits bit for bit", "steps": "Steps", "exact": "distributions of tokens",
-}  # fmt: skip
 
 
 def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,6 @@ class DecodingCheck:
 
     Attributes:
         progress: Receives the stages; ``None`` for none.
-        announce: Called after the first prompt with the seconds that it took, and those of plain decoding among them.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class DecodingCheck:
         self._no_transformers, self._bit_exact = no_transformers, bit_exact
         self._plain_outputs = {} if plain_outputs is None else plain_outputs
         self.progress: Progress | None = None
-        self.announce: Callable[[float, float], None] | None = None
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
 
@@ -71,17 +68,13 @@ class DecodingCheck:
         """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
         for done, case in enumerate(self.cases):
             self._report("prompts", done, len(self.cases))
-            began = time.monotonic()
             if case.prompt not in self._plain_outputs:
                 self._plain_outputs[case.prompt] = run_plain(self.setup, case.prompt)
-            plain_s = time.monotonic() - began
             plain = self._plain_outputs[case.prompt]
             result = check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype, plain)
             self._greedy.append(result)
             if not self.setup.sampling.greedy:
                 self._exact.append(check_exact(self.setup, case.id, case.prompt))
-            if done == 0 and self.announce is not None:
-                self.announce(time.monotonic() - began, plain_s)
 
     def result(self, *, complete: bool = True) -> CheckResult:
         """Return what was found so far."""

@@ -75,7 +75,6 @@ def check(
     caching: CacheOptions,
     sampling: SamplingOptions,
     json_output: opt.JsonOption = False,
-    verbose: opt.VerboseOption = False,
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
@@ -101,7 +100,6 @@ def check(
             system,
             Sampling(**sampling.transforms),
             json_output,
-            verbose,
             quiet,
             progress.console,
         )

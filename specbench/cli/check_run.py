@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
 
-_LONG_S = 10.0
-"""What takes less is not announced."""
-
 
 @dataclass
 class CheckRequest:
@@ -59,7 +55,6 @@ class CheckRequest:
     system: str | None
     sampling: Sampling
     json_output: bool
-    verbose: bool
     quiet: bool
     console: Console
 
@@ -100,10 +95,6 @@ def rounding_of(target: Target) -> str:
     return str(target.scorer.rounding).removeprefix("torch.")
 
 
-def _about(seconds: float) -> str:
-    return f"{max(1, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
 class DecodingJob:
     """Checks of each drafter with each policy that applies to it."""
 
@@ -131,7 +122,6 @@ class DecodingJob:
                     several = len(self._checks) > 1
                     place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
                     checking.progress = _Prefixed(progress, place)
-                    checking.announce = None if number else self._announce
                     checking.check_steps()
             complete = True
         finally:  # an interrupt loses nothing of what is checked
@@ -271,20 +261,10 @@ class DecodingJob:
             format=self.request.sampling.format,
         )
         answers = []
-        began = time.monotonic()
         for done, (_, ids) in enumerate(prompts):
             progress.update("transformers' own answers", done, len(prompts))
             answers.append(answer(ids))
-            if done == 0 and (seconds := (time.monotonic() - began) * (len(prompts) - 1)) >= _LONG_S:
-                self.request.note(f"The answers of transformers itself will take about {_about(seconds)}.")
         return answers
-
-    def _announce(self, seconds: float, plainly_s: float) -> None:
-        """Print how long the check will take, by the time of its first prompt; plain decoding is shared."""
-        prompts = len(self._checks[0][1].cases)
-        left = (prompts - 1) * seconds + (len(self._checks) - 1) * prompts * (seconds - plainly_s)
-        if left >= _LONG_S:
-            self.request.note(f"The check will take about {_about(left)} more.")
 
     def _show(self, results: Sequence[tuple[str, CheckResult]], complete: bool) -> None:
         """Print what was found, under what was checked."""
@@ -306,7 +286,6 @@ class DecodingJob:
             target,
             dtype=header["rounding"],
             piece=piece,
-            verbose=self.request.verbose,
         )
         show(console, *parts, wrap=console.is_terminal)
 
