@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from scripted import ScriptedScorer, random_table
 from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
-from specbench.results.contexts import context_curves
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
@@ -33,7 +32,7 @@ from specbench.policies import AutoLength, parse_costs, read_costs
 from specbench.policies.costs import GivenCosts
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.predict import predict
-from specbench.results.requests import Curve
+from specbench.results.requests import Curve, context_curves
 from specbench.results.results import load_results
 from specbench.results.steps import Steps
 from specbench.results.summary import Categories, SummaryRow, costs_at, summarize
