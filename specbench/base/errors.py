@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class SpecbenchError(Exception):
     """An error a user can act on.
@@ -11,16 +9,14 @@ class SpecbenchError(Exception):
     Args:
         message: One sentence that says what is wrong.
         hint: What to change; printed after the message.
-        commands: Command lines that do what the hint says; printed below it.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str | None = None, commands: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
-        self.commands = commands
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message} {self.hint}"

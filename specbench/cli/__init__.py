@@ -208,8 +208,6 @@ def _explain(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, SpecbenchError):
         _say(str(error))
-        for command in error.commands:
-            _print(f"    {' '.join(terminal_safe(command).split())}")
         return error.exit_code
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's own errors
         context = getattr(error, "ctx", None)

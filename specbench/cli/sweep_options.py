@@ -199,6 +199,9 @@ class TuneResultsOptions:
         "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
         " results/.",
     )
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
+    quiet: bool = _output(False, "--quiet -q", "No progress.")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
+from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
 from specbench.config import FILE_NAME
@@ -178,7 +179,6 @@ class SweepJob(RunJob):
         from specbench.cli.sweep_display import SweepDisplay
         from specbench.results.results import load_results
 
-        retry_failed = self._results.retry_failed
         with self.open_store(sources, accept_changes=self._results.accept_changes) as store:
             found = self._stored(store)
             self.say_at_start(start, notes, f": {found} there" if found else None)
@@ -186,14 +186,17 @@ class SweepJob(RunJob):
             warnings: Sequence[RunWarning] = ()
             for problem in store.problems:
                 self.say(problem)
-            with SweepDisplay(self.sweep, self.console, quiet=self.quiet) as display:
+            with StageProgress(self.quiet, animated=False) as progress:
+                self.console = progress.console
+                lines = not (self.quiet or self.console.is_terminal)
+                display = SweepDisplay(self.sweep, progress, self.say, lines=lines)
                 try:
                     result = run_sweep(
                         self.sweep,
                         store,
                         self.engine,
                         on_event=display.handle,
-                        retry_failed=retry_failed,
+                        retry_failed=self._results.retry_failed,
                         minutes=self._minutes,
                     )
                     warnings, failed = result.warnings, result.failed

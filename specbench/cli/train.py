@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_lines
-from specbench.cli.progress import starting
+from specbench.cli.progress import StageProgress, starting
 from specbench.options import MODELS, PROMPT, ModelOptions, group, panel, quantized
 from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 KindName = Literal["eagle", "mtp", "medusa"]
 
 TRAINING = "Training"
-_SAY_EVERY_S = 60.0
-"""Between lines of progress where there is no terminal."""
-
 _training = group(TRAINING)
 
 
@@ -132,19 +128,12 @@ def train(
         check_folder(out, resume=resume)
         with quiet_transformers():
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
-    display = _Display(quiet)
-    job = Training(
-        loaded,
-        chosen,
-        settings,
-        out,
-        source=", ".join(Path(source).name for source in sources),
-        resume=resume,
-        start=begun,
-        progress=display,
-    )
-    with display:
-        best = job.run()
+    source = ", ".join(Path(source).name for source in sources)
+    with StageProgress(quiet, animated=False) as bar:
+        display = _Display(bar, silent=quiet)
+        best = Training(
+            loaded, chosen, settings, out, source=source, resume=resume, start=begun, progress=display
+        ).run()
     _show_result(best, lessons.kind, out, as_json=json_output)
 
 
@@ -184,42 +173,14 @@ def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None
 
 
 class _Display(TrainingProgress):
-    """Progress of a training on stderr: a bar on a terminal, and a line for each measurement.
+    """A bar on a terminal, and a line for each measurement."""
 
-    Args:
-        silent: Print nothing.
-    """
-
-    def __init__(self, silent: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._silent = silent
-        self._console = Console(stderr=True, highlight=False)
-        self._bar = Progress(
-            BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            transient=True,
-            disable=silent or not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._said = time.monotonic()
-
-    def __enter__(self) -> _Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def __init__(self, progress: StageProgress, *, silent: bool) -> None:
+        self._progress, self._silent = progress, silent
 
     def say(self, words: str, done: int = 0, total: int | None = None) -> None:
         """Show the progress."""
-        self._bar.update(self._task, description=words, completed=done, total=total)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._said >= _SAY_EVERY_S:
-            self._said = now
-            self._print(words)
+        self._progress.update(words, done, total)
 
     def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
         of = "" if wanted is None else f" of {wanted:,}"
@@ -232,12 +193,7 @@ class _Display(TrainingProgress):
     def report_measurement(self, measured: Measured, *, best: bool) -> None:
         loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
         mark = ", the best so far" if best else ""
-        self._said = time.monotonic()
-        self._print(
-            f"{duration(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
-            f" {measured.tokens_per_step:.2f} tokens per step{mark}"
-        )
-
-    def _print(self, words: str) -> None:
+        line = f"{duration(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
+        line += f" {measured.tokens_per_step:.2f} tokens per step{mark}"
         if not self._silent:
-            self._console.print(words, markup=False, soft_wrap=True)
+            self._progress.console.print(line, markup=False, soft_wrap=True)

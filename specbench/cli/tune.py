@@ -28,9 +28,6 @@ def tune(
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: TuneResultsOptions,
-    json_output: opt.JsonOption = False,
-    verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
     """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
@@ -49,20 +46,8 @@ def tune(
     if engines.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 
-        more = tuple(arguments or ())
-        tune_engine(
-            target,
-            search,
-            engines,
-            servers,
-            decoding,
-            results,
-            more,
-            json_output=json_output,
-            verbose=verbose,
-            quiet=quiet,
-        )
+        tune_engine(target, search, engines, servers, decoding, results, arguments or ())
         return
     from specbench.cli.tune_run import run_tune
 
-    run_tune(target, search, models, decoding, results, json_output=json_output, verbose=verbose, quiet=quiet)
+    run_tune(target, search, models, decoding, results)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import typer
 
 from specbench.base.progress import quiet_transformers
-from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, check_batches
 from specbench.bench.prompts import interleave
@@ -21,8 +18,7 @@ from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import choose_prompts
-from specbench.cli.sweep_run import RunJob
-from specbench.cli.tune_run import race_state, tune_folder, wrapped
+from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
 from specbench.results.load import load_snapshot
 from specbench.results.store import RunStore
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions
     from specbench.tune.answer import TuneAnswer
-    from specbench.tune.race import Race
     from specbench.tune.search import Found
 
 _REPEATS = 2
@@ -49,14 +44,10 @@ def tune_engine(
     decoding: DecodingOptions,
     results: TuneResultsOptions,
     arguments: Sequence[str],
-    *,
-    json_output: bool,
-    verbose: bool,
-    quiet: bool,
 ) -> None:
     """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
     assert search.minutes is not None
-    clock, start = WallClock(), load_snapshot()
+    clock, start, quiet = WallClock(), load_snapshot(), results.quiet
     began, seconds = clock.now(), 60 * search.minutes
     with starting(quiet, every=True) as progress, quiet_transformers():
         chosen = choose_prompts(search, None, progress)
@@ -82,75 +73,32 @@ def tune_engine(
         job = _EngineJob(sweep, made, folder, quiet, planned)
         with job.open_store({**planned.sources(chosen), "tune": True}) as store:
             job.say_at_start(start, (), "" if results.resume else None)
-            found = job.search(store, clock, seconds, began + seconds - _ENDING_S, progress)
+            from specbench.tune.engine_search import EngineSearch
+
+            until = began + seconds - _ENDING_S
+            searching = EngineSearch(
+                sweep, job.settings, store, made, clock=clock, seconds=seconds, until=until, progress=progress
+            )
+            found = job.raced(searching.run, lambda: until - clock.now(), progress)
             answer = job.answer(found, store)
         said = made.summary()
-    job.show(answer, found, said, json_output=json_output, verbose=verbose)
+    job.show(answer, found, said, results)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
-class _EngineJob(RunJob):
+class _EngineJob(TuneJob):
     """A search over the settings of an engine."""
-
-    advice = "Restore what changed, or give other --results."
 
     def __init__(
         self, sweep: Sweep, made: LaunchedEngine, folder: Path, quiet: bool, planned: EngineServers
     ) -> None:
         super().__init__(sweep, made, folder, quiet)
-        self._launched, self._planned = made, planned
+        self._planned = planned
         alone = [config for config in sweep.configs if config.batch is None]
-        self._settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
+        self.settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
 
-    def search(
-        self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
-    ) -> Found:
-        """Try, choose, race and measure batches."""
-        from specbench.tune.engine_search import EngineSearch
-
-        search = EngineSearch(
-            self.sweep,
-            self._settings,
-            store,
-            self._launched,
-            clock=clock,
-            seconds=seconds,
-            until=until,
-            progress=progress,
-        )
-        labels = {config.id: config.label for config in self.sweep.configs}
-
-        def show(race: Race) -> None:
-            shown = race_state(race, labels, until - clock.now())
-            progress.update(f"racing: {shown}", 0, None)
-            if race.look_due and not self.quiet and not self.console.is_terminal:
-                self.say(shown)
-
-        found = None
-        try:
-            found = search.run(show)
-        finally:
-            if found is None or found.ending == "interrupted":
-                self.say(
-                    f"Measurements are in {self.folder}; to continue, run the same command with --results"
-                    f" {shlex.quote(str(self.folder))} --resume."
-                )
-        return found
-
-    def answer(self, found: Found, store: RunStore) -> TuneAnswer:
-        """Return the answer of the search, after storing it in the run."""
-        from specbench.results.results import load_results
-        from specbench.tune.answer import find_answer, stored_answer
-
-        answer = find_answer(found, self.sweep.configs, load_results(self.folder))
-        assert store.run.tuning is not None
-        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
-        return answer
-
-    def show(
-        self, answer: TuneAnswer, found: Found, starts: str, *, json_output: bool, verbose: bool
-    ) -> None:
+    def show(self, answer: TuneAnswer, found: Found, starts: str, asked: TuneResultsOptions) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
@@ -165,14 +113,14 @@ class _EngineJob(RunJob):
         shown = EngineAnswer.of(
             planned.engine,
             planned.target,
-            self._settings[answer.winner.id],
+            self.settings[answer.winner.id],
             found,
             planned.arguments,
             planned.options.engine_command,
         )
         lines = [*batch_lines(found), *shown.needs, f"Start:  {shown.command}"]
         self.write_summary(summary, "\n\n".join([as_markdown(answer), *lines, table]))
-        if json_output:
+        if asked.json_output:
             write_json(
                 {
                     **as_json(answer, found),
@@ -185,13 +133,9 @@ class _EngineJob(RunJob):
         else:
             first = (
                 to_text(*answer_parts(answer))
-                if verbose
+                if asked.verbose
                 else "\n".join([answer.headline, *answer.details[:1], ""])
             )
-            text = wrapped(first) + "".join(f"{line}\n" for line in lines)
-            write_out(terminal_safe(text))
-        for warning in found.warnings:
-            self.warn(warning)
-        if starts:
-            self.say(starts)
-        self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
+            text = first + "".join(f"{line}\n" for line in lines)
+            write_out(text)
+        self.say_at_end(found, *([starts] if starts else []))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
-import textwrap
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +13,6 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
-from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
@@ -38,7 +33,7 @@ from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, ModelOptions
@@ -61,17 +56,14 @@ def run_tune(
     models: ModelOptions,
     decoding: DecodingOptions,
     results: TuneResultsOptions,
-    *,
-    json_output: bool,
-    verbose: bool,
-    quiet: bool,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
     assert search.minutes is not None
+    quiet = results.quiet
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
     if results.out.exists() and not results.overwrite:
-        raise _exists(results.out)
+        raise UsageError(f"{str(results.out)!r} exists already.", "Add --overwrite, or give another --out.")
     with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(results.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
@@ -113,28 +105,29 @@ def run_tune(
     base = replace(base, caching=base.caching.with_kind(loaded.cache))
     configs = tuple(configurations(options, loaded.engine, base))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)
-    job = _TuneJob(sweep, loaded, folder, quiet)
+    job = _OwnTuneJob(sweep, loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, job.notes(), None if stored is None else "")
         until = began + 60 * search.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * search.minutes)
-        found = job.search(store, clock, 60 * search.minutes, until, progress)
+        from specbench.tune.loading import exportable
+        from specbench.tune.search import Search
+
+        kept = exportable(configs, loaded.engine)
+        searching = Search(
+            sweep,
+            store,
+            loaded.engine,
+            clock=clock,
+            seconds=60 * search.minutes,
+            until=until,
+            kept=kept,
+            progress=progress,
+        )
+        found = job.raced(searching.run, lambda: until - clock.now(), progress)
         answer = job.answer(found, store)
-    job.show(answer, found, results.out, search.cache, json_output=json_output, verbose=verbose)
+    job.show(answer, found, results, search.cache)
     if found.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
-
-
-def _exists(out: Path) -> UsageError:
-    """Return the error for an existing output file, with two commands:
-    one overwrites it, one uses the next free name.
-    """
-    free = next(path for n in count(2) if not (path := out.with_name(f"{out.stem}-{n}{out.suffix}")).exists())
-    commands = [*sys.argv[1:], "--overwrite"], [*sys.argv[1:], "--out", str(free)]
-    return UsageError(
-        f"{str(out)!r} exists already.",
-        "Overwrite it, or give another --out:",
-        [shlex.join(["specbench", *each]) for each in commands],
-    )
 
 
 def tune_folder(results: TuneResultsOptions, target: str) -> Path:
@@ -154,19 +147,6 @@ def tune_folder(results: TuneResultsOptions, target: str) -> Path:
     )
 
 
-def wrapped(text: str) -> str:
-    """Break the sentences of a text between words on a terminal; tables and commands stay as they are."""
-    if not sys.stdout.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    return "".join(
-        f"{textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)}\n"
-        if len(line) > width and "  " not in line.strip() and not line.startswith("    ")
-        else f"{line}\n"
-        for line in text.splitlines()
-    )
-
-
 def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
     """Return a line on the running candidates of the race."""
     from specbench.results.stats import decimals
@@ -183,60 +163,37 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
     return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
 
 
-class _TuneJob(RunJob):
-    """A search with its models loaded."""
+class TuneJob(RunJob):
+    """A search for the fastest configuration."""
 
     advice = "Restore what changed, or give other --results."
+    continuing = "--resume"
 
-    def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
-        super().__init__(sweep, loaded.engine, folder, quiet)
-        self.loaded = loaded
-
-    def notes(self) -> list[str]:
-        """Return notes on the models."""
-        from specbench.cli.setting import drafter_notes
-
-        return [*self.loaded.notes, *drafter_notes(self.loaded.engine.drafters.values())]
-
-    def search(
-        self, store: RunStore, clock: Any, seconds: float, until: float, progress: StageProgress
+    def raced(
+        self,
+        search: Callable[[Callable[[Race], None]], Found],
+        left_s: Callable[[], float],
+        progress: StageProgress,
     ) -> Found:
-        """Try, choose and race. After an interrupt, a search that has raced something ends with the best so far."""
-        from specbench.tune.loading import exportable
-        from specbench.tune.search import Search
-
-        search = Search(
-            self.sweep,
-            store,
-            self.loaded.engine,
-            clock=clock,
-            seconds=seconds,
-            until=until,
-            kept=exportable(self.sweep.configs, self.loaded.engine),
-            progress=progress,
-        )
+        """Run a search, and show its race. After an interrupt, one that has raced something gives the best so far."""
+        labels = {config.id: config.label for config in self.sweep.configs}
 
         def show(race: Race) -> None:
-            labels = {config.id: config.label for config in self.sweep.configs}
-            shown = race_state(race, labels, until - clock.now())
+            shown = race_state(race, labels, left_s())
             progress.update(f"racing: {shown}", 0, None)
             if race.look_due and not self.quiet and not self.console.is_terminal:
                 self.say(shown)
 
+        found = None
         try:
-            found = search.run(show)
-        except KeyboardInterrupt:
-            self._say_interrupted()
-            raise
-        if found.ending == "interrupted":
-            self._say_interrupted()
+            found = search(show)
+        finally:
+            if found is None or found.ending == "interrupted":
+                self.say(
+                    f"Measurements are in {self.folder}; to continue, run the same command with --results"
+                    f" {shlex.quote(str(self.folder))} {self.continuing}."
+                )
         return found
-
-    def _say_interrupted(self) -> None:
-        self.say(
-            f"Interrupted. Measurements are in {self.folder}; to continue, run the same command with --results"
-            f" {shlex.quote(str(self.folder))} --resume --overwrite."
-        )
 
     def answer(self, found: Found, store: RunStore) -> TuneAnswer:
         """Return the answer of the search, after storing it in the run for reports and exports."""
@@ -248,16 +205,33 @@ class _TuneJob(RunJob):
         store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
         return answer
 
-    def show(
-        self,
-        answer: TuneAnswer,
-        found: Found,
-        out: Path,
-        cache: str | None,
-        *,
-        json_output: bool,
-        verbose: bool,
-    ) -> None:
+    def say_at_end(self, found: Found, *lines: str) -> None:
+        """Print warnings, lines, and where the measurements are."""
+        for warning in found.warnings:
+            self.warn(warning)
+        for line in (
+            *lines,
+            f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.",
+        ):
+            self.say(line)
+
+
+class _OwnTuneJob(TuneJob):
+    """A search among specbench's own configurations."""
+
+    continuing = "--resume --overwrite"
+
+    def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
+        super().__init__(sweep, loaded.engine, folder, quiet)
+        self.loaded = loaded
+
+    def notes(self) -> list[str]:
+        """Return notes on the models."""
+        from specbench.cli.setting import drafter_notes
+
+        return [*self.loaded.notes, *drafter_notes(self.loaded.engine.drafters.values())]
+
+    def show(self, answer: TuneAnswer, found: Found, shown: TuneResultsOptions, cache: str | None) -> None:
         """Write and print the answer."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
@@ -265,13 +239,13 @@ class _TuneJob(RunJob):
         from specbench.show.document import to_markdown
         from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text, short_text
 
-        results = load_results(self.folder)
+        results, out = load_results(self.folder), shown.out
         summary = summarize(results)
         table = to_markdown(tables.summary_sheet(summary))
         self.write_summary(summary, "\n".join([as_markdown(answer), table]))
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder, self.recipes) if found.race.verdict == "faster" else None
-        if json_output:
+        if shown.json_output:
             facts = {
                 **as_json(answer, found),
                 "configuration": str(out) if written else None,
@@ -280,15 +254,12 @@ class _TuneJob(RunJob):
             }
             write_json(facts)
         else:
-            text = (full_text if verbose else short_text)(answer, self._command(results), exported)
-            write_out(terminal_safe(wrapped(text)))
-        for warning in found.warnings:
-            self.warn(warning)
-        if written:
-            provisional = " (provisional)" if answer.provisional else ""
-            commands = "generate, chat, serve, sweep and check"
-            self.say(f"Saved: {out}{provisional}, which {commands} read in this folder or with --config.")
-        self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
+            text = (full_text if shown.verbose else short_text)(answer, self._command(results), exported)
+            write_out(text)
+        provisional = " (provisional)" if answer.provisional else ""
+        commands = "generate, chat, serve, sweep and check"
+        saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
+        self.say_at_end(found, *([saved] if written else []))
 
     def _command(self, results: Results) -> str:
         """Return the command that decodes with the winner, with models as the user typed them."""
