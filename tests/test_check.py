@@ -167,19 +167,6 @@ def test_a_residual_without_the_clamp_is_found(monkeypatch):
     assert result_of(setup_of("model")).largest_error > 1e-3
 
 
-@pytest.mark.parametrize("drafter", ["model", "lookup"])
-def test_the_rejected_token_in_place_of_the_corrected_one_is_found(monkeypatch, drafter):
-    def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
-        if verdict.accepted < len(draft.tokens):
-            verdict.tokens[-1] = draft.tokens[verdict.accepted]
-        return verdict
-
-    with_judge(monkeypatch, broken)
-    result = result_of(setup_of(drafter))
-    assert result.verdict_against("plain") == "wrong"
-    assert {"choice", "chance"} <= violated(result)
-
-
 def near(tokens: Sequence[int]) -> torch.Tensor:
     """A drafter that is nearly the target, so that chance rejects nothing."""
     return TARGET(tokens) + 1e-3 * DRAFT(tokens)
@@ -225,23 +212,6 @@ def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sam
     for drafter in (draft_model(near, "near"), CascadeDrafter(LookupDrafter(), draft_model(near, "near"))):
         setup = replace(setup_of(sampling=sampling), drafter=drafter)
         assert result_of(setup).verdict == "wrong", drafter.name
-
-
-def test_an_output_that_is_off_by_one_is_found(monkeypatch):
-    def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
-        if verdict.accepted == len(draft.tokens) > 0:
-            verdict.tokens.pop()  # the bonus token is lost
-            verdict.tokens.append(verdict.tokens[-1])
-        return verdict
-
-    with_judge(monkeypatch, broken)
-    same = draft_model(TARGET, "same")
-    result = result_of(replace(setup_of(policy=FixedLength(1), sampling=Greedy()), drafter=same))
-    assert result.verdict_against("plain") == "wrong"
-    difference = result.greedy[0].against_plain or result.greedy[1].against_plain
-    assert difference is not None
-    assert difference.gap > 0
-    assert "choice" in violated(result)
 
 
 def test_an_ignored_end_token_is_found():
@@ -675,21 +645,6 @@ def test_the_targets_own_output_is_identical():
     assert target.passes == [len(PROMPT) + len(output) - 1]  # one pass
 
 
-def test_the_first_token_that_is_not_the_targets_is_named():
-    output = greedy_output(9)
-    context = [*PROMPT, *output[:4]]
-    row = TARGET(context)
-    other = int(row.argsort()[-2])
-    output[4] = other
-    result = check_output(scripted_target(), given(output), PROMPT, Greedy())
-    assert result.verdict == "wrong"
-    assert result.first is not None
-    assert result.first_wrong == result.first
-    assert (result.first.position, result.first.tokens) == (4, (other, int(row.argmax())))
-    assert result.first.gap == pytest.approx(float(row.max() - row[other]))
-    assert result.first.logits == (pytest.approx(float(row[other])), pytest.approx(float(row.max())))
-
-
 def test_ties_are_named_and_do_not_hide_what_is_wrong():
     target: Any = Row((20.0, 19.5, 1.0), torch.bfloat16)
     result = check_output(target, given([0, 1, 0, 1]), [0], Greedy())
@@ -750,20 +705,12 @@ def test_an_output_behind_its_end_is_wrong():
     ("line", "reason"),
     [
         (b"{", "The line is not JSON: "),
-        (b"\xff\xfe", "The line is not JSON: "),
-        (b"[1, 2]", "The line does not have the format: Expected `object`"),
         (b'{"token_ids": [1]}', "The line does not have the format: Object missing required field `prompt`."),
-        (b'{"prompt": "a"}', "The line does not have the format: Object missing required field `token_ids`."),
         (b'{"prompt": 5, "token_ids": [1]}', "The line does not have the format: Expected `str | array`"),
         (b'{"prompt": " ", "token_ids": [1]}', '"prompt" is empty.'),
-        (b'{"prompt": [], "token_ids": [1]}', '"prompt" is empty.'),
         (b'{"prompt": "a", "token_ids": []}', '"token_ids" is empty.'),
         (b'{"prompt": "a", "token_ids": [1, 2.5]}', "The line does not have the format: Expected `int`"),
-        (b'{"prompt": "a", "token_ids": [true]}', "The line does not have the format: Expected `int`"),
-        (b'{"prompt": "a", "token_ids": "12"}', "The line does not have the format: Expected `array`"),
-        (b'{"prompt": "a", "token_ids": [1], "id": [1]}', "The line does not have the format: Expected"),
         (b"[" * 100_000, "The line "),
-        (b"1" * 10_000, "The line "),
     ],
 )
 def test_bad_lines_are_refused_with_their_number(line, reason):
@@ -808,20 +755,6 @@ def test_a_check_that_breaks_off_keeps_what_it_has():
     assert [each.prompt for each in result.greedy] == ["a"]
     assert result.verdict == "identical"
     assert result.to_dict(None)["complete"] is False
-
-
-def test_the_result_is_ready_for_json():
-    import json
-
-    for setup in (setup_of(), setup_of("lookup", residual_adjustment=False), setup_of(sampling=Greedy())):
-        result = result_of(setup)
-        fields = json.loads(json.dumps(result.to_dict(str), allow_nan=False))
-        assert fields["verdict"] == result.verdict
-        assert fields["greedy"]["against_plain"]["identical"] == 2
-        assert fields["invariants"]["violations"] == []
-        assert (fields["exact"] is None) == setup.sampling.greedy
-        if not setup.sampling.greedy:
-            assert fields["exact"]["sound"] == setup.residual_adjustment
 
 
 def test_rules_end_outputs_as_the_loop_does():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 from stored_runs import write_exact
 
@@ -22,8 +21,6 @@ from specbench.results import stats
 from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
 from specbench.results.results import load_results
 from specbench.show.compare import render_terminal, to_markdown
-from specbench.show.document import Paragraph
-from specbench.show.document import to_markdown as document_markdown
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -93,19 +90,14 @@ def test_one_prompt_gives_no_verdict(tmp_path):
     assert any(note.startswith("*: one prompt") for note in compared.notes)
 
 
-@pytest.mark.parametrize("disturbed", [("machine-busy",), ("steal",)])
-def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys, disturbed):
+def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys):
     speeds = {"plain": PLAIN, "d@1": times(0.5)}
-    busy = write_exact(tmp_path / "busy", speeds, disturbed=disturbed)
+    busy = write_exact(tmp_path / "busy", speeds, disturbed=("machine-busy",))
     quiet = write_exact(tmp_path / "quiet", {"plain": PLAIN, "d@1": times(2.0)}, disturbed=("stopped",))
     df, other = load_results(busy), load_results(quiet)
     compared = compare_configs(df, "d@1", "plain")
     assert {(row.verdict, row.provisional) for row in compared.rows} == {("slower", True)}
-    assert compared.notes[:2] == [
-        "Verdicts are provisional: other programs used the processor during 24 of 24 generations.",
-        stats.PROVISIONAL,
-    ]
-    assert "slower?\n" in re.sub(" +\n", "\n", shown(compared))
+    assert "slower?" in shown(compared)
     assert "provisional" in shown(compared)
     assert {row["provisional"] for row in to_json(compared)["rows"]} == {True}
     compared = compare_runs(df, other)
@@ -113,9 +105,6 @@ def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys, disturbed):
         ("plain", "cannot tell", False),
         ("d γ=1", "slower", True),
     }
-    assert compared.notes[0].startswith("A: Verdicts are provisional")
-    sure = compare_configs(other, "d@1", "plain").overall[0]
-    assert (sure.verdict, sure.provisional) == ("faster", False)
     command([busy], a="d@1", b="plain", fail_below=0.95)
     assert "--fail-below does not judge" in capsys.readouterr().err
 
@@ -201,14 +190,6 @@ def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_p
     assert compared.measure == "speed"
     said = next(note for note in compared.notes if note.startswith("Also different"))
     assert said == "Also different, A / B: new tokens: 11 / 99; torch: 2.0 / 2.1; threads: 2 / 1."
-
-
-def test_baselines_of_two_machines_have_nothing_to_compare(tmp_path):
-    pair = runs(tmp_path, {"plain": PLAIN}, {"plain": PLAIN}, {"environment": {"cpu": "Other CPU"}})
-    with pytest.raises(UsageError, match="no configuration in common except the baseline"):
-        compare_runs(*pair)
-    with pytest.raises(UsageError, match="has no speedup"):
-        compare_runs(*pair, a="plain")
 
 
 @pytest.mark.parametrize(
@@ -298,12 +279,6 @@ def test_failed_generations_count_nowhere(tmp_path):
     assert "No common finished generation: d γ=1." in compared.notes
 
 
-def test_many_intervals_come_with_a_caution(tmp_path):
-    grid = {f"d@{i}": times(1) for i in range(1, 9)}
-    pair = runs(tmp_path, {"plain": PLAIN, **grid}, {"plain": PLAIN, **grid})
-    assert "One interval in twenty misses its ratio: some of these 27 do." in compare_runs(*pair).notes
-
-
 # --- Failing below a ratio --------------------------------------------------------------------------
 
 
@@ -356,44 +331,6 @@ def test_tables_as_they_are_shown(tmp_path, snapshot):
     pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(1.8)}, {"plain": PLAIN, "d@1": times(2.0, 0.0)})
     compared = compare_runs(*pair, ("new", "old"), a="d@1")
     snapshot(shown(compared) + "\n\n" + to_markdown(compared))
-
-
-@pytest.mark.parametrize("measure", ["speed", "speedup"])
-def test_no_line_is_wider_than_80_cells(tmp_path, measure):
-    name = "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字@8"
-    label = {name: {"label": "Some-Very-Long-Drafter-Name-0.5B-Instruct-汉字 γ=8"}}
-    prompts = [f"structured-output-of-all-kinds-{i}" for i in range(3)] + [f"retrieval-{i}" for i in range(3)]
-    speeds = {
-        "plain": {prompt: [10.0] for prompt in prompts},
-        name: {p: [20.0 + i] for i, p in enumerate(prompts)},
-    }
-    pair = runs(tmp_path, speeds, speeds, {"configs": label}, configs=label)
-    compared = compare_runs(*pair, measure=measure)
-    text = shown(compared)
-    assert max(cell_len(line) for line in text.splitlines()) <= 80
-    assert "[1.00, 1.00]" in text
-    assert "cannot tell" in text
-
-
-def test_few_configurations_have_tables_by_category(tmp_path):
-    pair = runs(tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)})
-    compared = compare_runs(*pair)
-    assert "d γ=1, by category" in shown(compared)
-
-
-def test_names_are_data(tmp_path):
-    label = {"d@1": {"label": "[red]x[/] \x1b[31m<b>|*y*"}}
-    speeds = {"plain": PLAIN, "d@1": times(2)}
-    pair = runs(tmp_path, speeds, speeds, {"configs": label}, configs=label)
-    compared = compare_runs(*pair, ("\x1b[1mnew", "old\nB  forged"))
-    text = shown(compared)
-    assert "\x1b" not in text
-    assert "[red]x[/]" in text
-    assert "\nB  forged" not in text
-    markdown = to_markdown(compared)
-    assert r"\[red\]x\[/\] \\x1b\[31m&lt;b&gt;\|\*y\*" in markdown
-    assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("| "))
-    assert document_markdown(Paragraph("a\n# b\t`c`")) == "a \\# b \\`c\\`\n"
 
 
 def test_json_has_null_where_there_is_nothing(tmp_path):
@@ -449,19 +386,6 @@ def test_the_output_is_as_asked_for(folders, capsys):
     assert capsys.readouterr().out.startswith("| configuration | category |")
     command([*folders], measure="speedup")
     assert "A  new" in capsys.readouterr().out
-
-
-def test_of_several_runs_in_a_folder_the_newest_that_has_the_configurations(tmp_path, capsys):
-    days = {"new": ("03", "e@1"), "middle": ("02", "d@1"), "old": ("01", "d@1")}
-    for name, (day, config) in days.items():
-        speeds = {"plain": {"chat-01": [10.0, 10.0]}, config: {"chat-01": [20.0, 21.0]}}
-        write_exact(tmp_path / name, speeds, created=f"2025-01-{day}T00:00:00Z")
-    command([tmp_path], a="d@1", b="plain")
-    said = capsys.readouterr()
-    assert "A  d γ=1" in said.out
-    assert f"3 runs, the newest with d@1 and plain is {tmp_path / 'middle'}." in said.err
-    with pytest.raises(UsageError, match=r"no configuration 'x@1' in this run\. It has 'plain', 'e@1'"):
-        command([tmp_path], a="x@1", b="plain")
 
 
 def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(tmp_path, capsys):

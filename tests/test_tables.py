@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -13,16 +12,15 @@ import msgspec
 import numpy as np
 import pandas as pd
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
-from stored_runs import CATEGORIES, DRAFTERS, PASS_S, Drafter, write_run
+from stored_runs import CATEGORIES, DRAFTERS, PASS_S, write_run
 
 from specbench.base.record import Estimate
 from specbench.decoding import metrics
 from specbench.decoding.records import PARTS, Step, StepTimes
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
-from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, positions, ranks
+from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, positions, ranks
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
 from specbench.results.run import PLAIN, Environment, Run, RunConfig, TargetModel
@@ -168,11 +166,6 @@ class TestSummary:
         )
         assert (figures["speedup_basis"], figures["verdict"], figures["prompts"]) == ("prompts", "faster", 4)
 
-    def test_the_baseline_is_1_without_an_interval(self):
-        figures = one(summarize(frame_of(row("plain", "a-1"), row("x", "a-1"))), "plain")
-        assert (figures["speedup"], figures["pooled_speedup"]) == (1.0, 1.0)
-        assert math.isnan(figures["speedup_low"])
-
     def test_counts_of_steps(self):
         times = (0.2, 0.1, 0.6, 0.1, 0.05, 0.05)
         steps = [
@@ -231,14 +224,6 @@ class TestSummary:
         assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
         assert frame.frame["identical_share"].dropna().eq(1.0).all()
 
-    def test_an_undrafting_drafter_is_predicted_to_be_plain(self, tmp_path):
-        never = Drafter("never", 0.5, 0.1, finds=0.02)
-        df = load_results(
-            write_run(tmp_path, drafters=(never,), gammas=(2,), categories=("chat",), tokens=40)
-        )
-        figures = one(summarize(df), "never-g2")
-        assert 0.95 < figures["predicted_speedup"] < 1.1
-
     def test_passes_count_in_predictions(self):
         """Two drafts a step and one pass for both; both accepted, or one."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
@@ -249,17 +234,6 @@ class TestSummary:
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         expected = 1 + 1.0 + 0.5  # by position 1 and 1/2
         assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
-
-    def test_lengths_that_follow_acceptance_are_predicted_by_the_tokens_they_gave(self):
-        """By position, half of the first and all second tokens are accepted: 3.5 tokens in place of 4."""
-        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
-        mine = row(
-            "x", "a-1", drafter="d", steps=[(1, 1, 0, 1, [0.0], times), (2, 2, 2, 3, [1.0, 1.0], times)]
-        )
-        mine["steps_passes"] = np.array([1, 2])
-        costs = {"target_pass_s": {"1": 0.5, "2": 0.6, "3": 0.7}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
-        assert figures["predicted_speedup"] == pytest.approx(4 / (3 * 0.2 + 1.2 + 1.4))
 
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
@@ -317,12 +291,6 @@ class TestSummary:
         tokens = 1 + first + second + first * first + first * second + second * first
         assert figures["predicted_speedup_iid"] == pytest.approx(tokens / step)
 
-    def test_without_costs_nothing_is_predicted(self, tmp_path):
-        df = load_results(
-            write_run(tmp_path, drafters=DRAFTERS[:1], gammas=(2,), categories=("chat",), costs=False)
-        )
-        assert summarize(df).frame["predicted_speedup"].isna().all()
-
     def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self):
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
@@ -341,33 +309,6 @@ class TestSummary:
         alone = frame_of(row("plain", "b-1"), failed)
         assert math.isnan(one(summarize(alone), "x")["speedup"])
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
-
-    def test_different_tokens_are_seen(self):
-        other = np.append(np.arange(10), 99)
-        df = frame_of(
-            row("plain", "a-1"), row("x", "a-1", token_ids=other), row("plain", "b-1"), row("x", "b-1"),
-        )  # fmt: skip
-        assert one(summarize(df), "x")["identical_share"] == 0.5
-
-    def test_pooled_and_mean_are_both_told_where_they_differ(self):
-        rows = []
-        for i in range(6):
-            size = 100.0 if i == 5 else 1.0
-            speed = 5.0 if i == 5 else 13.0 + 0.1 * i
-            rows += [
-                row("plain", f"a-{i}", 10.0, decode_s=size),
-                row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
-            ]
-        frame = summarize(frame_of(*rows))
-        figures = one(frame, "x")
-        assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
-        note = next(note for note in tables.notes(frame) if "all tokens over all seconds" in note)
-        assert note.startswith("x: ")
-        assert f"{figures['pooled_speedup']:.2f}" in note
-
-    def test_order_of_the_run(self):
-        df = frame_of(row("x", "a-1"), row("plain", "a-1"), order=["plain", "x"])
-        assert summarize(df).frame["config"].tolist() == ["plain", "x"]
 
 
 class TestOtherFrames:
@@ -416,12 +357,6 @@ class TestOtherFrames:
         assert frame["share_iid"].tolist() == pytest.approx(expected)
         assert frame["share_iid"].sum() == pytest.approx(1.0)
 
-    def test_nothing_drafted(self):
-        df = frame_of(row("plain", "a-1"))
-        assert to_frame(positions(df), PositionRow).empty
-        assert to_frame(accepted_lengths(df), AcceptedRow).empty
-        assert categorize(df).frame.empty
-
 
 def shown(figures: Summary | Categories, width: int = 80) -> str:
     file = io.StringIO()
@@ -440,7 +375,7 @@ class TestRendering:
     def test_at_80_columns(self, small, snapshot):
         snapshot(shown(small))
 
-    @pytest.mark.parametrize("width", [60, 72, 80, 100, 120, 200])
+    @pytest.mark.parametrize("width", [60, 80, 200])
     def test_fits_and_never_loses_the_interval(self, made, width):
         frame = summarize(made)
         text = shown(frame, width)
@@ -454,32 +389,6 @@ class TestRendering:
         assert "1 (baseline)" in text
         assert "verdict" in text
         assert text.count("fastest") == 1
-
-    def test_more_room_shows_more(self, made):
-        frame = summarize(made)
-        heads = [len(shown(frame, width).split("─")[0].split()) for width in (60, 80, 120, 200)]
-        assert heads == sorted(heads)
-        assert heads[0] < heads[-1]
-        assert " more columns: in summary.md, or on a wider terminal." in shown(frame, 80)
-        assert "more column" not in shown(frame, 320)
-
-    @pytest.mark.parametrize("width", [60, 80, 100])
-    def test_long_names_are_whole_over_several_lines(self, width):
-        labels = [f"transformers prompt_lookup search, {beams} beams, lookup+self:int8" for beams in (2, 3)]
-        rows = [
-            each
-            for prompt in "ab"
-            for each in (
-                row("plain", f"{prompt}-1"),
-                *(row(label, f"{prompt}-1", label=label) for label in labels),
-            )
-        ]
-        text = shown(summarize(frame_of(*rows)), width)
-        assert max(map(len, text.splitlines())) <= width
-        assert "…" not in text
-        first = ["".join(re.split(r" {2,}", line.strip())[0] for line in text.splitlines())]
-        for label in labels:
-            assert label.replace(" ", "") in first[0].replace(" ", ""), text
 
     def test_every_category_is_shown(self, made):
         text = shown(categorize(made), 80)
@@ -497,19 +406,6 @@ class TestRendering:
         line = next(line for line in markdown.splitlines() if "bold" in line)
         assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
         assert "\x1b" not in markdown
-
-    def test_wide_letters_stay_in_their_column(self):
-        label = "模型" * 20
-        table = shown(summarize(frame_of(*beside_plain(10.0, 10.0, label=label))), 80)
-        assert table.count("模") == table.count("型") == 20
-        assert max(map(cell_len, table.splitlines())) <= 80
-
-    def test_one_prompt_is_flagged(self):
-        frame = summarize(frame_of(*beside_plain((19.0, 20.0, 21.0))))
-        assert one(frame, "x")["speedup_basis"] == "repeats"
-        assert "]*" in shown(frame)
-        assert "holds within that prompt only" in " ".join(tables.notes(frame))
-        assert one(frame, "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
@@ -564,29 +460,6 @@ class TestRendering:
         said = f"Predicted speedups are left out: {why}"
         assert any(note.startswith(said) for note in tables.notes(busy))
         assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
-        assert "predicted" not in shown(busy, 300)
-        for width in (60, 80):
-            assert max(map(len, shown(busy, width).splitlines())) <= width
-            assert "provisional" in shown(busy, width)
-
-    def test_a_missing_baseline_is_told(self):
-        frame = summarize(frame_of(row("x", "a-1", 20.0)))
-        assert "x: no generation of its baseline to compare with." in tables.notes(frame)
-
-    def test_markdown_has_every_column(self, small):
-        lines = document.to_markdown(sheet(small)).splitlines()
-        assert lines[0].startswith("| configuration | tokens/s | speedup | verdict | with TTFT | pooled | ")
-        assert lines[1].startswith("| --- | ---: | ")
-        assert lines[2].startswith("| plain | 10.0 | 1 (baseline) | – | 1 (baseline) | ")
-        assert {line.count(" | ") for line in lines[:4]} == {lines[0].count(" | ")}
-        assert lines[-1].startswith("- Speedups are geometric means over 4 prompts")
-
-    def test_other_frames_as_markdown(self, made):
-        assert document.to_markdown(sheet(categorize(made))).startswith(
-            "| configuration | chat | question-answering |"
-        )
-        by_position = document.to_markdown(tables.position_sheet(positions(made)))
-        assert "| accepted/tested | accepted/drafted |" in by_position
 
     def test_numbers(self):
         values = (0.012345, 0.5, 9.994, 9.999, 99.97, 12.34, 123.4, math.inf, math.nan)
