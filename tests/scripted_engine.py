@@ -251,7 +251,7 @@ def cost_lines(
 
 def quiet() -> LoadSnapshot:
     """The load of a quiet machine."""
-    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, None, 100, 90, 0)
+    return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, 100, 90, 0)
 
 
 def measure(path: Path, sweep: Sweep, engine: ScriptedEngine | None = None, **options: Any) -> SweepResult:

@@ -16,13 +16,11 @@ import overhead
 import parts
 import passes
 import pytest
-import torch
 import vs_transformers
 from scripted_engine import TARGET, ScriptedEngine
 from tiny import save_tiny, tiny_llama
 
 from specbench.backends.torch.kernels.surgery import pack_linears
-from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
@@ -70,27 +68,6 @@ def test_every_side_of_the_gpu_benchmark_runs_on_a_cpu(target, compiled, tmp_pat
     assert set(found["ratios"][target]) >= {"best plain / best generate", f"{kinds[1]}, static cache / plain"}
 
 
-def test_the_gpu_benchmark_goes_on_where_a_drafter_fails(capsys, monkeypatch):
-    def fails(*_: object, **__: object) -> None:
-        raise UsageError("It does not fit.")
-
-    monkeypatch.setattr(gpu, "wrap_drafter", fails)
-    monkeypatch.setattr(gpu, "BATCHES", (2,))
-    sizes = ["--tokens", "8", "--prompt-tokens", "8", "--rounds", "1"]
-    assert gpu.main(["--device", "cpu", "--tiny", "--target", "7b", *sizes]) == 0
-    found = last_json(capsys)
-    assert "γ=4 with 0.5b, static cache (It does not fit.)" in found["skipped"]["7b"]
-    assert "γ=4 with head, batch 2" in {row["side"] for row in found["sides"]}
-
-
-def test_the_gpu_benchmark_names_what_it_has_no_time_for(capsys):
-    assert gpu.main(["--device", "cpu", "--tiny", "--target", "7b", "--minutes", "0"]) == 0
-    assert "plain, static cache (no time left)" in last_json(capsys)["skipped"]["7b"]
-    if not torch.cuda.is_available():
-        assert gpu.main([]) == 1
-        assert "no GPU that torch sees" in capsys.readouterr().err
-
-
 # --- Passes ---------------------------------------------------------------------------------------
 
 
@@ -132,24 +109,6 @@ def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path):
     assert again.done == [{"n": 1}]
     again.add({"n": 3})
     assert parts.Parts(file, {"seed": 1}).done == [{"n": 1}, {"n": 3}]
-
-
-def test_parts_of_other_settings_are_refused(tmp_path):
-    file = tmp_path / "parts.jsonl"
-    parts.Parts(file, {"seed": 1})
-    with pytest.raises(SystemExit, match="other settings"):
-        parts.Parts(file, {"seed": 2})
-
-
-def test_the_busy_process_ends_with_its_block():
-    import psutil
-
-    mine = psutil.Process()
-    before = set(mine.children())
-    with parts.busy_core():
-        (child,) = set(mine.children()) - before
-        assert child.is_running()
-    assert not child.is_running()
 
 
 # --- A/A ------------------------------------------------------------------------------------------
@@ -257,36 +216,6 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
     )
     assert vs_transformers.main(compared) == 0
     assert last_json(capsys) == result
-
-
-def test_outputs_that_differ_are_reported(compared, capsys, monkeypatch):
-    honest = vs_transformers.specbench_way
-
-    def spoilt(target: Any, drafter: str, rule: str, options: Any) -> tuple[str, Any]:
-        name, way = honest(target, drafter, rule, options)
-
-        def run(prompt: list[int], count: int) -> Any:
-            taken = way(prompt, count)
-            return taken._replace(tokens=[*taken.tokens[:-1], (taken.tokens[-1] + 1) % 200])
-
-        return name, run if rule == "heuristic" else way
-
-    monkeypatch.setattr(vs_transformers, "specbench_way", spoilt)
-    assert vs_transformers.main(compared) == 1
-    rows = {row["name"]: row for row in last_json(capsys)["rows"]}
-    assert rows["specbench lookup@heuristic"]["differs"] == 2
-    assert rows["specbench plain"]["differs"] == 0
-
-
-def test_it_stops_when_the_time_is_over(compared, capsys):
-    assert vs_transformers.main([*compared, "--minutes", "0"]) == 3
-    assert "Traceback" not in capsys.readouterr().out
-
-
-def test_a_setting_that_is_none_is_refused():
-    with pytest.raises(SystemExit) as stopped:
-        vs_transformers.parse(["--setting", "lookup"])
-    assert stopped.value.code == 2
 
 
 # --- auto beside fixed draft lengths ----------------------------------------------------------------

@@ -33,7 +33,7 @@ from specbench.results.run import Mismatch
 
 
 def quiet(**changed: object) -> LoadSnapshot:
-    base = LoadSnapshot(4, 0.5, 100.0, 5.0, 1000.0, 20.0, 3000.0, 2, 16_000_000_000, 8_000_000_000, 0)
+    base = LoadSnapshot(4, 0.5, 100.0, 5.0, 1000.0, 20.0, 3000.0, 16_000_000_000, 8_000_000_000, 0)
     return replace(base, **changed)  # type: ignore[arg-type]
 
 

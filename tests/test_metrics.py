@@ -56,11 +56,6 @@ def test_tokens_per_step():
     assert tokens_per_step([]) is None
 
 
-def test_tokens_behind_a_stop_count_nowhere():
-    assert tokens_per_step([step(5, 2, stopped=True)]) == 2
-    assert acceptance_rate([step(5, 2, stopped=True)]) == 2 / 5
-
-
 def test_acceptance_rate_counts_every_drafted_token():
     assert acceptance_rate(STEPS) == 7 / 11
     assert acceptance_rate([step(4, 0)]) == 0
@@ -78,19 +73,6 @@ def test_acceptance_by_position_counts_tested_tokens():
     ]
     assert [rate.rate for rate in rates] == [1, 1, 0.5, 1]
     assert [rate.rate_of_drafted for rate in rates] == [1, pytest.approx(2 / 3), pytest.approx(1 / 3), 0.5]
-
-
-def test_a_position_that_was_never_tested_has_no_rate():
-    rates = acceptance_by_position([step(2, 0)])
-    assert rates == [PositionRate(1, 1, 1, 0), PositionRate(2, 1, 0, 0)]
-    assert [rate.rate for rate in rates] == [0, None]
-    assert [rate.rate_of_drafted for rate in rates] == [0, 0]
-    assert PositionRate(3, 0, 0, 0).rate_of_drafted is None
-
-
-def test_without_drafts_there_are_no_positions():
-    assert acceptance_by_position([]) == []
-    assert acceptance_by_position([step(0, 0)]) == []
 
 
 def test_alpha_is_the_mean_over_tested_positions_of_all_steps():
@@ -124,12 +106,6 @@ def test_time_split_without_a_first_target_pass():
     assert split.ttft_s == 3.875
     assert (split.decode_s, split.draft_s, split.verify_s) == (0.75, 0.5, 0.25)
     assert split.draft_prefill_s == 0
-
-
-@pytest.mark.parametrize("token", [3, None])
-def test_time_split_without_steps(token):
-    split = time_split(Prefill(10, token, 2.0), [])
-    assert (split.ttft_s, split.decode_s, split.draft_s) == (2, 0, 0)
 
 
 def test_tokens_per_second_leaves_the_first_emission_out():
@@ -191,13 +167,6 @@ def test_summary_of_an_output_without_steps():
         assert figures[name] is None
     assert figures["acceptance_by_position"] == figures["gammas"] == figures["accepted_lengths"] == []
     assert figures["time"]["ttft_s"] == 2
-
-
-def test_summary_of_plain_decoding():
-    figures = summary(generation(Prefill(10, token=7, time_s=2.0), (step(0, 0), step(0, 0)), drafter="none"))
-    assert figures["tokens_per_step"] == 1
-    assert (figures["drafted"], figures["acceptance_rate"], figures["alpha"]) == (0, None, None)
-    assert figures["tokens_per_second"] == 2 / 7.75
 
 
 def test_summary_of_nothing():

@@ -61,17 +61,6 @@ class TestNestedMeans:
         assert names.tolist() == ["a", "b"]
         assert means.tolist() == [5.0, 5.0]
 
-    def test_without_repeats_the_runs_of_a_prompt_are_averaged_at_once(self):
-        assert nested_means([1.0, 3.0, 8.0], ["a", "a", "a"])[1].tolist() == [4.0]
-
-    def test_nan_is_left_out(self):
-        names, means = nested_means([math.nan, 2.0, math.nan], ["a", "a", "b"], [0, 1, 0])
-        assert names.tolist() == ["a"]
-        assert means.tolist() == [2.0]
-
-    def test_nothing(self):
-        assert len(nested_means([], [], [])[1]) == 0
-
     @given(st.permutations(range(8)))
     def test_the_order_of_the_runs_is_irrelevant(self, order):
         values, prompts = np.arange(8.0) ** 2, np.repeat(["x", "y"], 4)
@@ -94,11 +83,6 @@ class TestMeanInterval:
         assert expected[0] in (t[0], hall[0])
         assert t != pytest.approx(hall)  # or this test would compare one with itself
 
-    def test_it_leans_to_the_long_side(self):
-        interval = mean_interval(SKEWED)
-        assert interval is not None
-        assert interval[1] - SKEWED.mean() > SKEWED.mean() - interval[0]
-
     @pytest.mark.parametrize("values", [[], [1.0]])
     def test_fewer_than_two_values_have_none(self, values):
         assert mean_interval(values) is None
@@ -119,9 +103,6 @@ class TestMeanInterval:
         assert stats.upper_bound(values, 0.01, [*"abcdef"]) == one  # too few in each to tell
         wider = distributions.t.ppf(0.99, 4) * math.hypot(scatter / math.sqrt(6), 0.3)
         assert stats.upper_bound(values, 0.01, groups, doubt=0.3) == pytest.approx(3.2 + wider)
-
-    def test_equal_values_have_no_width(self):
-        assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 
     @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.floats(-5, 5), st.floats(0.1, 10))
     @settings(max_examples=60)
@@ -146,7 +127,7 @@ class TestMeanInterval:
         low, high = mean_intervals(samples)
         assert list(zip(low, high, strict=True)) == [mean_interval(each) for each in samples]
 
-    @pytest.mark.parametrize("prompts", [6, 8, 12, 24, 50])
+    @pytest.mark.parametrize("prompts", [6, 12, 50])
     @pytest.mark.parametrize(
         "draw",
         [
@@ -177,26 +158,12 @@ class TestGeometricMean:
         assert thrice.value == pytest.approx(once.value)
         assert (thrice.low, thrice.high, thrice.prompts) == pytest.approx((once.low, once.high, 3))
 
-    def test_a_prompt_with_more_runs_weighs_no_more(self):
-        estimate = geometric_mean([1.0, 1.0, 1.0, 4.0], ["a", "a", "a", "b"], [0, 1, 2, 0])
-        assert estimate.value == pytest.approx(2.0)
-
-    def test_a_ratio_and_its_inverse_agree(self):
-        ratios, prompts = np.array([1.2, 0.8, 1.5, 1.1]), list("abcd")
-        one, other = geometric_mean(ratios, prompts), geometric_mean(1 / ratios, prompts)
-        assert other.low is not None
-        assert one.value == pytest.approx(1 / other.value)
-        assert one.high == pytest.approx(1 / other.low)
-
     def test_one_prompt_gets_an_interval_over_its_repeats_that_says_so(self):
         estimate = geometric_mean([2 / 1.05, 2.0, 2 * 1.05], ["a"] * 3, [0, 1, 2])
         low, high = student(np.log([2 / 1.05, 2.0, 2 * 1.05]))
         assert (estimate.prompts, estimate.basis) == (1, "repeats")
         assert estimate.low == pytest.approx(math.exp(low))
         assert estimate.high == pytest.approx(math.exp(high))
-
-    def test_one_run_has_no_interval(self):
-        assert geometric_mean([2.0], ["a"], [0]) == Estimate(2.0, None, None, 1, None)
 
     @pytest.mark.parametrize("values", [[], [math.nan], [0.0]])
     def test_no_data(self, values):
@@ -242,12 +209,6 @@ class TestPooled:
         assert estimate.value == pytest.approx(0.5)
         assert (estimate.low, estimate.high) == pytest.approx(student(accepted / 10))
 
-    def test_steps_of_a_prompt_are_summed_first(self):
-        by_step = pooled_rate([1, 0, 2, 1], [2, 2, 2, 2], ["a", "a", "b", "b"])
-        by_prompt = pooled_rate([1, 3], [4, 4], ["a", "b"])
-        assert by_step == by_prompt
-        assert by_step.value == 0.5
-
     def test_a_rate_without_an_order_of_magnitude_has_no_interval(self):
         assert pooled_rate([1, 9], [10, 10], ["a", "b"]) == Estimate(0.5, None, None, 2, None)
         assert pooled_rate([0, 0], [10, 10], ["a", "b"]) == Estimate(0.0, 0.0, 0.0, 2, "prompts")
@@ -272,18 +233,6 @@ class TestPooled:
         pooled = pooled_speedup([20, 20], [2, 2], [10, 30], [2, 6], ["a", "b"])
         assert pooled.value == pytest.approx((40 / 4) / (40 / 8))
 
-    def test_pooled_speedup_of_alike_prompts_is_their_ratio(self):
-        rng = np.random.default_rng(0)
-        base = np.full(200, 5.0)
-        ours = base / (1.5 * np.exp(0.05 * rng.standard_normal(200)))
-        pooled = pooled_speedup(base, ours, base, base, np.arange(200))
-        assert pooled.overlaps(1.5)
-        assert pooled.basis == "prompts"
-
-    def test_runs_without_figures_are_left_out(self):
-        pooled = pooled_speedup([10, 10, math.nan], [1, 1, 1], [10, 10, 10], [2, 2, 9], ["a", "b", "c"])
-        assert (pooled.value, pooled.prompts) == (pytest.approx(2.0), 2)
-
 
 class TestCompare:
     def test_paired_by_prompt(self):
@@ -296,15 +245,6 @@ class TestCompare:
     def test_only_common_prompts_count(self):
         result = compare([2.0, 3.0, 9.0], ["a", "b", "x"], [0] * 3, [1.0, 1.5, 9.0], ["a", "b", "y"], [0] * 3)
         assert (result.ratio.value, result.ratio.prompts) == (pytest.approx(2.0), 2)
-
-    def test_repeats_are_nested_on_both_sides(self):
-        result = compare([2.0, 8.0, 4.0], ["a", "a", "b"], [0, 1, 0], [1.0, 1.0], ["a", "b"], [0, 0])
-        assert result.ratio.value == pytest.approx(4.0)
-
-    def test_nothing_in_common(self):
-        result = compare([1.0], ["a"], [0], [1.0], ["b"], [0])
-        assert math.isnan(result.ratio.value)
-        assert result.verdict == "cannot tell"
 
     def test_slower_and_cannot_tell(self):
         rng = np.random.default_rng(1)

@@ -494,7 +494,7 @@ def test_disturbances_are_noted_line_by_line(tmp_path):
         """Every second core second goes to others, 1% is stolen."""
         nonlocal looks
         looks += 1
-        return LoadSnapshot(2, 3.0, looks * 1.0, looks * 0.02, looks * 2.0, 0.0, 2000.0, 0, 100, 90, 0)
+        return LoadSnapshot(2, 3.0, looks * 1.0, looks * 0.02, looks * 2.0, 0.0, 2000.0, 100, 90, 0)
 
     sweep = make_sweep(prompts(1), repeats=1, warmup=0)
     result = measure(tmp_path, sweep, snapshot=busy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -84,12 +83,6 @@ def test_texts_stay_texts_and_nothing_else_runs_or_loads():
     assert policy.startswith("default-src 'none'")
 
 
-def test_several_generations_and_interrupted_ones():
-    page = Page(to_html([header(), FIRST, header(), prefill(), SUMMARY]))
-    assert len(page.all("article")) == 2
-    assert "its trace is incomplete" in page.text
-
-
 def test_the_command_writes_a_page_of_what_can_be_read(cli, tmp_path):
     file, out = tmp_path / "trace.jsonl", tmp_path / "trace.html"
     with file.open("w") as opened:
@@ -108,41 +101,3 @@ def test_the_command_writes_a_page_of_what_can_be_read(cli, tmp_path):
     assert "cut short" in result.err
     assert "step 1" in out.read_text()
     assert out.read_text() != whole
-
-
-@pytest.mark.slow
-def test_a_browser_shows_one_step_at_a_time(tmp_path):
-    api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("needs chromium")
-    path = tmp_path / "trace.html"
-    path.write_text(to_html([header(), prefill(), FIRST, SECOND, SUMMARY, *hostile_events()]))
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append(dialog.message))
-        page.goto(path.as_uri())
-
-        def shown():
-            return page.locator("article").first.locator("section:visible h3").all_inner_texts()
-
-        assert [each.split()[:2] for each in shown()] == [["Step", "1"]]
-        page.keyboard.press("ArrowRight")
-        assert shown()[0].startswith("Step 2")
-        page.keyboard.press("Home")
-        assert shown()[0].startswith("Prefill")
-        page.locator("article").first.locator(".output [data-section='2']").click()
-        assert shown()[0].startswith("Step 2")
-        assert page.get_by_role("slider").first.get_attribute("aria-valuetext").startswith("step 2")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        page.emulate_media(media="print")
-        assert len(shown()) == 3
-        page = browser.new_context(java_script_enabled=False).new_page()
-        page.goto(path.as_uri())
-        assert page.locator("section:visible").count() == 5
-        assert said == []
-        browser.close()

@@ -268,7 +268,7 @@ class TimedEngine(ScriptedEngine):
 
 def quiet() -> LoadSnapshot:
     """A machine on which nothing else runs."""
-    return LoadSnapshot(2, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 1000, 1000, None)
+    return LoadSnapshot(2, 0.0, 0.0, 0.0, 0.0, 0.0, None, 1000, 1000, None)
 
 
 def search(
