@@ -33,7 +33,7 @@ DIFFERENCE = {"texts": ["a", None], "numerical_tie": False, "gap_units": 12.0, "
 SLOW = {"tokens": 2.0, "step": 4.0, "drafting": 2.5, "usual": 0.5}
 RARE = {"tokens": 1.05, "step": 1.2, "drafting": 0.01, "usual": 0.88}
 ADVICE = Advice(
-    "take a chat model", "this text repeats little", "--draft-policy auto", "specbench generate 'a  b'"
+    "take a chat model", "this text repeats little", "--draft-policy auto", "--drafter lookup+self:int8"
 )
 BUSY = {"severity": "warning", "message": "Busy.", "advice": "Wait."}
 SAMPLED = {"identical": None, "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal"}}

@@ -26,13 +26,11 @@ from specbench.options import (
 
 if TYPE_CHECKING:
     from specbench.conversation import Conversation
-    from specbench.decoding.records import Generation
 
 _MOST_TOKENS = 1024
 _COMMANDS = {
     "/reset": "begin a new conversation with the same system message",
     "/system TEXT": "set the system message; without TEXT remove it",
-    "/stats": "statistics of all answers so far",
     "/help": "show this list (Ctrl-C stops an answer)",
     "/exit": "leave, like Ctrl-D",
 }
@@ -98,8 +96,6 @@ class _Chat:
 
     def __init__(self, conversation: Conversation, *, quiet: bool) -> None:
         self._conversation, self._quiet = conversation, quiet
-        self._answers: list[Generation] = []
-        self._kept = 0
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="replace")
@@ -150,13 +146,6 @@ class _Chat:
         elif name == "/system":
             self._conversation.system = rest.strip() or None
             self._confirm("System message set." if rest.strip() else "No system message.")
-        elif name == "/stats":
-            if self._answers:
-                from specbench.cli.summary import show_answers
-
-                show_answers(self._answers, kept=self._kept)
-            else:
-                _say("Nothing has been answered yet.")
         elif name == "/help":
             for command, meaning in _COMMANDS.items():
                 _say(f"{command:13} {meaning}")
@@ -189,8 +178,6 @@ class _Chat:
             _say("Interrupted: the message is dropped.")
             return
         answer = run.result()
-        self._answers.append(answer)
-        self._kept += run.cached_tokens
         if answer.text:
             self._conversation.add(text, answer.text)
         else:

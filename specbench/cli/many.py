@@ -133,7 +133,7 @@ def decode_prompts(
     finally:
         failed = sum(isinstance(result, Exception) for result in results.values())
         factory = runs.factory
-        if not quiet:
+        if not (quiet or as_json):
             show_many(
                 [result for result in results.values() if not isinstance(result, Exception)],
                 prompts=len(prompts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -166,7 +167,7 @@ def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
         blank,
         text="this text repeats little" if isinstance(drafter, Lookup | NGram | Suffix) else "",
         policy="--draft-policy auto" if job.sampling.greedy and policy.word != "auto" else "",
-        command=opt.command_with(ctx, drafter=other, costs=None) if applies else "",
+        drafter=f"--drafter {shlex.quote(other)}" if applies else "",
     )
 
 
@@ -223,7 +224,7 @@ def decode(
         figures |= _compared_tokens(pairs, job)
     if show.json_output:
         write_json(figures | {"peak_memory_bytes": peak_memory(str(job.target.scorer.device))})
-    if not show.quiet:
+    if not (show.quiet or show.json_output):
         notes = job.target.language_model.notes
         show_summary(figures, advice=advice, spaced=sys.stdout.isatty(), notes=notes, verbose=show.verbose)
     if not finished:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
@@ -362,24 +361,6 @@ class ConfigOptions:
 
 
 # -- the command line as given --------------------------------------------------------------------------
-
-
-def command_with(ctx: typer.Context, **changes: Any) -> str:
-    """Return the command line as given, with some parameters changed; ``None`` leaves one out."""
-    words, rest = ctx.command_path.split(), []
-    for parameter in ctx.command.params:
-        name = str(parameter.name)
-        if name not in changes and not given(ctx, name):
-            continue
-        value = changes.get(name, ctx.params[name])
-        if parameter.param_type_name == "argument":
-            rest.append(str(value))
-        elif isinstance(value, bool):
-            words.append((parameter.opts if value else parameter.secondary_opts)[0])
-        elif value is not None:
-            for each in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(each)]
-    return shlex.join([*words, *(["--"] if any(word[:1] == "-" != word for word in rest) else []), *rest])
 
 
 def chained(models: ModelOptions, caching: CacheOptions) -> str | None:

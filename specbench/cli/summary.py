@@ -41,13 +41,13 @@ class Advice:
         blank: After a reply without text.
         text: What few accepted drafts tell of the text; empty for nothing.
         policy: A draft policy, if the drafter does not help.
-        command: A command to copy, with another drafter.
+        drafter: An option with another drafter.
     """
 
     blank: str = ""
     text: str = ""
     policy: str = ""
-    command: str = ""
+    drafter: str = ""
 
 
 def show_notes(notes: Sequence[str], *, spaced: bool, console: Console | None = None) -> None:
@@ -112,23 +112,14 @@ def show_summary(
     if problem:
         lines.append(("why", problem))
         if compared and "raise --repeats" not in problem:
-            others = [
-                *([advice.policy] if advice.policy else []),
-                advice.command or "--drafter MODEL, a small one",
-            ]
+            others = filter(None, [advice.policy, advice.drafter or "--drafter MODEL, a small one"])
             lines.append(("try", ", or ".join(others)))
     if compared and figures["identical"] is not False:
         lines.append(_tokens(figures))
     lines += _details(figures)
     lines += [("note", note) for note in notes]
     for label, text in lines if verbose else lines[:_SHOWN]:
-        _line(
-            console,
-            label,
-            text,
-            "yellow" if label == "note" and text not in notes else "",
-            wrap=label != "try",
-        )
+        _line(console, label, text, "yellow" if label == "note" and text not in notes else "")
 
 
 def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
@@ -290,20 +281,6 @@ def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
     console.print()
 
 
-def show_answers(answers: Sequence[Generation], *, kept: int) -> None:
-    """Print the figures of a conversation with at least one answer; ``kept`` as in ``show_answer``, of all prompts."""
-    steps = [step for answer in answers for step in answer.steps]
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    prompts = sum(answer.prompt_tokens for answer in answers)
-    console = _console()
-    output = tokens_text(tokens, len(steps), tokens_per_step(steps))
-    _line(console, "output", f"{counted(len(answers), 'answer')}, {output}")
-    if steps:
-        speed = sum(len(step.tokens) for step in steps) / sum(step.times.total_s for step in steps)
-        _line(console, "speed", ", ".join([f"{speed:.1f} tokens/s", *_accepted(steps)]))
-    _line(console, "prompts", f"{counted(prompts, 'token')}, {kept} of them in the KV cache")
-
-
 def show_many(
     done: Sequence[Generation],
     *,
@@ -357,15 +334,13 @@ def _console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _line(
-    console: Console, label: str, text: str, style: str = "", *, wrap: bool = True, indent: int = _LABEL
-) -> None:
-    """Print a label and its text, which is wrapped in its column on a terminal, unless it is to be copied."""
+def _line(console: Console, label: str, text: str, style: str = "", *, indent: int = _LABEL) -> None:
+    """Print a label and its text, which is wrapped in its column on a terminal."""
     from rich.text import Text
 
     text = " ".join(terminal_safe(text).split())
     lines = [Text(text, style)]
-    if console.is_terminal and wrap:
+    if console.is_terminal:
         lines = list(lines[0].wrap(console, max(min(console.width, _WIDEST) - indent, 20)))
     for number, line in enumerate(lines):
         line.rstrip()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, check_batches
 from specbench.bench.prompts import interleave
@@ -137,5 +138,5 @@ class _EngineJob(TuneJob):
                 else "\n".join([answer.headline, *answer.details[:1], ""])
             )
             text = first + "".join(f"{line}\n" for line in lines)
-            write_out(text)
+            write_out(terminal_safe(text))
         self.say_at_end(found, *([starts] if starts else []))

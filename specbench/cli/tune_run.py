@@ -13,6 +13,7 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
+from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
@@ -255,7 +256,7 @@ class _OwnTuneJob(TuneJob):
             write_json(facts)
         else:
             text = (full_text if shown.verbose else short_text)(answer, self._command(results), exported)
-            write_out(text)
+            write_out(terminal_safe(text))
         provisional = " (provisional)" if answer.provisional else ""
         commands = "generate, chat, serve, sweep and check"
         saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
