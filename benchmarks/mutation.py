@@ -197,7 +197,7 @@ decoding/verify.py:residual  test_accept.py
 + pass
 
 tokens are drawn from another distribution than the q that is kept
-drafters/model.py:ModelDrafter._drawn  test_exact.py -k 'output_distribution and model-multinomial'
+drafters/model.py:ModelDrafter.draw  test_exact.py -k 'output_distribution and model-multinomial'
 - random.draw(q)
 + random.draw(q * q)
 

@@ -351,31 +351,6 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
     assert found[3] > found[2] > 0
 
 
-def test_a_drafter_s_pass_costs_each_a_part():
-    batch_costs = BatchCosts()
-    known(batch_costs, lambda rows: 10.0 + rows, 4)
-    costs = RequestCosts(batch_costs, [Model])
-    assert costs.timings == 0
-    assert costs.draft_s == pytest.approx(0.2 * costs.verify_s(1)[1])
-    batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
-    assert costs.timings == 0, "it may have been disturbed"
-    batch_costs.observe(made(8.0, [1, 1, 1, 1], target=False, model=Model, read=1))
-    batch_costs.observe(made(80.0, [0, 0], target=False, model=Model, read=30))  # reads prompts
-    batch_costs.observe(made(1.0, [1, 1], target=False, model=House))  # somebody else's
-    assert costs.timings == 2
-    assert costs.draft_s == 2.0
-
-
-def test_passes_that_read_prompts_are_not_timed():
-    batch_costs = BatchCosts()
-    batch_costs.observe(made(500.0, [0, 0], read=100))
-    assert not batch_costs.plain_s.seen
-    known(batch_costs, lambda rows: 10.0 + rows, 2)
-    before = batch_costs.target_s(2)
-    batch_costs.observe(made(500.0, [0, 0], read=100))
-    assert batch_costs.target_s(2) == before
-
-
 def test_time_is_worth_to_each_what_a_round_gives_it():
     """A plain round takes 10 seconds, one with drafts 15."""
     batch_costs = BatchCosts()
@@ -401,16 +376,6 @@ def test_given_costs_stay_as_they_are():
     before = policy.costs()
     share_costs(policy, BatchCosts(), [])
     assert policy.costs() == before
-
-
-def test_all_look_again_in_the_same_round():
-    batch_costs = BatchCosts()
-    first, second = (RequestCosts(batch_costs, []) for _ in range(2))
-    assert [first.may_look(False), second.may_look(True), first.may_look(False)] == [False] * 3
-    batch_costs.observe(made(1.0, [0, 0]))
-    assert [first.may_look(False), second.may_look(True)] == [True, True]
-    batch_costs.observe(made(1.0, [1, 1]))
-    assert [first.may_look(False), second.may_look(False)] == [False, False]
 
 
 def test_one_drafts_before_all_do():

@@ -83,25 +83,6 @@ def test_continuations(spec, prompt, expected):
     assert drafted(NGramDrafter(NGram(**spec)), prompt)[: len(expected) or None] == expected
 
 
-@pytest.mark.parametrize("sample", [False, True])
-def test_a_prompt_of_one_token(sample):
-    drafter = NGramDrafter(NGram(sample=sample))
-    assert drafted(drafter, [7], sampling=SAMPLING) == []
-    drafter.update(StepOutcome([7, 7], 1, torch.zeros(1, 8)))
-    assert draft(drafter, [7, 7], gamma=3, sampling=SAMPLING, random=Scripted(7, 7, 7)).tokens == [7, 7, 7]
-
-
-def test_a_commit_before_the_first_proposal_reads_the_prompt_too():
-    drafter = NGramDrafter(NGram(order=3))
-    drafter.begin([1, 2, 3])
-    drafter.update(StepOutcome([1, 2, 3, 1, 2], 2, torch.zeros(2, 4)))
-    assert draft(drafter, [1, 2, 3, 1, 2], gamma=1).tokens == [3]
-    # What it proposes is not counted: only emitted tokens are.
-    assert draft(drafter, [1, 2, 3, 1, 2], gamma=4).tokens == [3, 1, 2, 3]
-    drafter.update(StepOutcome([1, 2, 3, 1, 2, 4], 1, torch.zeros(1, 5)))
-    assert draft(drafter, [1, 2, 3, 1, 2, 4, 2], gamma=1).tokens == [4]
-
-
 class Counting(list[int]):
     """A list that is never walked, and notes what is asked of it."""
 

@@ -228,19 +228,6 @@ def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return line
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_course_of_trees_is_faster(seed):
-    ranks = random_ranks(seed, 6)
-    course = oracle.best_course(ranks, FIRST, SHAPES, False, COSTS)
-
-    def seconds(shapes: Any) -> float:
-        steps = grown(ranks, shapes)
-        return sum(step["draft_s"] + step["verify_s"] for step in steps)
-
-    best = seconds(iter([SHAPES[number] for number in course]))
-    assert best == pytest.approx(min(seconds(iter(each)) for each in itertools.product(SHAPES, repeat=5)))
-
-
 def test_the_oracles_of_a_run_with_trees(tmp_path, capsys):
     truth = {"a-1": random_ranks(1, 60), "b-1": random_ranks(2, 60)}
     rules = {"d@4": None, "d static": (-1, -1, 0, 0, 1), "d small": (-1, -1)}

@@ -159,42 +159,6 @@ def judgments(
     return tokens, q, draw(logit_rows(vocabulary, gamma + 1, values))
 
 
-@settings(max_examples=300, deadline=None)
-@given(judgments())
-def test_greedy_keeps_the_beginning_that_the_target_would_have_written(made):
-    tokens, _, logits = made
-    best = [max(range(len(row)), key=row.__getitem__) for row in logits.tolist()]
-    kept = 0
-    while kept < len(tokens) and tokens[kept] == best[kept]:
-        kept += 1
-    verdict = judge(Draft(tokens), logits, [0], Greedy(), Randomness(0))
-    assert verdict.accepted == kept
-    assert verdict.tokens == best[: kept + 1]
-
-
-@settings(max_examples=300, deadline=None)
-@given(judgments(), SAMPLINGS, st.integers(0, 2**32), st.booleans())
-def test_a_sampled_verdict_is_sound(made, sampling, seed, certain):
-    tokens, q, logits = made
-    draft = Draft(tokens, None if certain or not tokens else q)
-    context = [0]
-    verdict = judge(draft, logits, context, sampling, Randomness(seed))
-    assert verdict.tokens[:-1] == tokens[: verdict.accepted]
-    assert len(verdict.tokens) == verdict.accepted + 1
-    p = sampling.probabilities(logits, context, tokens)
-    for row, token in zip(p, verdict.tokens, strict=False):
-        assert float(row[token]) > 0.0, "a token that the target holds for impossible"
-    again = judge(draft, logits, context, sampling, Randomness(seed))
-    assert (again.tokens, again.r) == (verdict.tokens, verdict.r)
-    if verdict.accepted < len(tokens):
-        # The rejected draft may come again only where the target gives it more than the drafter did.
-        i = verdict.accepted
-        if draft.q is None:
-            assert verdict.tokens[-1] != tokens[i] or float(p[i, tokens[i]]) > 1 - 1e-6
-        elif float((p[i] - q[i]).clamp_min(0).sum()) > 1e-6:  # else rounding has left no residual
-            assert float(p[i, verdict.tokens[-1]]) > float(q[i, verdict.tokens[-1]])
-
-
 @settings(max_examples=200, deadline=None)
 @given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
 def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, sampling):
@@ -211,38 +175,6 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, samplin
 
 
 # -- transforms ------------------------------------------------------------------------------------
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 8).flatmap(lambda vocabulary: logit_rows(vocabulary, 1)), SAMPLINGS)
-def test_what_a_transform_keeps(logits, sampling):
-    """Each restriction by its definition, on the distribution that the ones before it leave."""
-    context = [0]
-    found = sampling.probabilities(logits, context)[0].double()
-    scores = sampling.scores(logits, context)[0].double() / sampling.temperature
-    p = scores.softmax(dim=-1)
-    kept = found > 0
-    assert float(found.sum()) == pytest.approx(1.0, abs=1e-6)
-    assert not bool(kept[scores == -INFINITY].any())
-    assert bool(kept[scores == scores.max()].any()), "no most probable token is left"
-    assert bool((found[kept] >= p[kept] * (1 - 1e-5) - 1e-30).all())  # float32 has few digits below 1e-38
-    if sampling.top_k:
-        k = min(sampling.top_k, len(scores))
-        assert not bool(kept[scores < scores.sort(descending=True).values[k - 1]].any())
-        scores = scores.masked_fill(scores < scores.sort(descending=True).values[k - 1], -INFINITY)
-        p = scores.softmax(dim=-1)
-    if sampling.min_p == 0.0:
-        # As few tokens as reach the mass: without the least probable of them it is not reached.
-        mass = float(p[kept].sum())
-        assert mass >= sampling.top_p - 1e-5
-        if sampling.top_p < 1.0:
-            assert int(kept.sum()) == 1 or mass - float(p[kept].min()) < sampling.top_p + 1e-5
-        else:
-            assert bool(kept[p > 1e-37].all())
-    if sampling.top_p == 1.0 and sampling.min_p > 0.0:
-        share = p / p.max()
-        assert not bool(kept[share < sampling.min_p * (1 - 1e-5)].any())
-        assert bool(kept[share > sampling.min_p * (1 + 1e-5)].all())
 
 
 @settings(max_examples=100, deadline=None)
@@ -282,19 +214,6 @@ def test_no_random_number_is_used_twice(seed, events):
             random.draw(torch.ones(4))
         states.append(bytes(random.generator.get_state().numpy()))
     assert len(set(states)) == len(states), "the generator was set back"
-
-
-def test_the_number_that_decides_on_a_draft_has_no_say_in_the_token_behind_it():
-    random, runs = Randomness(11), 4000
-    pairs_of_numbers = []
-    for _ in range(runs):
-        (r,) = random.test(torch.tensor([0.5]))[1]
-        pairs_of_numbers.append([r, random.draw(torch.ones(4096)) / 4096])
-    table = torch.tensor(pairs_of_numbers).T
-    # Standard error 0.016. Both fine and coarse dependence: a number may share its lower digits with another.
-    for scale in (1, 2, 4, 8, 16):
-        first = (table[0] * scale).frac()
-        assert abs(float(torch.corrcoef(torch.stack([first, table[1]]))[0, 1])) < 0.07
 
 
 # -- the whole loop --------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
     models = [model for drafter in loaded for model in models_of(drafter)]
     translated = [model for model in models if isinstance(model, TranslatingDrafter)]
     found = {model.name.rsplit(" (", 1)[0]: model.translation for model in translated}  # in whatever dtype
-    assumed = [model.once.assumed for model in models if model.once.assumed]
+    assumed = [model.assumed for model in models if model.assumed]
     return assumed + [
         f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"
         f" {len(both.shared):,} of the target's {both.tokens:,} tokens ({len(both.shared) / both.tokens:.1%})"

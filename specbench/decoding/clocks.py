@@ -16,7 +16,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return monotonic seconds, after all work so far is done."""
-        ...
 
 
 class WallClock:

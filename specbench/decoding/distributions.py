@@ -20,15 +20,12 @@ class TokenDistribution(Protocol):
     @property
     def q(self) -> torch.Tensor:
         """The whole distribution, float32 [vocab]."""
-        ...
 
     def best(self, count: int) -> Sequence[int]:
         """Return the most probable tokens, without impossible ones."""
-        ...
 
     def chance(self, token: int) -> float:
         """Return the probability of a token."""
-        ...
 
 
 class Scores:

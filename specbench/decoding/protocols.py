@@ -94,7 +94,6 @@ class Drawing(Protocol):
 
     def __call__(self, distribution: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
         """Return up to ``count`` candidates from the drafter's distribution, in the order chosen."""
-        ...
 
 
 class DraftPolicy:
@@ -208,36 +207,29 @@ class Scorer(Protocol):
     @property
     def context_limit(self) -> int | None:
         """The longest context the model can read, in tokens; ``None`` for no limit."""
-        ...
 
     @property
     def takes_trees(self) -> bool:
         """Whether drafts may be trees. The first call may try it on the model, and ends the context (``begin``)."""
-        ...
 
     @property
     def batch(self) -> Batch | None:
         """Runs its forward passes together with those of other scorers; ``None`` if they run one by one."""
-        ...
 
     @property
     def reads_in_parts(self) -> bool:
         """Whether a long context may be read in several forward passes."""
-        ...
 
     @property
     def epoch(self) -> object:
         """An object that changes with every new context. By it the loop notices that another request has begun one."""
-        ...
 
     @property
     def cached_len(self) -> int:
         """How many tokens at the start of the context are in the cache."""
-        ...
 
     def begin(self) -> None:
         """Start a new context."""
-        ...
 
     def resume(self, cached_tokens: int) -> None:
         """Start a new context that begins like the last one.
@@ -245,7 +237,6 @@ class Scorer(Protocol):
         Args:
             cached_tokens: How many tokens at the start are the same; they may stay in the cache.
         """
-        ...
 
     def reserve(self, request: ForwardRequest, /) -> bool:
         """Reserve memory for a forward pass. If another request has cached the same prefix, ``cached_len`` may grow.
@@ -256,7 +247,6 @@ class Scorer(Protocol):
         Raises:
             UsageError: The memory would not be enough even if nothing else were cached.
         """
-        ...
 
     def score(self, request: ForwardRequest, /) -> ForwardOutput:
         """Run a forward pass over the tokens of the context that are not cached, and the draft.
@@ -264,7 +254,6 @@ class Scorer(Protocol):
         Raises:
             UsageError: A tree or hidden states are requested and not supported, or memory runs out.
         """
-        ...
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Keep at most the first ``length`` tokens of the present context in the cache.
@@ -278,7 +267,6 @@ class Scorer(Protocol):
                 those of the context they were drafted for. A stop may have cut the output: then ``length`` is reached
                 before the end of the path, and the rest of it is removed as well.
         """
-        ...
 
 
 ScorerLike: TypeAlias = Callable[[Any], Any]
@@ -291,7 +279,6 @@ class Batch(Protocol):
     @property
     def loaded(self) -> object:
         """The loaded model; the same for all batches that share it."""
-        ...
 
     def score(self, requests: Sequence[ForwardRequest], /) -> Sequence[ForwardOutput]:
         """Run one forward pass for all requests, at most one per scorer.
@@ -301,7 +288,6 @@ class Batch(Protocol):
         Raises:
             UsageError: See ``Scorer.score``.
         """
-        ...
 
 
 class Drafter:

@@ -58,12 +58,10 @@ class Verification(Protocol):
     @property
     def takes_trees(self) -> bool:
         """Whether drafts may be trees."""
-        ...
 
     @property
     def drawing(self) -> Drawing:
         """How a tree node's candidates have to be drawn."""
-        ...
 
     def judge(
         self,
@@ -82,7 +80,6 @@ class Verification(Protocol):
             sampling: The transforms from logits to p.
             random: The source of the tests and the closing draw.
         """
-        ...
 
 
 def verification_of(

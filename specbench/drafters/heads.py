@@ -42,7 +42,6 @@ class HeadDrafter(ModelDrafter):
 
     def update(self, outcome: StepOutcome) -> None:
         """Drop all entries of drafts; the head reads accepted tokens again, with the target's states."""
-        self.once.count(outcome)
         length = len(outcome.context) - 1
         if outcome.states is not None:
             self.scorer.take_states(length, outcome.states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,9 +35,6 @@ _READ_LATE = ("cuda",)
 _FEW = 8
 """A forward pass over more tokens than this takes noticeably longer."""
 
-
-_FIRST_STEPS = 10
-
 _DROPPED = -2
 """Marks a node that was read and is not verified."""
 
@@ -48,35 +45,6 @@ class Drawn(NamedTuple):
     token: int
     logits: Logits
     q: torch.Tensor | None
-
-
-class SaidOnce:
-    """What is said of a drafter once.
-
-    Attributes:
-        assumed: A sentence on what its files do not say; empty if they say everything.
-    """
-
-    def __init__(self) -> None:
-        self.assumed, self._lacks_numbers = "", False
-        self._steps = self._drafted = self._accepted = 0
-
-    def count(self, outcome: StepOutcome) -> None:
-        """Count a step, and say how many of the first drafts were accepted if something was assumed."""
-        if not self.assumed or not outcome.tokens or self._steps == _FIRST_STEPS:
-            return
-        self._steps += 1
-        self._drafted += len(outcome.tokens)
-        self._accepted += len(outcome.path)
-        if self._steps == _FIRST_STEPS:
-            share = f"{self._accepted} of the {self._drafted} tokens of its first {self._steps} drafts"
-            _log.warning("%s %s were accepted.", self.assumed, share)
-
-    def no_numbers(self, name: str) -> None:
-        """Say that its logits were not numbers somewhere."""
-        if not self._lacks_numbers:
-            self._lacks_numbers = True
-            _log.warning("Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", name)
 
 
 class ModelDrafter(Drafter):
@@ -91,17 +59,18 @@ class ModelDrafter(Drafter):
 
     Attributes:
         guesses: What its next passes may read ahead; ``None`` for a pass per token.
-        once: What is said of it once, shared by forks.
+        assumed: A sentence on what its files do not say; empty if they say everything.
     """
 
     _takes_guesses = True
+    assumed = ""
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(name)
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
         self.guesses = Guesses() if self._takes_guesses else None
-        self.once = SaidOnce()
+        self._said = set[str]()  # what was said of it once; forks share it
         self._has_read = False
         self._read_nodes: list[int] = []  # nodes of the last tree that the model has read, in that order
         self._distributions = torch.empty(0, 0)
@@ -125,9 +94,19 @@ class ModelDrafter(Drafter):
         return None if vocabulary is None else frozenset(vocabulary.ids)
 
     def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
-        own = type(self)(scorer_like(self.scorer), self.name, self._clock)
-        own.once = self.once
-        return own
+        return self._shared(type(self)(scorer_like(self.scorer), self.name, self._clock))
+
+    def _shared(self, fork: ModelDrafter) -> ModelDrafter:
+        fork._said = self._said
+        return fork
+
+    def _say_no_numbers(self) -> None:
+        """Say once that its logits were not numbers somewhere."""
+        if not self._said:
+            self._said.add("no numbers")
+            _log.warning(
+                "Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", self.name
+            )
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._start_prompt()
@@ -234,14 +213,7 @@ class ModelDrafter(Drafter):
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
         )
         ruled_out = set[int]()
-        every_row: Iterable[tuple[torch.Tensor, int, torch.Tensor]] = ()
-        if sampling.greedy and not sampling.context_dependent:
-            scores = sampling.scores(logits, context, out=rows)
-            if scores is not rows:
-                rows.copy_(scores)
-        else:
-            every_row = zip(logits.split(1), nodes, rows.split(1), strict=True)
-        for row, node, into in every_row:
+        for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
             node_context = [*context, *tree.branch(node)] if sampling.context_dependent else context
             if sampling.rules_out_all(row, node_context):
                 ruled_out.add(node)
@@ -252,7 +224,7 @@ class ModelDrafter(Drafter):
         for node, largest in zip(nodes, rows.amax(dim=-1).tolist(), strict=True):
             if node not in ruled_out and not largest > -math.inf:
                 ruled_out.add(node)
-                self.once.no_numbers(self.name)
+                self._say_no_numbers()
         every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
         return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 
@@ -319,39 +291,27 @@ class ModelDrafter(Drafter):
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
         logits = yield from self._chain_logits(context, draft, sampling, limit)
-        try:
-            return self._drawn(logits, context, draft, policy, sampling, random)
-        except NoTokenError:
-            self.once.no_numbers(self.name)
-            return None
-
-    def _drawn(
-        self,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        draft: Draft,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Drawn | None:
-        """Draw a token by these logits, one row; see ``draw``."""
         known = Logits(logits[0], self.scorer.vocabulary, self._predicted_acceptance())
-        if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
+        try:
+            if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
+                return None
+            logits, vocabulary = self._as_seen(logits, sampling)
+            if sampling.rules_out_all(logits, context, draft.tokens):
+                return None
+            if vocabulary is not self.scorer.vocabulary:
+                known = Logits(logits[0], vocabulary)
+            if sampling.greedy:
+                return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)
+            width = logits.shape[-1] if vocabulary is None else vocabulary.size
+            row = self._memory(len(draft.tokens), 1, width, logits.device)
+            if vocabulary is None:
+                q = sampling.probabilities(logits, context, draft.tokens, row)[0]
+            else:
+                q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
+            return Drawn(random.draw(q), known, q)
+        except NoTokenError:
+            self._say_no_numbers()
             return None
-        logits, vocabulary = self._as_seen(logits, sampling)
-        if sampling.rules_out_all(logits, context, draft.tokens):
-            return None
-        if vocabulary is not self.scorer.vocabulary:
-            known = Logits(logits[0], vocabulary)
-        if sampling.greedy:
-            return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)
-        width = logits.shape[-1] if vocabulary is None else vocabulary.size
-        row = self._memory(len(draft.tokens), 1, width, logits.device)
-        if vocabulary is None:
-            q = sampling.probabilities(logits, context, draft.tokens, row)[0]
-        else:
-            q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
-        return Drawn(random.draw(q), known, q)
 
     def _predicted_acceptance(self) -> float | None:
         """Return the predicted acceptance of the token after the last row, see ``Logits``."""

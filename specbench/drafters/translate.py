@@ -100,7 +100,7 @@ class TranslatingDrafter(ModelDrafter):
 
     def fork(self, scorer_like: ScorerLike) -> TranslatingDrafter:
         own = TranslatingDrafter(scorer_like(self.scorer), self.name, self.translation, self._clock)
-        own.once = self.once
+        self._shared(own)
         return own
 
     def begin(self, prompt: Sequence[int]) -> None:

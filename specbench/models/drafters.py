@@ -415,7 +415,7 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     drafter = HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
     drafter.prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
     if head.files.assumes_layers:
-        drafter.once.assumed = (
+        drafter.assumed = (
             f"The config.json of the head {head.name} does not name the layers that it reads:"
             f" {', '.join(map(str, layers))} are assumed, as of EAGLE-3's authors."
         )
