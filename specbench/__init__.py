@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from specbench._version import __version__
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.caches import prune_legacy
     from specbench.base.errors import RunError, SpecbenchError, UsageError
     from specbench.bench.sweeps import sweep
     from specbench.decoding.loop import decode_steps
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from specbench.results.results import load_results
 
 _HOMES = {
-    "backends.torch.caches": ("prune_legacy",),
     "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "bench.sweeps": ("sweep",),
@@ -55,7 +53,7 @@ __all__ = [
     "LoadOptions",
     "Multinomial", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
     "UsageError", "__version__", "autoregressive_generate", "decode_steps",
-    "encode_prompt", "load_drafter", "load_results", "load_target", "prune_legacy",
+    "encode_prompt", "load_drafter", "load_results", "load_target",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip
 

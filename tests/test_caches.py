@@ -15,7 +15,7 @@ import transformers as hf
 from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
-from specbench.backends.torch.caches import make_cache, prune_legacy
+from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
@@ -646,20 +646,3 @@ def legacy(*lengths: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         return torch.full((1, 2, length, size), float(next(count))) + torch.arange(float(length))[:, None]
 
     return tuple((entries(length, 4), entries(length, 5)) for length in lengths)
-
-
-def test_prune_legacy_keeps_the_first_positions():
-    past = legacy(6, 6)
-    for (keys, values), (old_keys, old_values) in zip(prune_legacy(past, 4), past, strict=True):
-        assert torch.equal(keys, old_keys[:, :, :4])
-        assert torch.equal(values, old_values[:, :, :4])
-    assert past[0][0].shape[-2] == 6
-    for lengths, kept, left in (
-        ((6, 3, 0), 4, [4, 3, 0]),
-        ((6, 3), 9, [6, 3]),
-        ((6, 3), 0, [0, 0]),
-        ((), 3, []),
-    ):
-        assert [keys.shape[-2] for keys, _ in prune_legacy(legacy(*lengths), kept)] == left
-    with pytest.raises(ValueError, match="-1"):
-        prune_legacy(legacy(6), -1)

@@ -476,25 +476,3 @@ class StaticKVCache(KVCache):
                 zero_nonfinite(layer, self.capacity)
         self.length = 0
         self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
-
-
-LegacyCache = tuple[tuple[Tensor, Tensor], ...]
-
-
-def prune_legacy(past: LegacyCache, length: int) -> LegacyCache:
-    """Keep the first ``length`` positions of a tuple cache, as older models and exporters use it.
-
-    Args:
-        past: Per layer keys and values, each [batch, heads, positions, head size]; shorter layers stay as they are.
-
-    Raises:
-        ValueError: ``length`` is negative.
-
-    Example:
-        >>> keys = values = torch.zeros(1, 2, 10, 4)
-        >>> [tuple(keys.shape) for keys, _ in prune_legacy(((keys, values),), 7)]
-        [(1, 2, 7, 4)]
-    """
-    if length < 0:
-        raise ValueError(f"length is {length}; it must be 0 or more")
-    return tuple((keys[..., :length, :], values[..., :length, :]) for keys, values in past)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
 from specbench.backends.torch.kernels.attention import LONGEST_PASS, is_folded
-from specbench.backends.torch.kernels.decoder_parts import LayerParts, ModelParts, native_stack, read_parts
+from specbench.backends.torch.kernels.decoder_parts import ModelParts, read_parts
 from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
 from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
@@ -181,44 +181,46 @@ class RotaryTable:
 class _Parts:
     """The parts of a model, as found when a context begins.
 
-    ``context`` is a weak reference to an object that is new in every context. ``layers`` is empty if a part is of an
-    unknown kind.
+    Attributes:
+        context: A weak reference to an object that is new in every context.
+        is_known: Whether they were ``read``; everything else needs that.
     """
+
+    read: ModelParts
 
     def __init__(self, model: Any, context: object) -> None:
         self._model = model
         self.context, self.hooks = ref(context), Hooks(model.modules())
-        self._read = read_parts(model)
-        self.layers: Sequence[LayerParts] = () if self._read is None else self._read.layers
-
-    @property
-    def whole(self) -> ModelParts:
-        """Everything; only if there are ``layers``."""
-        assert self._read is not None
-        return self._read
+        found = read_parts(model)
+        self.is_known = found is not None
+        if found is not None:
+            self.read = found
 
     @cached_property
     def stack(self) -> DecoderStack | None:
         """The native stack of its layers; ``None`` where there is none."""
-        return native_stack(self.whole, self._model.lm_head, self.rotary.size())
+        return self.read.stack(self._model.lm_head, self.rotary.size())
 
     @cached_property
     def rotary(self) -> RotaryTable:
-        names = self.whole.rotations or [""]
-        return RotaryTable(self._model.model.rotary_emb, self._model.config, names)
+        return RotaryTable(self._model.model.rotary_emb, self._model.config, self.read.rotations)
 
     @cached_property
     def empty(self) -> Tensor:
         """Keys or values of no position, from which layers of a cache make their buffers."""
-        first = self.layers[0]
-        return torch.empty(1, first.kv_heads, 0, first.head_size, dtype=first.dtype)
+        config = self.read.config
+        return torch.empty(1, config.kv_heads, 0, config.head_size, dtype=self.read.dtype)
+
+    @cached_property
+    def places(self) -> list[int]:
+        return [layer.place for layer in self.read.layers]
 
     def stack_for(self, rows: int, *, masked: bool = False) -> DecoderStack | None:
         """Return the native stack if it is the fastest for ``rows`` rows; ``None`` for masks together with windows."""
         if (
             self.stack is None
             or rows > self.stack.max_rows
-            or (masked and any(each.window for each in self.layers))
+            or (masked and any(each.window for each in self.read.layers))
         ):
             return None
         return self.stack
@@ -226,7 +228,7 @@ class _Parts:
     def embed(self, ids: Tensor) -> Tensor:
         """Return the inputs of the first layer, [rows, hidden size], float32."""
         embedded: Tensor = self._model.model.embed_tokens(ids)[0].float()
-        multiplier = self.whole.embedding_multiplier
+        multiplier = self.read.embedding_multiplier
         return embedded if multiplier == 1.0 else embedded * multiplier
 
 
@@ -242,7 +244,7 @@ class _PartsLookup:
         parts = self._last
         if parts is None or parts.context() is not context:
             parts = self._last = _Parts(self._model, context)
-        return parts if parts.layers and not parts.hooks.are_present() else None
+        return parts if parts.is_known and not parts.hooks.are_present() else None
 
 
 class NativeForward(Forward):
@@ -317,8 +319,7 @@ class NativeForward(Forward):
         """Extend the cache by ``tokens`` positions and return where its buffers are."""
         group = self._groups.get(cache)
         if group is None or not group.extend(tokens):
-            places = [layer.place for layer in parts.layers]
-            group = LayerGroup.extended(cache.layers, places, tokens, NATIVE_KV_DTYPES, parts.empty)
+            group = LayerGroup.extended(cache.layers, parts.places, tokens, NATIVE_KV_DTYPES, parts.empty)
             if group is None:
                 return None
             self._groups[cache] = group
@@ -328,8 +329,8 @@ class NativeForward(Forward):
 def _join_outputs(outputs: Sequence[tuple[Tensor, Tensor | None]], parts: _Parts) -> ForwardOutput:
     """Join logits and hidden states of consecutive native calls, the states in the model's dtype."""
     logits = [logits for logits, _ in outputs]
-    states = [states.to(parts.layers[0].dtype) for _, states in outputs if states is not None]
-    return ForwardOutput(parts.whole.finish(concat(logits)), concat(states) if states else None)
+    states = [states.to(parts.read.dtype) for _, states in outputs if states is not None]
+    return ForwardOutput(parts.read.finish(concat(logits)), concat(states) if states else None)
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -356,8 +357,8 @@ class RaggedForward:
         parts = None if self._lookup is None else self._lookup(pool.context_id)
         if parts is None:
             return False
-        stack, dtype = parts.stack, parts.layers[0].dtype
-        return stack is not None and stack.quantizes_rows and dtype in NATIVE_KV_DTYPES
+        stack = parts.stack
+        return stack is not None and stack.quantizes_rows and parts.read.dtype in NATIVE_KV_DTYPES
 
     def __call__(
         self, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int] = ()
@@ -392,7 +393,7 @@ class RaggedForward:
         stack = parts.stack_for(ids.shape[1])
         if stack is None:
             return None
-        extended = cache.extend([layer.place for layer in parts.layers], NATIVE_KV_DTYPES, parts.empty)
+        extended = cache.extend(parts.places, NATIVE_KV_DTYPES, parts.empty)
         if extended is None:
             return None
         buffers, requests = extended

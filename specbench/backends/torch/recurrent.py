@@ -509,23 +509,8 @@ def _lightning_step(_: Function, given: Arguments, state: torch.Tensor) -> tuple
     return (query @ after).transpose(1, 2), after
 
 
-def _lightning_native(given: Arguments, state: torch.Tensor, after: list[torch.Tensor]) -> torch.Tensor:
-    query, key, value = (given[name] for name in _DELTA[:3])
-    rows = query.shape[:3]
-    g = -given["slope"].reshape(1, 1, -1).expand(rows)
-    return delta_rule(query, key, value, g, torch.ones(rows), state, after, normalize=False, adds=True)
-
-
-def _lightning_samples() -> list[tuple[Arguments, torch.Tensor]]:
-    query, key, value, slope, before = _drawn(
-        (1, 2, 2, 24), (1, 2, 2, 24), (1, 2, 2, 40), (2, 1, 1), (1, 2, 24, 40)
-    )
-    return [({"query": query, "key": key, "value": value, "slope": slope.abs()}, before)]
-
-
 _LINEAR = _Recurrence(
     "", "", _DELTA[:3], dict.fromkeys(_DELTA[:3], 1), 1, "state", _lightning_step,
-    _Native(_lightning_native, "key", turns=False, samples=_lightning_samples),
 )  # fmt: skip
 
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)

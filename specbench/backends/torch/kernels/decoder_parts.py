@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,51 +56,26 @@ _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 """Names of activations in ``transformers``, and whether they are GELU."""
 
 
-class Norm(NamedTuple):
-    """An RMS norm."""
-
-    weight: Tensor  # what it multiplies by
-    epsilon: float
-
-
-class LayerParts(NamedTuple):
-    """A decoder layer: its matrix products, and what is between them."""
-
-    # of queries, keys and values; of attention's output; of gate and up projections; of the down projection
-    products: tuple[native.Product, native.Product, native.Product, native.Product]
-    norms: Mapping[str, Norm]  # by the names of the fields of native.Layer
-    heads: int
-    kv_heads: int
-    head_size: int
-    scaling: float  # factor of attention scores
-    place: int  # index of its keys and values among the layers of a cache
-    window: int  # positions that a token attends to, with its own; 0 for all
-    rotation: str | None  # name of the rotation of its queries and keys; None without
-    gelu: bool  # GELU in its tanh form in place of SiLU
-    residual_multiplier: float  # of the outputs of attention and MLP
-    dtype: torch.dtype  # of queries, keys and values
-
-
 class ModelParts(NamedTuple):
     """A model of a known family.
 
     Attributes:
+        norm: The final norm.
+        dtype: Of queries, keys and values.
+        rotations: Names of the rotations, to which the layers refer by number.
         embedding_multiplier: Factor of embeddings.
         logits_divisor: What logits are divided by.
         logits_cap: Largest logit that is possible: logits become ``cap`` · tanh(logits / ``cap``); ``None`` for any.
     """
 
-    family: Family
-    layers: tuple[LayerParts, ...]
-    norm: Norm
+    layers: tuple[native.Layer, ...]
+    norm: Tensor
+    config: native.StackConfig
+    dtype: torch.dtype
+    rotations: Sequence[str]
     embedding_multiplier: float
     logits_divisor: float
     logits_cap: float | None
-
-    @property
-    def rotations(self) -> list[str]:
-        """Names of the rotations of its layers, in order."""
-        return sorted({layer.rotation for layer in self.layers if layer.rotation is not None})
 
     def finish(self, logits: Tensor) -> Tensor:
         """Divide and cap what the output head gives, in place."""
@@ -110,6 +85,17 @@ class ModelParts(NamedTuple):
             logits.div_(self.logits_cap).tanh_().mul_(self.logits_cap)
         return logits
 
+    def stack(self, output_head: Any, rotated: int) -> native.DecoderStack | None:
+        """Return the native stack with the model's output head; ``None`` if it is not supported.
+
+        Args:
+            rotated: First numbers of a head that rotations turn.
+        """
+        head = None if "forward" in vars(output_head) else native_product(output_head)
+        if head is None:
+            return None
+        return make_stack(self.layers, self.norm, head, self.config._replace(rotated=rotated))
+
 
 def family_name(model: Any) -> str | None:
     """Return the name of a model's family among ``FAMILIES``; ``None`` for others."""
@@ -118,7 +104,9 @@ def family_name(model: Any) -> str | None:
 
 
 def read_parts(model: Any) -> ModelParts | None:
-    """Return the parts of a model; ``None`` for other families, products that are not native, and changed modules."""
+    """Return the parts of a model; ``None`` for other families, products that are not native, changed modules, and
+    layers that are not alike.
+    """
     name = family_name(model)
     if name is None or not all(hasattr(model, part) for part in ("model", "lm_head")):
         return None
@@ -129,28 +117,37 @@ def read_parts(model: Any) -> ModelParts | None:
     ):
         return None
     by_type = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
+    rotations = sorted({*inner.config.layer_types}) if by_type else [""]
     try:
-        found = tuple(read_layer(layer, index, family, by_type=by_type) for index, layer in enumerate(layers))
-        norm = _read_norm(inner, "norm", family)
+        found = [read_layer(layer, index, family, rotations) for index, layer in enumerate(layers)]
+        norm, epsilon = _read_norm(inner, "norm", family)
     except (AttributeError, IndexError, ValueError):
         return None
-    assert norm is not None
+    if len({(config, dtype) for _, config, dtype in found}) != 1:
+        return None
+    _, config, dtype = found[0]
+    if epsilon != config.epsilon:
+        return None
     return ModelParts(
-        family,
-        found,
+        tuple(layer for layer, _, _ in found),
         norm,
+        config,
+        dtype,
+        rotations,
         float(getattr(inner, "embedding_multiplier", 1.0)),
         float(getattr(inner.config, "logits_scaling", 1.0)),
         getattr(inner.config, "final_logit_softcapping", None),
     )
 
 
-def read_layer(layer: Any, index: int, family: Family, *, by_type: bool) -> LayerParts:
-    """Read a layer of a model.
+def read_layer(
+    layer: Any, index: int, family: Family, rotations: Sequence[str]
+) -> tuple[native.Layer, native.StackConfig, torch.dtype]:
+    """Read a layer of a model: what it has, the sizes and constants of its stack, and the dtype of keys and values.
 
     Args:
         index: Its index among the model's layers, by which the configuration states its type.
-        by_type: Whether rotations depend on the type.
+        rotations: Names of the model's rotations, which are types of layers; one without a name for all.
 
     Raises:
         AttributeError, ValueError: It is not what its family has.
@@ -172,35 +169,39 @@ def read_layer(layer: Any, index: int, family: Family, *, by_type: bool) -> Laye
     ):
         raise ValueError("a layer computes something else")
     projections = _read_product(attention, "qkv_proj", "q_proj", "k_proj", "v_proj")
-    output, size, place = _read_product(attention, "o_proj"), attention.head_dim, attention.layer_idx
+    output, size = _read_product(attention, "o_proj"), attention.head_dim
     heads = output.panels.inputs // size
-    rotation = config.layer_types[index] if by_type else ""
-    names = {name: getattr(family, name) for name in Family._fields[:4]}
-    for name, own_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-        names[name] = own_name if hasattr(attention, own_name) else None
     norms = {
-        name: _read_norm(attention if name in ("query_norm", "key_norm") else layer, own_name, family)
-        for name, own_name in names.items()
+        name: _read_norm(layer, own_name, family)
+        for name in Family._fields[:4]
+        if (own_name := getattr(family, name)) is not None
     }
-    return LayerParts(
-        products=(
-            projections,
-            output,
-            _read_product(mlp, "gate_up_proj", "gate_proj", "up_proj"),
-            _read_product(mlp, "down_proj"),
-        ),
-        norms={name: norm for name, norm in norms.items() if norm is not None},
-        heads=heads,
-        kv_heads=(projections.panels.outputs // size - heads) // 2,
-        head_size=size,
-        scaling=attention.scaling,
-        place=place,
+    for name, own_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        if hasattr(attention, own_name):
+            norms[name] = _read_norm(attention, own_name, family)
+    (epsilon,) = {epsilon for _, epsilon in norms.values()}
+    own_rotation = "" if rotations == [""] else config.layer_types[index]
+    found = native.Layer(
+        projections,
+        output,
+        gates=_read_product(mlp, "gate_up_proj", "gate_proj", "up_proj"),
+        down=_read_product(mlp, "down_proj"),
+        **{name: weight for name, (weight, _) in norms.items()},
         window=_window_of(config, index),
-        rotation=rotation if getattr(attention, "use_rope", True) else None,
+        rotation=rotations.index(own_rotation) if getattr(attention, "use_rope", True) else -1,
+        place=attention.layer_idx,
+    )
+    stack = native.StackConfig(
+        heads,
+        (projections.panels.outputs // size - heads) // 2,
+        size,
+        epsilon,
+        attention.scaling,
+        joint_norms=family.joint_norms,
         gelu=gelu,
         residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
-        dtype=layer.post_attention_layernorm.weight.dtype,
     )
+    return found, stack, layer.post_attention_layernorm.weight.dtype
 
 
 def _window_of(config: Any, index: int) -> int:
@@ -210,16 +211,14 @@ def _window_of(config: Any, index: int) -> int:
     return (getattr(config, "sliding_window", None) or 0) if is_sliding else 0
 
 
-def _read_norm(owner: Any, name: str | None, family: Family) -> Norm | None:
-    """Return a norm; ``None`` without a name."""
-    if name is None:
-        return None
+def _read_norm(owner: Any, name: str, family: Family) -> tuple[Tensor, float]:
+    """Return what an RMS norm multiplies by, and its epsilon."""
     module = getattr(owner, name)
     if type(module).__module__ != type(owner).__module__ or "forward" in vars(module):
         raise ValueError(f"{name} was replaced")
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     weight = module.weight.detach()
-    return Norm(weight.float() + family.norm_offset if family.norm_offset else weight, epsilon)
+    return weight.float() + family.norm_offset if family.norm_offset else weight, epsilon
 
 
 def _read_product(owner: Any, name: str, *parts: str) -> native.Product:
@@ -248,46 +247,6 @@ def native_product(layer: Any) -> native.Product | None:
     """Return the product of a linear layer; ``None`` if it is not native."""
     panels = layer.panels if isinstance(layer, PackedLinear | QuantizedLinear) else None
     return None if panels is None else native.Product(panels, layer.bias)
-
-
-def native_stack(parts: ModelParts, output_head: Any, rotated: int) -> native.DecoderStack | None:
-    """Return the native stack of a model; ``None`` if it is not supported.
-
-    Args:
-        output_head: The model's.
-        rotated: First numbers of a head that rotations turn.
-    """
-    first, head = parts.layers[0], native_product(output_head)
-    norms = [parts.norm, *(norm for layer in parts.layers for norm in layer.norms.values())]
-    alike = ("heads", "kv_heads", "head_size", "scaling", "gelu", "residual_multiplier", "dtype")
-    if (
-        head is None
-        or "forward" in vars(output_head)
-        or any(len({getattr(layer, name) for layer in parts.layers}) > 1 for name in alike)
-        or len({norm.epsilon for norm in norms}) > 1
-    ):
-        return None
-    config = native.StackConfig(
-        first.heads,
-        first.kv_heads,
-        first.head_size,
-        parts.norm.epsilon,
-        first.scaling,
-        rotated=rotated,
-        joint_norms=parts.family.joint_norms,
-        gelu=first.gelu,
-        residual_multiplier=first.residual_multiplier,
-    )
-    layers = [
-        native.Layer(
-            *layer.products,
-            **{name: norm.weight for name, norm in layer.norms.items()},
-            window=layer.window,
-            rotation=-1 if layer.rotation is None else parts.rotations.index(layer.rotation),
-        )
-        for layer in parts.layers
-    ]
-    return make_stack(layers, parts.norm.weight, head, config)
 
 
 def make_stack(

@@ -419,6 +419,7 @@ class Layer(NamedTuple):
     mlp_out_norm: Tensor | None = None
     window: int = 0  # positions that a token attends to, with its own; 0 for all
     rotation: int = 0  # index of the rotation of its queries and keys; -1 without
+    place: int = 0  # index of its keys and values among the layers of a cache
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -179,16 +180,22 @@ class KeptLayers(Protocol):
         """Store the weight of a layer."""
 
 
+class _Place(NamedTuple):
+    """A linear layer, or several that become one product, to be replaced."""
+
+    name: str
+    weight: Callable[[], Tensor]
+    bias: Tensor | None
+    shape: tuple[int, int]  # [out, in]
+    sizes: Sequence[int] = ()  # of the layers that are merged, in outputs
+
+
 def _found(
-    layers: KeptLayers | None,
-    name: str,
-    kind: QuantizedName | Literal["packed"],
-    shape: tuple[int, int],
-    sizes: Sequence[int],
+    layers: KeptLayers | None, place: _Place, kind: QuantizedName | Literal["packed"]
 ) -> QuantizedWeight | None:
     """Return the stored weight of a layer if it is as if made now."""
-    stored = None if layers is None else layers.find(name)
-    if layers is not None and stored is not None and not is_usable(stored, kind, shape, sizes):
+    stored = None if layers is None else layers.find(place.name)
+    if layers is not None and stored is not None and not is_usable(stored, kind, place.shape, place.sizes):
         layers.discard()
         return None
     return stored
@@ -204,17 +211,12 @@ def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bo
         Whether anything was packed; False where operators are missing or the model is not on the CPU.
     """
 
-    def packed(
-        name: str,
-        weight: Callable[[], Tensor],
-        bias: Tensor | None,
-        shape: tuple[int, int],
-        sizes: Sequence[int],
-    ) -> PackedLinear:
-        stored = _found(layers, name, "packed", shape, sizes)
-        made = PackedLinear(stored if isinstance(stored, Panels) else weight(), bias, sizes)
+    def packed(place: _Place) -> PackedLinear:
+        stored = _found(layers, place, "packed")
+        weight = stored if isinstance(stored, Panels) else place.weight()
+        made = PackedLinear(weight, place.bias, place.sizes)
         if layers is not None and stored is None and made.panels is not None and made.panels.is_own:
-            layers.save(name, made.panels)
+            layers.save(place.name, made.panels)
         return made
 
     return _replace(model, packed, packs=True)
@@ -229,24 +231,18 @@ def quantize_linears(
         layers: Store of this model's quantized weights; int4 weights are stored in panels only.
     """
 
-    def quantized(
-        name: str,
-        weight: Callable[[], Tensor],
-        bias: Tensor | None,
-        shape: tuple[int, int],
-        sizes: Sequence[int],
-    ) -> QuantizedLinear:
-        stored = _found(layers, name, kind, shape, sizes)
+    def quantized(place: _Place) -> QuantizedLinear:
+        stored = _found(layers, place, kind)
         if kind == "int4":
             known = stored if isinstance(stored, Panels) else None
-            int4 = Int4Linear(weight().detach() if known is None else known, bias)
+            int4 = Int4Linear(place.weight().detach() if known is None else known, place.bias)
             if layers is not None and known is None and int4.panels is not None:
-                layers.save(name, int4.panels)
+                layers.save(place.name, int4.panels)
             return int4
-        made = int8_weight(weight().detach()) if stored is None else stored
+        made = int8_weight(place.weight().detach()) if stored is None else stored
         if layers is not None and stored is None:
-            layers.save(name, made)
-        return Int8Linear(made, bias)
+            layers.save(place.name, made)
+        return Int8Linear(made, place.bias)
 
     return _replace(model, quantized)
 
@@ -400,9 +396,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 _LinearLike = nn.Linear | PackedLinear | MergedLinear
-_MakeLayer = Callable[
-    [str, Callable[[], Tensor], Tensor | None, tuple[int, int], Sequence[int]], PackedLinear | QuantizedLinear
-]
+_MakeLayer = Callable[[_Place], PackedLinear | QuantizedLinear]
 
 
 class _WeightBuffers:
@@ -421,7 +415,7 @@ class _WeightBuffers:
 
 
 def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool:
-    """Replace all suitable linear layers by the results of ``make(name, weight, bias, shape, sizes)``, in huge pages.
+    """Replace all suitable linear layers by the results of ``make``, in huge pages.
 
     If ``make`` packs, layers that are packed already, or cannot be, stay.
 
@@ -510,20 +504,19 @@ def _make_layers(
         return list(layers)
     if len(layers) == 1:
         shape = (first.out_features, first.in_features)
-        new = make(name, lambda: first.weight, first.bias, shape, ())
+        new = make(_Place(name, lambda: first.weight, first.bias, shape))
         _share_hooks(layers, [new])
         return [new]
     bias, sizes = first.bias, tuple(layer.out_features for layer in layers)
     shape = (sum(sizes), first.in_features)
     if isinstance(first, MergedLinear):
         packed = first.merged.layer
-        new = make(name, lambda: packed.weight, packed.bias, shape, sizes)
+        new = make(_Place(name, lambda: packed.weight, packed.bias, shape, sizes))
     else:
         if bias is not None:
             bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
-        new = make(
-            name, lambda: buffers.join([layer.weight.detach() for layer in layers]), bias, shape, sizes
-        )
+        joined = partial(buffers.join, [layer.weight.detach() for layer in layers])
+        new = make(_Place(name, joined, bias, shape, sizes))
     merged = _MergedProduct(new, sizes)
     parts = [MergedLinear(merged, index) for index in range(len(layers))]
     _share_hooks(layers, parts)
