@@ -22,7 +22,7 @@ from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, qua
 from specbench.base.errors import RunError
 from specbench.models import cache
 from specbench.models import kept_layers as module
-from specbench.models.cache import cache_folder, cached, clear_derived, remove_cached
+from specbench.models.cache import cache_folder, cached, remove_cached
 from specbench.models.drafters import load_drafter
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model
@@ -390,7 +390,7 @@ def test_a_clock_that_was_set_back_does_not_cost_what_was_just_made(tmp_path, mo
 @pytest.mark.parametrize("problem", ["a file", "full"])
 def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, problem):
     expected = int8_logits(folder)
-    clear_derived()
+    remove_cached("layers")
     if problem == "a file":
         shutil.rmtree(cache_folder(), ignore_errors=True)
         cache_folder().write_text("")
@@ -434,12 +434,11 @@ def test_what_is_there_and_what_can_go(folder):
     texts.mkdir()
     (texts / "a.json").write_text("{}")
     found = {kind.folder: kind for kind in cached()}
-    assert (len(found["layers"].entries), found["layers"].derived) == (1, True)
+    assert len(found["layers"].entries) == 1
     assert (len(found["texts"].entries), found["texts"].size) == (1, 2)
     assert (found["suites"].entries, found["suites"].size) == ((), 0)
-    assert clear_derived() == found["layers"].size > 0
+    assert remove_cached("layers") == found["layers"].size > 0
     assert [kind.folder for kind in cached() if kind.entries] == ["texts"]
-    assert clear_derived() == 0
 
 
 def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
@@ -451,7 +450,6 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
         "models/.gguf-34-abc/model": "half",
         "models/gguf-12.lock": "",
         "calibrations/1.json": '{"target": "org/name"}',
-        "vocabularies/1.json": '{"target": "org/name"}',
         "texts/5f/texts.jsonl": "[]",
         "hashes/6a": "00",
         "starts/7b.json": "{}",
@@ -464,19 +462,19 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
     code, out, _ = command()
     assert code == 0
     assert "\x1b" not in out
-    for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc (half made)", "org/name", "5f", "6a", "7b.json"):
+    for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc (half made)", "1.json", "5f", "6a", "7b.json"):
         assert any(line.endswith(f"  {name}") for line in out.splitlines()), name
     kinds = cached()
     assert sum(kind.size for kind in kinds) == module.folder_size(cache_folder())
 
-    assert command("--remove", "org/name", "--remove", "starts")[:2] == (0, "0.00 MB removed.\n")
+    assert command("--remove", "1.json", "--remove", "starts")[:2] == (0, "0.00 MB removed.\n")
     assert not any(
         (cache_folder() / name).exists() for name in files if "1.json" in name or "starts/" in name
     )
     assert (cache_folder() / "models/gguf-12/model.safetensors").exists()
-    code, _, err = command("--remove", "org/name")
+    code, _, err = command("--remove", "1.json")
     assert code == 2
-    assert "holds nothing called 'org/name'" in err
+    assert "'1.json'" in err
     for entry in [entry for kind in cached() for entry in kind.entries]:
         assert remove_cached(entry.name) == entry.size
     assert module.folder_size(cache_folder()) == 0
@@ -502,7 +500,7 @@ def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(RunError, match="cannot be cleared"):
-        clear_derived()
+        remove_cached("layers")
 
 
 @pytest.fixture
@@ -522,7 +520,6 @@ def test_the_command(folder, command):
     lines = out.splitlines()
     assert (code, err, lines[0].rpartition(": ")[0]) == (0, "", str(cache_folder()))
     assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["layers", "1"]]
-    assert command("--clear")[0] == 0
+    assert command("--remove", "layers")[0] == 0
     assert entries() == []
-    assert command("--clear")[1] == "0.00 MB removed.\n"
     assert command("--all")[0] == 2

@@ -30,13 +30,6 @@ _KINDS = {
     "texts": "what targets have written to train heads on",
     SUITES_FOLDER: "prompts of public benchmarks",
 }
-_DERIVED = (LAYERS_FOLDER,)
-"""Kinds that are made again in seconds when missing."""
-
-_LARGEST_NOTE = 1 << 26
-"""Bytes of the largest file that is read for the name in it."""
-
-
 MANIFEST = "manifest.json"
 _HASHERS = 2
 
@@ -119,13 +112,11 @@ class Kind:
         folder: Subfolder of the cache folder.
         meaning: Description of the kind.
         entries: The entries.
-        derived: Whether ``clear_derived`` removes them.
     """
 
     folder: str
     meaning: str
     entries: tuple[Entry, ...]
-    derived: bool
 
     @property
     def size(self) -> int:
@@ -137,7 +128,7 @@ def cached() -> list[Kind]:
     folder = cache_folder()
     others = {path.name for path in _listed(folder)} - _KINDS.keys()
     kinds = _KINDS | dict.fromkeys(sorted(others), "not of this version of specbench")
-    return [Kind(name, meaning, _entries(folder / name), name in _DERIVED) for name, meaning in kinds.items()]
+    return [Kind(name, meaning, _entries(folder / name)) for name, meaning in kinds.items()]
 
 
 def remove_cached(name: str) -> int:
@@ -165,18 +156,6 @@ def remove_cached(name: str) -> int:
     return sum(entry.size for entry in entries)
 
 
-def clear_derived() -> int:
-    """Remove entries that can be made again in seconds; return the bytes freed, or raise ``RunError``."""
-    freed = 0
-    for name in _DERIVED:
-        folder = cache_folder() / name
-        if folder.is_dir() and not folder.is_symlink():
-            freed += folder_size(folder)
-            with file_errors(f"The cache folder {str(cache_folder())!r} cannot be cleared"):
-                shutil.rmtree(folder)
-    return freed
-
-
 def _listed(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
@@ -192,18 +171,13 @@ def _entries(folder: Path) -> tuple[Entry, ...]:
 
 
 def _name(path: Path) -> str:
-    """Return the name of an entry for users: the model that its files name."""
+    """Return the name of an entry for users: the model that its manifest names."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
-    about = path / MANIFEST if path.is_dir() else path
     try:
-        if about.suffix != ".json" or about.stat().st_size > _LARGEST_NOTE:
-            return path.name
-        data = json.loads(about.read_text(encoding="utf-8"))
-        named = data["source"]["name"] if "source" in data else data["target"]
+        return str(json.loads((path / MANIFEST).read_bytes())["source"]["name"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return path.name
-    return named if isinstance(named, str) and named else path.name
 
 
 def _size(path: Path) -> int:

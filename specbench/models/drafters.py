@@ -49,6 +49,7 @@ from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
     FreeSpec,
+    Mtp,
     SelfForm,
     Several,
     SmallModel,
@@ -63,23 +64,13 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
     """Raise ``UsageError`` if the configurations of drafter and target show that the drafter cannot draft for it."""
     for part in spec.parts:
         form = part.model_part
-        if isinstance(form, SmallModel):
-            _check_model(form, target, progress)
-        elif isinstance(form, SelfForm) and (form.layers is not None or form.skip):
+        if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
             check_form(form, load_config(target, progress=progress))
-
-
-def _check_model(form: SmallModel, target: ModelSpec, progress: Progress | None) -> None:
-    if form.model.kind == "mtp":
-        _check_mtp(target, progress)
-    elif (head := find_head(form.model, progress)) is not None:
-        head.check(load_config(target, progress=progress), target.name)
-
-
-def _check_mtp(target: ModelSpec, progress: Progress | None) -> None:
-    """Refuse a target in a folder without MTP layers; other targets may have to be fetched first."""
-    if target.kind == "folder":
-        checkpoint_files(Path(target.source), load_config(target, progress=progress), target.name)
+        elif isinstance(form, Mtp):
+            if target.kind == "folder":  # others may have to be fetched first
+                checkpoint_files(Path(target.source), load_config(target), target.name)
+        elif isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
+            head.check(load_config(target, progress=progress), target.name)
 
 
 def refuse_keep(spec: DrafterSpec) -> None:

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, st
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """Return what a weight is stored as, the largest part last."""
+    """Return what a weight is stored as."""
     if isinstance(weight, native.Panels):
         return weight.stored()
     return {"scales": weight.scales, "quantized": weight.quantized}
@@ -188,8 +188,8 @@ class _Found:
 class _Made:
     """An entry that is being written: a safetensors file, whose header is written last, into space left for it.
 
-    What is large is written at once, beginning with a cache line, as products read it fastest. Writing is abandoned if
-    the disk is too small. ``kept`` is called before the first layer.
+    Every tensor begins with a cache line, as products read it fastest. Writing is abandoned if the disk is too small.
+    ``kept`` is called before the first.
     """
 
     def __init__(self, work: Path, parent: Path, name: str, kept: Callable[[], None]) -> None:
@@ -197,24 +197,19 @@ class _Made:
         self.failed = False
         self._header: dict[str, dict[str, Any]] = {}
         self._end = 0
-        self._small: dict[str, torch.Tensor] = {}
 
     def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
         return None
 
     def discard(self) -> None:
-        """Do nothing: what is made here is of use."""
+        """Do nothing: what is made now is of use."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        if not self._header and not self.failed:
-            self._kept()
-        *small, (part, large) = _tensors(weight).items()
-        self._small |= {f"{place} {name}": tensor for name, tensor in small}
-        self._write({f"{place} {part}": large})
-
-    def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.failed:
             return
+        if not self._header:
+            self._kept()
+        tensors = {f"{place} {part}": tensor for part, tensor in _tensors(weight).items()}
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError("no space")
@@ -236,7 +231,6 @@ class _Made:
         file.write(tensor.contiguous().numpy().data)
 
     def finish(self, entry: Path) -> None:
-        self._write(self._small)
         header = json.dumps(self._header).encode()
         if self.failed or not self._header or len(header) > _DATA_AT - 8:
             return
