@@ -38,8 +38,9 @@ from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.bench.manifest import open_run
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import run_sweep
-from specbench.cli.started import commands_of, engine_drafters, engine_target, started_engine
-from specbench.export.start import settings_of
+from specbench.cli.started import engine_drafters, engine_target, started_engine
+from specbench.export.setting import Model
+from specbench.export.start import EngineSetting, StartedEngine, settings_of
 from specbench.models.load import load_tokenizer
 from specbench.options import DecodingOptions
 from specbench.results.compare import compare_configs
@@ -95,8 +96,9 @@ def sides_of(given: argparse.Namespace) -> tuple[dict[str, CommandLine], dict[st
         policy = [parse_policy("fixed")]
         settings = settings_of(engine, model, drafters, gammas=(_GAMMA,), policies=policy, trees=False)
         wrapper = f"{shlex.quote(pythons[name])} {command}"
-        made = commands_of(engine, model, settings, shlex.split(given.options.get(name, "")), wrapper)
-        sides |= {f"{name} {setting}": line for setting, line in made.items()}
+        more = shlex.split(given.options.get(name, ""))
+        for setting in settings:
+            sides[f"{name} {setting.name}"] = partial(_started, engine, model, setting, more, wrapper)
     if "transformers" in pythons:
         words = [
             pythons["transformers"],
@@ -119,6 +121,12 @@ def _with_port(words: Sequence[str], port: int) -> list[str]:
     return [*words, str(port)]
 
 
+def _started(
+    engine: StartedEngine, model: Model, setting: EngineSetting, more: Sequence[str], wrapper: str, port: int
+) -> list[str]:
+    return engine.command_line(model, setting.options, port, more, wrapper)
+
+
 def _filled(command: str, port: int) -> list[str]:
     return [word.replace("{port}", str(port)) for word in shlex.split(command)]
 
@@ -127,7 +135,7 @@ def prompts_of_length(target: str, lengths: Sequence[int], each: int) -> list[Pr
     """Return prompts of so many tokens by the target's tokenizer, all from different places of a text."""
     tokenizer = load_tokenizer(parse_model(target))
     assert tokenizer is not None
-    ids = tokenizer.encode(load_context_text(None).text, add_special_tokens=False)
+    ids = tokenizer.encode(load_context_text().text, add_special_tokens=False)
     found, begin = [], 0
     for number in range(each):
         for length in lengths:

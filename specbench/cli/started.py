@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,16 +49,7 @@ def started_engine(name: str) -> StartedEngine:
 
 
 def engine_target(engine: StartedEngine, text: str, *, elsewhere: bool) -> Model:
-    """Return the target as the engine finds it.
-
-    Args:
-        engine: The engine.
-        text: As ``parse_model`` takes it.
-        elsewhere: Whether the server may run on another machine, so that paths need not exist here.
-
-    Raises:
-        UsageError: It does not exist, or the engine cannot read it.
-    """
+    """Return the target as the engine finds it; for the arguments see ``engine_drafters``."""
     spec = _model(text, elsewhere=elsewhere)
     return Model(one_line(spec.name), spec.revision, _path(engine, spec))
 
@@ -72,7 +63,7 @@ def engine_drafters(
         engine: The engine.
         texts: As ``--drafter`` takes them, or names of the engine's kinds of n-grams.
         usual: Whether the engine's usual kinds of n-grams are tried too.
-        elsewhere: See ``engine_target``.
+        elsewhere: Whether the server may run on another machine, so that paths need not exist here.
     """
     found = [EngineDrafter(name) for name in [*engine.ngrams][:2]] if usual else []
     for text in dict.fromkeys(texts):
@@ -130,25 +121,6 @@ def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> 
         msgspec.structs.replace(config, gamma=gammas[config.drafter])
         for config in build_server_configs(options, [each.name for each in settings])
     ]
-
-
-def commands_of(
-    engine: StartedEngine,
-    target: Model,
-    settings: Sequence[EngineSetting],
-    arguments: Sequence[str],
-    wrapper: str,
-) -> Mapping[str, partial[list[str]]]:
-    """Return the functions that return the command lines of settings for a port, by their names."""
-    return {
-        each.name: partial(_command, engine, target, each, tuple(arguments), wrapper) for each in settings
-    }
-
-
-def _command(
-    engine: StartedEngine, target: Model, setting: EngineSetting, more: Sequence[str], wrapper: str, port: int
-) -> list[str]:
-    return engine.command_line(target, setting.options, port, more, wrapper)
 
 
 @dataclass(frozen=True)
@@ -227,9 +199,8 @@ class EngineServers:
         """
         for sentence in end_left():
             say(sentence)
-        wrapper = self.options.engine_command
         made = LaunchedEngine(
-            commands_of(self.engine, self.target, self.settings, self.arguments, wrapper),
+            {each.name: partial(self._command, each) for each in self.settings},
             logs,
             limit=self.options.max_servers,
             start_timeout_s=self.options.start_timeout,
@@ -246,3 +217,8 @@ class EngineServers:
         finally:
             for sentence in made.close():
                 say(sentence)
+
+    def _command(self, setting: EngineSetting, port: int) -> list[str]:
+        """Return the command line that starts the server of a setting on a port."""
+        wrapper = self.options.engine_command
+        return self.engine.command_line(self.target, setting.options, port, self.arguments, wrapper)

@@ -20,7 +20,6 @@ from specbench.cli.sweep_options import (
     ResultsOptions,
     ServerOptions,
     StartedArguments,
-    checked_temperatures,
     context_text,
     prompts_of_sweep,
 )
@@ -63,8 +62,6 @@ def sweep(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
     results: ResultsOptions,
-    verbose: opt.VerboseOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", "No progress.")] = False,
     arguments: StartedArguments = None,
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
@@ -74,19 +71,17 @@ def sweep(
     """
     from specbench.results.load import load_snapshot
 
-    start = load_snapshot()
-    shown = {"quiet": quiet, "verbose": verbose}
+    start, quiet = load_snapshot(), results.quiet
     if servers.server:
         from specbench.cli.sweep_servers import sweep_servers
 
-        sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start, **shown)
+        sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start)
         return
     if engines.engine is not None:
         from specbench.cli.sweep_engine import sweep_engine
 
-        more = tuple(arguments or ())
         what = compared, drafting, engines, servers, experiment, decoding, results
-        sweep_engine(ctx, target, *what, more, start, quiet=quiet, verbose=verbose)
+        sweep_engine(ctx, target, *what, arguments or (), start)
         return
     from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, check_contexts
@@ -123,7 +118,7 @@ def sweep(
         for name in engine.drafters:  # refused if they lack one
             parse_costs(options.costs, name)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, **shown)
+    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
     job.run(sources, start, notes)
 
 
@@ -136,18 +131,14 @@ def _compared_models(
     base: Recipe,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
     """Return a sweep's options, its drafters, and notes on policies that do not apply to them."""
-    from specbench.bench.axes import (
-        parse_baselines,
-        parse_batches,
-        parse_contexts,
-        parse_gammas,
-        parse_policies,
-    )
+    from specbench.bench.axes import parse_baselines, parse_gammas, parse_policies
     from specbench.bench.grid import SweepOptions
 
     chained = opt.chained(base.models, base.caching)
-    temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
-    usual = ["auto", "fixed"] if 0.0 in temperatures else ["fixed"]  # `generate` takes auto at temperature 0
+    axes = compared.axes(experiment)
+    usual = (
+        ["auto", "fixed"] if 0.0 in axes["temperatures"] else ["fixed"]
+    )  # `generate` takes auto at temperature 0
     policies = parse_policies(drafting.draft_policy or usual, **length.given)
     if chained:
         refuse_trees(policies, chained)
@@ -163,32 +154,24 @@ def _compared_models(
                 f"Add --draft-policy fixed, or {other}.",
             )
         gammas = []
-    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
-    contexts = () if compared.context is None else tuple(parse_contexts(compared.context))
-    if batches and base.caching.kind in ("static", "compiled"):
+    if axes["batches"] and base.caching.kind in ("static", "compiled"):
         raise UsageError(
             "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
             "Leave them out, or leave --batch out.",
         )
-    notes = left_out(policies, drafters)
+    if axes["turns"] is None and (axes["batches"] or axes["contexts"]):
+        axes["turns"] = 1
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=tuple(map(str, policies)),
-        temperatures=temperatures,
         decoding=base.decoding,
-        repeats=experiment.repeats,
         warmup=experiment.warmup,
-        turns=1 if (batches or contexts) and experiment.turns is None else experiment.turns,
-        seed=experiment.seed,
         cache=base.caching.kind,
-        **parse_baselines(compared.baseline),
         costs=None if length.costs is None else _costs(length.costs, policies),
-        batches=batches,
-        arrivals=compared.arrivals,
-        contexts=contexts,
-        until=experiment.until,
+        **parse_baselines(compared.baseline),
+        **axes,
     )
-    return options, drafters, notes
+    return options, drafters, left_out(policies, drafters)
 
 
 def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:

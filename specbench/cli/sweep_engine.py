@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specbench.bench.axes import parse_batches, parse_gammas, parse_policies
+from specbench.bench.axes import parse_gammas, parse_policies
 from specbench.bench.grid import Sweep
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.started import EngineServers, engine_configs
-from specbench.cli.sweep_options import checked_temperatures, prompts_of_sweep
+from specbench.cli.sweep_options import prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder
 from specbench.results.store import RunStore
 
@@ -42,12 +42,9 @@ def sweep_engine(
     results: ResultsOptions,
     arguments: Sequence[str],
     start: LoadSnapshot,
-    *,
-    quiet: bool,
-    verbose: bool,
 ) -> None:
     """Measure an engine's settings; for the arguments see ``specbench.cli.sweep``."""
-    temperatures = tuple(checked_temperatures(compared.temperature or [0.0]))
+    axes = compared.axes(experiment)
     planned = EngineServers.of(
         target,
         compared.drafter,
@@ -55,30 +52,23 @@ def sweep_engine(
         servers,
         arguments,
         decoding,
-        max(temperatures),
+        max(axes["temperatures"]),
         usual=not compared.drafter,
         gammas=parse_gammas(drafting.gamma or "") if given(ctx, "gamma") else None,
         policies=parse_policies(drafting.draft_policy or ["fixed"]),
         trees=False,
     )
-    options = planned.sweep_options(
-        temperatures=temperatures,
-        repeats=experiment.repeats,
-        turns=1 if experiment.turns is None else experiment.turns,
-        seed=experiment.seed,
-        batches=() if compared.batch is None else tuple(parse_batches(compared.batch)),
-        arrivals=compared.arrivals,
-    )
-    with StageProgress(quiet) as progress:
+    options = planned.sweep_options(**axes | {"turns": axes["turns"] or 1})
+    with StageProgress(results.quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
     sources = planned.sources(chosen)
     folder = run_folder(results, sources, options)
     configs = tuple(engine_configs(options, planned.settings))
     RunStore.check_writable(folder)
-    with StageProgress(quiet) as progress, planned.launched(folder / "servers", progress) as made:
+    with StageProgress(results.quiet) as progress, planned.launched(folder / "servers", progress) as made:
         together = None if made.fits(options.servers) else made.limit or made.capacity
         sweep = Sweep(options, chosen.prompts, configs, together, suites=chosen.suites)
-        job = SweepJob(sweep, made, folder, results, quiet=quiet, verbose=verbose)
+        job = SweepJob(sweep, made, folder, results)
         try:
             job.run(
                 sources, start, [] if together is None else [f"{together} servers fit into memory at a time."]

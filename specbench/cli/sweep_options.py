@@ -13,8 +13,6 @@ from specbench.cli.options import drafters_field, prompts_field, suite_field
 from specbench.options import DECODING, MODELS, OUTPUT, PROMPT, CacheName, group
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.base.progress import Progress
     from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
@@ -29,6 +27,7 @@ EXPERIMENT = "Experiment"
 _what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group("Results")
 _servers = group("Servers instead of models")
 _engines = group("Another engine")
+_decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 StartedName = Literal["vllm", "sglang", "llama.cpp"]
 """Engines whose servers are started."""
 
@@ -66,6 +65,29 @@ class ComparedOptions:
         "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
         " the same length is the baseline. Default: the prompts as they are.",
     )
+
+    def axes(self, experiment: ExperimentOptions) -> dict[str, Any]:
+        """Return the fields of ``SweepOptions`` that models and servers share.
+
+        Raises:
+            UsageError: A value is none.
+        """
+        from specbench.bench.axes import parse_batches, parse_contexts
+        from specbench.decoding.sampling import Sampling
+
+        temperatures = tuple(self.temperature or [0.0])
+        for value in temperatures:
+            Sampling(temperature=value)
+        return {
+            "temperatures": temperatures,
+            "repeats": experiment.repeats,
+            "turns": experiment.turns,
+            "seed": experiment.seed,
+            "batches": () if self.batch is None else tuple(parse_batches(self.batch)),
+            "arrivals": self.arrivals,
+            "contexts": () if self.context is None else tuple(parse_contexts(self.context)),
+            "until": experiment.until,
+        }
 
 
 @dataclass(frozen=True)
@@ -162,7 +184,7 @@ class ExperimentOptions:
 
 @dataclass(frozen=True)
 class ResultsOptions:
-    """Where results go, and which run is continued."""
+    """Where results go, which run is continued, and what is printed."""
 
     out: Path | None = _results(None, "--out -o FOLDER", "Folder of the run. Default: results/DATE-TARGET.")
     resume: bool = _results(
@@ -177,9 +199,10 @@ class ResultsOptions:
         "With --resume, continue even if the machine, versions or options have changed.",
     )
     retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
+    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
+    quiet: bool = _output(False, "--quiet -q", "No progress.")
 
 
-_decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 MINUTES, ENGINE_MINUTES = 6.0, 20.0
 """Time limits of a search."""
 
@@ -300,11 +323,3 @@ def context_text(compared: ComparedOptions) -> ContextText | None:
     from specbench.bench.contexts import load_context_text
 
     return None if compared.context is None else load_context_text()
-
-
-def checked_temperatures(temperatures: Sequence[float]) -> Sequence[float]:
-    from specbench.decoding.sampling import Sampling
-
-    for value in temperatures:
-        Sampling(temperature=value)  # raises for what is none
-    return temperatures

@@ -137,15 +137,7 @@ class RunJob:
 
 
 class SweepJob(RunJob):
-    """A sweep.
-
-    Args:
-        sweep, engine, folder: What is measured, with what, and into which folder.
-        results: Which run is continued.
-        minutes: Time limit of ``--until``.
-        quiet: Print no progress.
-        verbose: Print the notes of tables.
-    """
+    """A sweep, which ends after ``minutes`` if it has a rule to end early."""
 
     advice = "Restore what changed, give another --out, or add --accept-changes to continue anyway."
 
@@ -156,12 +148,10 @@ class SweepJob(RunJob):
         folder: Path,
         results: ResultsOptions,
         *,
-        quiet: bool,
-        verbose: bool,
         minutes: float | None = None,
     ) -> None:
-        super().__init__(sweep, engine, folder, quiet)
-        self._results, self._minutes, self._verbose = results, minutes, verbose
+        super().__init__(sweep, engine, folder, results.quiet)
+        self._results, self._minutes = results, minutes
         self._cells = "batches" if sweep.options.batches else "generations"
 
     def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
@@ -252,6 +242,10 @@ class SweepJob(RunJob):
             more = ["--no-config"] if Path(FILE_NAME).is_file() else []
             answers = find_answers(results, summary, categories, self.recipes, more)
             said = [part for each in answers for part in answer_parts(each)]
-            show(console, *said, *(each if self._verbose else replace(each, notes=[]) for each in sheets))
+            show(
+                console,
+                *said,
+                *(each if self._results.verbose else replace(each, notes=[]) for each in sheets),
+            )
             if summary.stopping:
                 self.say(f"note: {summary.stopping}")

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.bench.axes import parse_batches, parse_contexts
 from specbench.bench.contexts import fitting
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.sweep_options import checked_temperatures, context_text, prompts_of_sweep
+from specbench.cli.sweep_options import context_text, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -41,9 +40,6 @@ def sweep_servers(
     decoding: DecodingOptions,
     results: ResultsOptions,
     start: LoadSnapshot,
-    *,
-    quiet: bool,
-    verbose: bool,
 ) -> None:
     """Measure servers instead of models; for the arguments see ``specbench.cli.sweep``."""
     from specbench.bench.engines.own import load_engine
@@ -56,32 +52,26 @@ def sweep_servers(
             f"{loading[0]} does not go with --server: no model is loaded.",
             "Leave it out, or add --check-outputs.",
         )
-    batches = () if compared.batch is None else tuple(parse_batches(compared.batch))
-    contexts = () if compared.context is None else tuple(parse_contexts(compared.context))
+    axes = compared.axes(experiment)
+    if axes["turns"] is None and (servers.prompt_cache != "keep" or axes["batches"]):
+        axes["turns"] = 1
     options = SweepOptions(
         gammas=(),
         policies=(),
-        temperatures=tuple(checked_temperatures(compared.temperature or [0.0])),
         decoding=decoding,
-        repeats=experiment.repeats,
         warmup=experiment.warmup,
-        turns=experiment.turns or (None if servers.prompt_cache == "keep" and not batches else 1),
-        seed=experiment.seed,
         cache="none",
-        batches=batches,
-        arrivals=compared.arrivals,
-        contexts=contexts,
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
         prompt_cache=servers.prompt_cache,
-        until=experiment.until,
+        **axes,
     )
-    with StageProgress(quiet) as progress:
+    with StageProgress(results.quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
     text = context_text(compared)
     keys = server_keys(specs)
     local = Recipe(parse_model(target), models=models)
-    with StageProgress(quiet) as progress:
+    with StageProgress(results.quiet) as progress:
         tokenizer = load_tokenizer(local.target, progress=progress) if known else None
     engine = ServerEngine(
         specs,
@@ -101,7 +91,7 @@ def sweep_servers(
             salt=engine.salt,
             context_text=None if text is None else text.described,
         )
-        prompts, notes = fitting(chosen.prompts, contexts, engine.count_tokens)
+        prompts, notes = fitting(chosen.prompts, options.contexts, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
             "tokenizer": str(local.target) if known else None,
@@ -111,9 +101,7 @@ def sweep_servers(
         configs = tuple(build_server_configs(options, [spec.name for spec in specs]))
         sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
         RunStore.check_writable(folder)
-        job = SweepJob(
-            sweep, engine, folder, results, minutes=experiment.minutes, quiet=quiet, verbose=verbose
-        )
+        job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
         try:
             job.run(sources, start, [*_server_notes(engine), *notes])
         finally:
