@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
 from specbench.base.errors import UsageError
+from specbench.base.textsafe import encodable
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
@@ -75,7 +76,7 @@ def encode_prompt(
         messages = [] if system is None else [{"role": "system", "content": system}]
         ids = encode_messages(tokenizer, [*messages, {"role": "user", "content": text}])
     else:
-        ids = tokenizer(_encodable(text))["input_ids"]
+        ids = tokenizer(encodable(text))["input_ids"]
     if not ids:
         raise UsageError("The prompt has no tokens.", "Give some text.")
     return [int(token) for token in ids]
@@ -120,12 +121,7 @@ def encode_messages(
             f"The model's chat template refuses this conversation: {error}.",
             "Leave --system out." if messages[0]["role"] == "system" else "Use --raw.",
         ) from error
-    return list(tokenizer(_encodable(text), add_special_tokens=False)["input_ids"])
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which tokenizers refuse; command-line arguments that are not UTF-8 contain them."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return list(tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def _check_tokens(prompt: Sequence[int], target: Target) -> None:

@@ -277,6 +277,13 @@ def test_answers_that_are_none(event, options, message):
         asked(event, **options)
 
 
+def test_half_a_character_is_replaced_and_two_halves_are_one():
+    """JSON can hold lone surrogates, which no tokenizer takes and no later request can be made of."""
+    answer = asked(said("a\ud83d"), said("\ude00 \ud800", "stop"), DONE)
+    assert answer.text == "a\U0001f600 \ufffd"
+    assert count_tokens(answer, tiny_tokenizer()).tokens > 0
+
+
 def test_line_separators_within_a_text_are_text():
     event = ("data: " + json.dumps(said("a\u2028b\x85", "stop"), ensure_ascii=False) + "\n\n").encode()
     assert asked(event, DONE).text == "a\u2028b\x85"

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 import msgspec
 from msgspec import Meta, Struct
 
+from specbench.base.textsafe import encodable
+
 
 def doc(text: str) -> Meta:
     """Return an annotation with the description of a field in docs/results-format.md."""
@@ -91,12 +93,8 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else None
     text = json.dumps(whole, allow_nan=False, separators=separators, indent=indent)
     if "\\ud" in text:
-        clean = (
-            json.dumps(whole, ensure_ascii=False)
-            .encode("utf-16", "surrogatepass")
-            .decode("utf-16", "replace")
-        )
-        text = json.dumps(json.loads(clean), separators=separators, indent=indent)
+        clean = json.loads(encodable(json.dumps(whole, ensure_ascii=False)))
+        text = json.dumps(clean, separators=separators, indent=indent)
     return text.encode("ascii")
 
 

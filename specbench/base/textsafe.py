@@ -18,6 +18,11 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON and arguments can hold, by U+FFFD; no tokenizer takes them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def visible(text: str) -> str:
     r"""Return a token's text as one line, with invisible characters made visible.
 

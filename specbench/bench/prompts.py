@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,6 +21,7 @@ import msgspec
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.record import wrong_field
+from specbench.base.textsafe import encodable
 
 ALL_SETS = "all"
 TRAINING_SET = "training"
@@ -32,7 +32,6 @@ Expected = Literal["json", "tool call"]
 """What an answer has to be: any JSON, or a JSON object with a name and arguments."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def read_prompt_text(prompt: str | None, stdin: TextIO | None) -> str:
             raise UsageError("No prompt was given.", "Give it as an argument or on standard input.")
     if not text.strip():
         raise UsageError(f"{where} is empty.", "Give at least one character that is not white space.")
-    return _encodable(text)
+    return encodable(text)
 
 
 def sets_folder() -> Traversable:
@@ -240,10 +239,10 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
             raise UsageError(f'{where}: "{key}" is empty.', _FORM)
     return Prompt(
         expects=found.expects,
-        id=_encodable(str(found.id)),
-        category=_encodable(found.category),
-        turns=tuple(map(_encodable, turns)),
-        system=None if system is None else _encodable(system),
+        id=encodable(str(found.id)),
+        category=encodable(found.category),
+        turns=tuple(map(encodable, turns)),
+        system=None if system is None else encodable(system),
     )
 
 
@@ -299,10 +298,6 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _without_last_break(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def _encodable(text: str) -> str:
-    return _SURROGATE.sub("\ufffd", text)
 
 
 def _shown(name: str) -> str:

@@ -19,7 +19,7 @@ import httpx2
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
-from specbench.base.textsafe import excerpt
+from specbench.base.textsafe import encodable, excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ class StreamedAnswer:
     @property
     def text(self) -> str:
         """The whole text."""
-        return "".join(piece.text for piece in self.pieces)
+        return encodable("".join(piece.text for piece in self.pieces))
 
     @property
     def ids(self) -> tuple[int, ...] | None:

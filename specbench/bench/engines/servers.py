@@ -21,7 +21,7 @@ import httpx2
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json, to_dict
-from specbench.base.textsafe import one_line
+from specbench.base.textsafe import encodable, one_line
 from specbench.bench.engines.client import (
     ListedModel,
     ServerClient,
@@ -459,7 +459,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         """Return the token ids of a text; ``None`` without a tokenizer."""
         if self._tokenizer is None:
             return None
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def explain(
