@@ -239,19 +239,12 @@ class TestCompare:
         """Prompts differ a thousandfold, A is always 10% faster: pairing sees it."""
         b = np.array([1.0, 10.0, 100.0, 1000.0])
         result = compare(1.1 * b, list("abcd"), [0] * 4, b, list("abcd"), [0] * 4)
-        assert result.ratio.value == pytest.approx(1.1)
-        assert result.verdict == "faster"
+        assert result.value == pytest.approx(1.1)
+        assert verdict(result) == "faster"
 
     def test_only_common_prompts_count(self):
         result = compare([2.0, 3.0, 9.0], ["a", "b", "x"], [0] * 3, [1.0, 1.5, 9.0], ["a", "b", "y"], [0] * 3)
-        assert (result.ratio.value, result.ratio.prompts) == (pytest.approx(2.0), 2)
-
-    def test_slower_and_cannot_tell(self):
-        rng = np.random.default_rng(1)
-        prompts, repeats = np.repeat(np.arange(8), 3), np.tile(np.arange(3), 8)
-        noise = lambda: np.exp(0.02 * rng.standard_normal(24))  # noqa: E731
-        assert compare(0.9 * noise(), prompts, repeats, noise(), prompts, repeats).verdict == "slower"
-        assert compare(noise(), prompts, repeats, noise(), prompts, repeats).verdict == "cannot tell"
+        assert (result.value, result.prompts) == (pytest.approx(2.0), 2)
 
     def test_a_single_prompt_gives_no_verdict(self):
         assert verdict(geometric_mean([2.0, 2.01, 2.02], ["a"] * 3, [0, 1, 2])) == "cannot tell"
@@ -277,7 +270,3 @@ def test_what_may_be_missing_is_said_of_what_is_slower(prompts, share):
     text = stats.unseen_text(prompts)
     assert f"less than {share}" in text
     assert (1 - float(share[:-1]) / 100) ** prompts == pytest.approx(0.05, abs=0.006)
-
-
-def test_confidence_is_what_the_documents_say():
-    assert stats.CONFIDENCE == 0.95

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runs import Cli, Result, write_prompts
-from msgspec import structs
 from scripted import Ticking
 from scripted_engine import ScriptedEngine, make_sweep, measure, new_store, prompts
 from stored_runs import read_lines, run_json
@@ -24,15 +23,13 @@ from specbench import GenerationRun, load_drafter, speculative_generate, wrap_ta
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
 from specbench.bench.axes import parse_batches
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepConfig, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
 from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
-from specbench.decoding.theory import SharedCosts, predicted_throughput_ratio, prompt_readings
 from specbench.generate_many import GenerationRuns
-from specbench.results import predict, stats
+from specbench.results import stats
 from specbench.results.compare import compare_configs
 from specbench.results.requests import Curve, RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
@@ -343,21 +340,13 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
 # -- what theory says ------------------------------------------------------------------------------
 
 
-def test_the_prediction_from_shared_passes_is_what_was_measured(falls):
-    """Times of passes are the script's; what is left are the prompts that take up to 2% longer than they say."""
+def test_shared_passes_are_stored_by_number_of_requests(falls):
     run_fields = run_json(falls)
     assert run_fields["costs"] is None
     costs = load_results(falls).run.shared_costs
     assert costs is not None
     assert list(costs.target_s) == [1, 2, 4, 8]
     assert list(costs.target_s[4]) == [1, 2, 4]
-    assert costs.target_pass_s(4, 3) == pytest.approx(0.07)
-    summary = summarize(load_results(falls)).frame
-    compared = summary[summary["kind"] == "speculative"]
-    assert len(compared) == 8
-    for row in compared.to_dict("records"):
-        assert row["predicted_speedup"] == pytest.approx(row["speedup"], rel=0.02)
-        assert row["predicted_speedup_iid"] == pytest.approx(row["predicted_speedup"])
     lines = [json.loads(line) for line in (falls / "costs.jsonl").read_text().splitlines()]
     assert {each["kind"] for each in lines} == {"shared-target", "shared-drafter"}
     times = Counter(each["requests"] for each in lines if each["kind"] == "shared-target")
@@ -382,54 +371,6 @@ def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path
         elif isinstance(event, CellDone):
             done[batches[event.cell.config]] += 1
     assert places == {1: [*range(0, 64, 8)], 4: [*range(0, 16, 2)]}
-
-
-def test_passes_of_a_drafter_go_on_as_long_as_somebody_drafts():
-    costs = SharedCosts({2: {1: 1.0}}, {"d": {1: 3.0, 2: 4.0}})
-    assert costs.draft_s("d", 2, [2, 2]) == pytest.approx(8.0)
-    assert costs.draft_s("d", 2, [0, 0, 0]) == 0.0
-    # Every other draft has a second pass: it is made in three rounds of four, in two of these for one request.
-    assert costs.draft_s("d", 2, [1, 2]) == pytest.approx(4.0 + 0.75 * (3.0 + 1 / 3))
-    assert costs.draft_s("d", 1, [1, 2]) == pytest.approx(3.0 + 0.5 * 3.0)
-
-
-def test_the_formula_of_the_ratio_of_throughputs():
-    assert predicted_throughput_ratio(1.0, 0.1, 0.1, 0.5, 10) == 1.0
-    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 0.0, 10) == pytest.approx(2.0)
-    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5) == pytest.approx(2.0 / 2.0)
-    assert predicted_throughput_ratio(2.0, 0.1, 0.1, 1.0, 10, 0.5, (1.0, 2.0)) == pytest.approx(2.0 / 3.5)
-
-
-def test_prompts_that_come_while_others_are_under_way():
-    assert prompt_readings([5], 1) == prompt_readings([8, 8, 8], 3) == 1.0
-    # A prompt comes behind the end of the first, and none behind that before the second ends.
-    assert prompt_readings([10, 20], 2) == 1.25
-    # Requests take 6 steps on average: until the third ends, three come behind the first and three behind the second.
-    assert prompt_readings([1, 2, 15], 3) == pytest.approx(1.0 + (0 + 1 + 3 + 3) / 9)
-
-
-class Mixed(ScriptedEngine):
-    """Drafts less for every other prompt."""
-
-    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
-        fewer = config.gamma is not None and prompt[0] % 2 == 1
-        return super().generate(
-            structs.replace(config, gamma=1) if fewer else config, prompt, *options, **named
-        )
-
-
-def test_the_prediction_counts_prompts_that_are_read_meanwhile(tmp_path, monkeypatch):
-    sweep = batched(16, batches=(4,), gammas=(3,), max_new_tokens=25, warmup=0)
-    measure(tmp_path / "run", sweep, Mixed(slower=falling))
-    results = load_results(tmp_path / "run")
-
-    def predicted() -> float:
-        summary = summarize(results).frame
-        return float(summary.loc[summary["kind"] == "speculative", "predicted_speedup"].iloc[0])
-
-    found = predicted()
-    monkeypatch.setattr(predict, "prompt_readings", lambda steps, clients: 1.0)
-    assert found < 0.99 * predicted()
 
 
 @pytest.mark.parametrize("requests", [1, 3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import permutations
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
@@ -91,51 +90,6 @@ def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) ->
         v: Time of the target pass over that of one with one token.
     """
     return ratio(tokens, passes * c + v)
-
-
-def predicted_throughput_ratio(
-    tokens: float,
-    plain_s: float,
-    step_s: float,
-    first_s: float,
-    later_tokens: float,
-    more_s: float = 0.0,
-    readings: tuple[float, float] = (1.0, 1.0),
-) -> float:
-    """Return ``(q·f + n·t) / (r·(f + m) + n·s/E)``, throughput over that of plain decoding at the same batch.
-
-    In a closed loop throughput is the number of requests over their latency (Little's law).
-
-    Args:
-        tokens: E, expected tokens of a request's step.
-        plain_s: t, time of the target's pass with one token of every request.
-        step_s: s, time of a step of all requests: the passes of the drafter, and the target's over all their drafts.
-        first_s: f, time in which the target reads the prompts of a batch.
-        later_tokens: n, tokens of an output after the first one.
-        more_s: m, time in which the drafter reads them.
-        readings: q and r, how often the prompts of a batch are read while a request is active, in plain decoding and
-            with the drafter; see ``prompt_readings``.
-    """
-    plain, drafted = readings
-    return ratio(
-        plain * first_s + later_tokens * plain_s,
-        drafted * (first_s + more_s) + later_tokens * step_s / tokens,
-    )
-
-
-def prompt_readings(steps: Sequence[float], clients: int) -> float:
-    """Return how often one prompt per client is read while a request is active, on average.
-
-    All start together, so each waits for all prompts, and then for those that replace requests which end sooner: with
-    S_i steps of request i, and S on average, (S_i - S_j) / S, rounded up, in place of j until i ends.
-
-    Args:
-        steps: The steps of each measured request, above 0; at least one request.
-        clients: The number of clients of the closed loop.
-    """
-    usual = sum(steps) / len(steps)
-    later = [max(0, math.ceil((own - other) / usual)) for own, other in permutations(steps, 2)]
-    return 1.0 + (clients - 1) / clients * sum(later) / max(1, len(later))
 
 
 def best_length(
@@ -363,27 +317,6 @@ class SharedCosts(
         target = {requests: _ascending(self.target_s[requests]) for requests in sorted(self.target_s)}
         force_setattr(self, "target_s", target)
         force_setattr(self, "drafter_s", {name: _ascending(times) for name, times in self.drafter_s.items()})
-
-    def target_pass_s(self, requests: int, tokens: float) -> float:
-        """Return the seconds of a pass over ``tokens`` of each request on average, see ``PassCosts.target_pass_s``."""
-        return _prolonged(self.target_s[requests], tokens)
-
-    def draft_s(self, drafter: str, requests: int, passes: Sequence[int]) -> float:
-        """Return the seconds of a drafter's passes in a step of several requests, until none of these drafts.
-
-        If each request takes part in a pass with probability s, the pass is run with probability 1 - (1 - s)^requests.
-
-        Args:
-            drafter: One that was timed.
-            requests: The number of requests.
-            passes: The number of passes in each recorded step; at least one step.
-        """
-        times, seconds = self.drafter_s[drafter], 0.0
-        for j in range(1, max(passes) + 1):
-            share = sum(each >= j for each in passes) / len(passes)
-            any_drafts = 1.0 - (1.0 - share) ** requests
-            seconds += any_drafts * interpolate(times, requests * share / any_drafts)
-        return seconds
 
 
 def _ascending(seconds: Mapping[int, float]) -> dict[int, float]:

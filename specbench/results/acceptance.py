@@ -20,14 +20,11 @@ class PositionRow:
     """Acceptance at one position in the drafts of a configuration.
 
     Attributes:
-        position: The position, counted from 1.
-        drafted, tested, accepted: Numbers of steps. A server reports only acceptance by position and the number of
-            steps that drafted: if its drafts differ in length, ``drafted`` and ``tested`` are upper bounds after the
-            first position.
-        rate: Accepted over tested.
-        rate_of_drafted: Accepted over drafted.
+        position: Counted from 1.
+        drafted, tested, accepted: Numbers of steps. Of a server whose drafts differ in length, ``drafted`` and
+            ``tested`` are upper bounds after the first position, and the rates lower bounds (``least``).
+        rate, rate_of_drafted: Accepted over tested, and over drafted.
         alpha: Mean of ``sum_x min(p, q)`` over tested tokens.
-        least: Whether the rates are lower bounds.
     """
 
     config: RunConfig
@@ -46,10 +43,9 @@ class RankRow:
     """Nodes of one depth and rank in the draft trees of a configuration.
 
     Attributes:
-        depth: The depth, counted from 1.
+        depth: Counted from 1.
         rank: Number of children of the same parent that are tested before it.
-        tested, accepted: Numbers of nodes that were reached, and of those accepted.
-        rate: Accepted over tested.
+        rate: Accepted over tested nodes.
     """
 
     config: RunConfig
@@ -65,8 +61,6 @@ class AcceptedRow:
     """The steps of a configuration that had one accepted length.
 
     Attributes:
-        accepted: The accepted length.
-        steps: Number of steps.
         share: Their share of the steps that drafted something.
         share_iid: This share, if every test passed independently with probability α.
         undrafted: Share of all steps that drafted nothing.

@@ -49,9 +49,7 @@ class Row:
     """One configuration of A over its counterpart of B.
 
     Attributes:
-        config_a, config_b: Their ids.
-        label: Name of the row.
-        category: Category of the prompts; ``None`` for all prompts.
+        category: ``None`` for all prompts.
         a, b: Speed (tokens/s) or speedup of each, as the geometric mean over the prompts that both have.
         ratio: A over B; NaN without common prompts.
         verdict: Whether A is faster or slower, according to the interval.
@@ -75,7 +73,6 @@ class Compared:
 
     Attributes:
         a, b: Names of the two sides.
-        measure: What is compared.
         rows: For each configuration: a row for all prompts, then a row for each category if there are several.
         notes: Sentences that explain the table.
         disturbance: Why verdicts are provisional; empty if they are not.
@@ -268,10 +265,10 @@ def _rows(
             (each["value"].to_numpy(), each["prompt"].to_numpy(), each["repeat"].to_numpy())
             for each in (mine, other)
         ]
-        compared = stats.compare(*sides[0], *sides[1])
+        ratio = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
         ids = config_a.id, config_b.id
-        yield Row(*ids, label, category, speed_a, speed_b, compared.ratio, compared.verdict)
+        yield Row(*ids, label, category, speed_a, speed_b, ratio, stats.verdict(ratio))
 
 
 def _speeds(results: Results) -> pd.DataFrame:

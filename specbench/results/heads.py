@@ -24,9 +24,7 @@ class TrainingRow:
     """A measurement of a head during its training.
 
     Attributes:
-        drafter: Name of the drafter.
         tokens: Number of tokens the head had been trained on.
-        tokens_per_step: Tokens per step when decoding with it.
         kept: Accepted over tested by draft position, from 1 to ``PLACES``; NaN if none was tested.
         best: Whether training kept the weights of this measurement.
     """
@@ -43,8 +41,6 @@ class HeadRow:
     """A configuration that drafts with a trained head, on one category; unknown values are NaN.
 
     Attributes:
-        category: Category of the prompts.
-        tokens_per_step: Tokens per step measured in the run.
         first, second: Accepted over tested at the first two draft positions.
         trained: Tokens per step on held-out prompts of the same category, measured when the head was trained.
         speedup, verdict, provisional: See ``specbench.results.summary.CategoryRow``.

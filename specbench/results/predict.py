@@ -6,19 +6,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-from numpy.typing import NDArray
 
 from specbench.base.record import NO_FIGURE, Estimate, ratio
 from specbench.decoding.metrics import kept_by_rank
 from specbench.decoding.theory import (
     PassCosts,
-    SharedCosts,
     expected_tokens,
     expected_tokens_of_tree,
     predicted_speedup,
-    predicted_throughput_ratio,
-    prompt_readings,
     read_by_depth,
     reading_seconds,
 )
@@ -97,69 +92,3 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         iid.append(predicted_speedup(tokens_iid.sum(), *cost))
         prompts.append(prompt)
     return Prediction(stats.geometric_mean(found, prompts), stats.geometric_mean(iid, prompts), c)
-
-
-def predict_batch(steps: Steps, config: RunConfig, timed: SharedCosts, results: Results) -> Prediction:
-    """Predict the speedup from each group's steps and the costs of shared forwards, as a geometric mean over groups.
-
-    The batch must be a closed loop of as many clients as the batch size. Prefill is taken to last as long as in
-    plain decoding. For the arguments see ``predict``.
-    """
-    batch, df = config.batch or 1, results.generations
-    drafter = timed.drafter_s.get(config.drafter, {})
-    if 1 not in timed.target_s.get(batch, {}) or batch not in drafter or not steps["drafted"].any():
-        return NO_PREDICTION
-    if config.arrivals != f"closed:{batch}":
-        return NO_PREDICTION
-    plain = df[(df["config"] == config.baseline) & (df["status"] == "ok")]
-    read = plain.groupby(["group", "repeat"])[
-        "ttft_s"
-    ].max()  # in a batch, every request waits for all prompts
-    first = read.groupby("group").mean().to_dict()
-    repeats = df["repeat"].to_numpy(dtype=np.intp)
-    groups, names = pd.factorize(df["group"])
-    ratios: list[float] = []
-    iid: list[float] = []
-    units = []
-    for code, mine in steps.split(groups[steps.row]).items():
-        name = str(names[code])
-        if name not in first:
-            continue
-        requests = len(np.unique(mine.row))
-        verified = float(mine["nodes"].mean()) + 1.0
-        alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        readings, more_s = _prompts_read(mine, repeats, batch)
-        by_alpha = np.mean([expected_tokens(alpha, gamma) for gamma in mine["drafted"]])
-        step_s = timed.draft_s(config.drafter, batch, mine["passes"].tolist())
-        for found, tokens in ((ratios, mine["emitted"].mean()), (iid, by_alpha)):
-            found.append(
-                predicted_throughput_ratio(
-                    tokens=float(tokens),
-                    plain_s=timed.target_pass_s(batch, 1),
-                    step_s=step_s + max(timed.target_pass_s(batch, verified), timed.target_pass_s(batch, 1)),
-                    first_s=float(first[name]),
-                    later_tokens=float(mine["emitted"].sum()) / requests,
-                    more_s=more_s,
-                    readings=readings,
-                )
-            )
-        units.append(name)
-    return Prediction(stats.geometric_mean(ratios, units), stats.geometric_mean(iid, units))
-
-
-def _prompts_read(steps: Steps, repeats: NDArray[np.intp], batch: int) -> tuple[tuple[float, float], float]:
-    """Return ``prompt_readings`` of a group in plain decoding and with its drafts, and the drafter's prefill seconds.
-
-    Args:
-        steps: Steps of all repeats of the group.
-        repeats: The repeat of each row of the data frame.
-        batch: Number of requests decoded together.
-    """
-    found = []
-    for each in steps.split(repeats[steps.row]).values():
-        _, places, counts = np.unique(each.row, return_inverse=True, return_counts=True)
-        tokens, draft_s = (np.bincount(places, each[name]) for name in ("emitted", "draft_prefill_s"))
-        plain, drafted = (prompt_readings(lengths.tolist(), batch) for lengths in (tokens, counts))
-        found.append((plain, drafted, draft_s.max()))
-    plain, drafted, more_s = np.mean(found, axis=0).tolist()
-    return (plain, drafted), more_s

@@ -26,13 +26,10 @@ class RequestRow:
     Each latency is a mapping from the names in ``PERCENTILES`` to percentiles over all requests (linear interpolation).
 
     Attributes:
-        requests: Number of requests.
         throughput: Tokens/s of all requests together, geometric mean over groups.
         ttft_s: Seconds from arrival to the first emission.
         token_s: Seconds per token after that.
         latency_s: Seconds from arrival to the end.
-        queued_s: Seconds in the queue.
-        acceptance_rate: Accepted over drafted tokens of all requests.
         pool_blocks, pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 

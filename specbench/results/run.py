@@ -23,8 +23,6 @@ OTHER_ANSWERS = ("beam",)
 FOREIGN = ("transformers", "assisted", *OTHER_ANSWERS)
 """Kinds of configurations that another library decodes."""
 
-"""What the labels of configurations end with that do not keep the target's distribution."""
-
 PLAIN = "plain decoding"
 """What speedups are over, in words, where it is no server."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -44,14 +43,6 @@ PROVISIONAL = (
     " machine was busy. Measure again on a quiet machine."
 )
 """Explanation of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Ratio of A over B, and the verdict on A."""
-
-    ratio: Estimate
-    verdict: Verdict
 
 
 # --- Means and intervals --------------------------------------------------------------------------
@@ -321,9 +312,8 @@ def compare(
     values_b: ArrayLike,
     prompts_b: Labels,
     repeats_b: Labels,
-    confidence: float = CONFIDENCE,
-) -> Comparison:
-    """Compare A with B, paired by prompt, for values measured at different times, such as those of two runs.
+) -> Estimate:
+    """Return the ratio of A over B, paired by prompt, of values measured at different times, such as two runs.
 
     Values measured in turns are better paired one by one: divide them and take ``geometric_mean``. Across machines,
     the values must be speedups, each over the baseline of its own run.
@@ -332,19 +322,16 @@ def compare(
         values_a, values_b: Positive speeds or speedups, shapes [values of A], [values of B]. Prompts that only one
             of them has are left out.
         prompts_a, prompts_b, repeats_a, repeats_b: The prompts and repeats of these values.
-        confidence: Coverage of the interval.
     """
     a, b = np.log(np.asarray(values_a, dtype=np.float64)), np.log(np.asarray(values_b, dtype=np.float64))
     by_prompt_a = dict(zip(*nested_means(a, prompts_a, repeats_a), strict=True))
     by_prompt_b = dict(zip(*nested_means(b, prompts_b, repeats_b), strict=True))
     common = [prompt for prompt in by_prompt_a if prompt in by_prompt_b]
     if not common:
-        ratio = Estimate(math.nan, None, None, 0, None)
-    else:
-        differences = np.array([by_prompt_a[prompt] - by_prompt_b[prompt] for prompt in common])
-        interval = mean_interval(differences, confidence)
-        ratio = _exponential(float(differences.mean()), interval, len(common), "prompts")
-    return Comparison(ratio, verdict(ratio))
+        return Estimate(math.nan, None, None, 0, None)
+    differences = np.array([by_prompt_a[prompt] - by_prompt_b[prompt] for prompt in common])
+    interval = mean_interval(differences)
+    return _exponential(float(differences.mean()), interval, len(common), "prompts")
 
 
 # --- As text --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, paired_groups
-from specbench.results.predict import NO_PREDICTION, Prediction, predict, predict_batch
+from specbench.results.predict import NO_PREDICTION, Prediction, predict
 from specbench.results.results import Results
 from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run, RunConfig
 from specbench.results.steps import Steps
@@ -31,29 +31,6 @@ if TYPE_CHECKING:
 _NAN = math.nan
 _MOST_DISTURBED = 0.5
 """Share of disturbed generations above which pairing within a round no longer makes up for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Acceptance over all steps of a configuration; NaN where nothing was drafted.
-
-    Attributes:
-        tokens_per_step: Emitted tokens over steps.
-        acceptance_rate: Accepted over drafted tokens.
-        acceptance_tested: Accepted over tested tokens.
-        alpha: Mean expected acceptance of tested tokens.
-        mean_gamma: Tokens drafted per step.
-        mean_nodes: Nodes drafted per step.
-        step_source: Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate.
-    """
-
-    tokens_per_step: Estimate = NO_FIGURE
-    acceptance_rate: Estimate = NO_FIGURE
-    acceptance_tested: Estimate = NO_FIGURE
-    alpha: Estimate = NO_FIGURE
-    mean_gamma: float = _NAN
-    mean_nodes: float = _NAN
-    step_source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +47,11 @@ class SummaryRow:
         speedup: Speedup over the baseline, geometric mean over prompts of paired ratios; 1 for a baseline.
         speedup_total: The same including the time to first token.
         pooled_speedup: Speedup from all tokens over all seconds.
-        tokens_per_step, acceptance_rate, acceptance_tested, alpha, mean_gamma, mean_nodes, step_source: See
-            ``Acceptance``.
+        tokens_per_step: Emitted tokens over steps.
+        acceptance_rate, acceptance_tested: Accepted over drafted, and over tested tokens.
+        alpha: Mean expected acceptance of tested tokens.
+        mean_gamma, mean_nodes: Tokens and nodes drafted per step.
+        step_source: Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate.
         predicted_speedup: Prediction from the tokens per step and the measured costs of forward passes, geometric
             mean over prompts; NaN if other programs used the machine most of the time.
         predicted_speedup_iid: The same from α.
@@ -382,7 +362,7 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
     done = rows[rows["status"] == "ok"]
     prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
     server = config.kind == "server"
-    prediction = NO_PREDICTION if server else _prediction(results, config, steps)
+    prediction = _prediction(results, config, steps)
     acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
     log_probability = (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean()
     masked = bool(steps["mask_s"].any())
@@ -394,7 +374,7 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         generations=len(done),
         failures=int((rows["status"] == "failed").sum()),
         tokens_per_second=speed_of(results, config, done),
-        **asdict(acceptance),
+        **acceptance,
         predicted_speedup=prediction.speedup,
         predicted_speedup_iid=prediction.speedup_iid,
         warming=_warming(done) if server else NO_FIGURE,
@@ -479,25 +459,24 @@ def _share(steps: Steps, name: str) -> float:
     return float(ratio(steps[name].sum(), steps.total_s().sum()))
 
 
-def _acceptance(steps: Steps) -> Acceptance:
+def _acceptance(steps: Steps) -> dict[str, Any]:
+    """Return the fields of a row on acceptance."""
     if not steps["drafted"].any():
-        return Acceptance(without_interval(float(ratio(steps["emitted"].sum(), len(steps)))))
-    return Acceptance(
-        stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
-        stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),
-        stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt),
-        stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt),
-        float(steps["drafted"].mean()),
-        float(steps["nodes"].mean()),
-    )
+        return {"tokens_per_step": without_interval(float(ratio(steps["emitted"].sum(), len(steps))))}
+    return {
+        "tokens_per_step": stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
+        "acceptance_rate": stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),
+        "acceptance_tested": stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt),
+        "alpha": stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt),
+        "mean_gamma": float(steps["drafted"].mean()),
+        "mean_nodes": float(steps["nodes"].mean()),
+    }
 
 
 def _prediction(results: Results, config: RunConfig, steps: Steps) -> Prediction:
-    run = results.run
-    if config.batch is None:
-        return NO_PREDICTION if run.costs is None else predict(steps, config, costs_at(run, config), results)
-    shared = run.shared_costs
-    return NO_PREDICTION if shared is None else predict_batch(steps, config, shared, results)
+    if config.batch is not None or config.kind == "server" or results.run.costs is None:
+        return NO_PREDICTION
+    return predict(steps, config, costs_at(results.run, config), results)
 
 
 def costs_at(run: Run, config: RunConfig) -> PassCosts:
@@ -511,27 +490,29 @@ def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
     return results.answers.join(done[["prompt", "prompt_tokens", "repeat", "group"]], how="inner")
 
 
-def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> Acceptance:
+def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> dict[str, Any]:
     answers = reported(results, done)
     stepped, drafting = answers[answers["reported_steps"] > 0], answers[answers["drafted"] > 0]
     groups = results.groups[(results.groups["config"] == config.id) & (results.groups["drafted"] > 0)]
     sources = set(stepped["step_source"])
-    return Acceptance(
-        _pooled(stepped, "emitted_in_steps", "reported_steps", "prompt"),
-        _pooled(groups, "accepted", "drafted", "group")
-        if drafting.empty
-        else _pooled(drafting, "accepted", "drafted", "prompt"),
-        step_source=next((source for source in ("bursts", "server") if source in sources), None),
-    )
+    rows, unit = (groups, "group") if drafting.empty else (drafting, "prompt")
+    return {
+        "tokens_per_step": _pooled(stepped, "emitted_in_steps", "reported_steps", "prompt"),
+        "acceptance_rate": _pooled(rows, "accepted", "drafted", unit),
+        "step_source": next((source for source in ("bursts", "server") if source in sources), None),
+    }
 
 
 def acceptance_rate(results: Results, config: RunConfig) -> Estimate:
     """Return accepted over drafted tokens of all requests of a configuration."""
     done = results.done[results.done["config"] == config.id]
     if config.kind == "server":
-        return _reported_acceptance(results, config, done).acceptance_rate
-    steps = by_config(results).get(config.id)
-    return NO_FIGURE if steps is None else _acceptance(steps).acceptance_rate
+        found = _reported_acceptance(results, config, done)
+    else:
+        steps = by_config(results).get(config.id)
+        found = {} if steps is None else _acceptance(steps)
+    rate: Estimate = found.get("acceptance_rate", NO_FIGURE)
+    return rate
 
 
 def _cached_share(results: Results, done: pd.DataFrame) -> float:

@@ -44,14 +44,10 @@ class TurnRow:
 
     Attributes:
         turn: Counted from 0.
-        generations: Number of answers.
-        prompt_tokens: Mean number.
-        cached_tokens: Mean number of those that came from a cache.
+        prompt_tokens, cached_tokens: Mean numbers of tokens, and of those that came from a cache.
         reused: Cached tokens over those of the turn before, prompt and answer.
         ttft_s: Median time to the first token.
         tokens_per_second: Geometric mean of the decode speeds.
-        acceptance_rate: Accepted over drafted tokens.
-        tokens_per_step: Emitted tokens over steps.
         broken: Number of broken answers, see ``is_broken``.
     """
 
