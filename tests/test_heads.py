@@ -899,7 +899,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "no list of layers": (
         speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
     ),
-    "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "of a kind that is not supported: MLP speculator."),
+    "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "mlp_speculator"),
     "DFlash with a projector": (
         speculators_block_settings(projector_type="domino"), block_tensors(drafted=DRAFTED), "it has projector_type."
     ),

@@ -35,9 +35,7 @@ MANIFEST_FORMAT = 2  # 1: first release; 2: tokenizers split as llama.cpp does
 
 
 def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
-    """Return the folder of a built-in model,
-    which is fetched and converted at its first use; raise ``RunError`` on failure.
-    """
+    """Return the folder of a built-in model, fetched and converted at its first use; raise ``RunError`` on failure."""
     model = BUILTIN_MODELS[alias]
 
     def build(folder: Path, work: Path) -> None:

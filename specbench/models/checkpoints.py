@@ -373,11 +373,9 @@ def weight_memory(
     pages when it needs memory. Other weights are all converted first. Layers are packed one after another.
 
     Args:
-        config: The model's configuration.
         numbers: Number of weights.
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
-        loaded: Dtype of the weights in memory.
-        quantize: The type that the linear layers are quantized to.
+        loaded: Dtype of the weights in memory, before linear layers are quantized.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -392,9 +390,7 @@ def weight_memory(
 def check_memory(
     needed: int, *, name: str, device: torch.device | None = None, available: int | None = None
 ) -> None:
-    """Raise ``RunError`` if a model needs more bytes than are available;
-    ``available`` is ``None`` to query the device.
-    """
+    """Raise ``RunError`` if a model needs more bytes than are ``available``, by default on the device."""
     if available is None:
         available = available_memory(device)
     if needed > available:

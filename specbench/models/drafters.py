@@ -74,9 +74,7 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
 
 
 def refuse_keep(spec: DrafterSpec) -> None:
-    """Raise ``UsageError`` if a drafter has the option ``keep``,
-    for commands that decode prompts repeatedly to time them.
-    """
+    """Raise ``UsageError`` for the option ``keep`` where prompts are decoded repeatedly to time them."""
     if spec.keeps_state:
         raise UsageError(
             f"The drafter {spec} carries counts from one generation to the next, so what is measured would be how"
@@ -250,11 +248,8 @@ def wrap_drafter(
     If its tokenizer differs from the target's, it drafts the tokens that both have, and its head is trimmed to these.
 
     Args:
-        language_model: The model.
-        target: The target to draft for.
         cache: The kind of the drafter's own KV cache.
         int8: Whether to quantize if the model is on a CPU. (A model loaded with the dtype "int8" or "int4" always is.)
-        progress: Receives the stages.
 
     Raises:
         UsageError: The tokenizers share too few tokens, or the head cannot be trimmed.
@@ -353,8 +348,6 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     """Make a drafter of a trained head, on its target's device.
 
     Args:
-        head: The head.
-        target: The target that the head was trained for.
         options: Its dtype (on a CPU "auto" means int8), and whether other weights of the target are allowed.
 
     Raises:

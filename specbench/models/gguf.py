@@ -159,10 +159,8 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
     the space of an exact copy in float32.
 
     Args:
-        gguf: The file to read.
         folder: An empty folder to fill.
         name: The model's name in messages and in its configuration.
-        progress: Receives the number of tensors read.
 
     Raises:
         RunError: The file is damaged, or does not fit into memory.

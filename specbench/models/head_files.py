@@ -28,9 +28,6 @@ from specbench.specs.models import ModelSpec
 HEAD_KINDS = ("eagle3", "eagle", "peagle", *BLOCK_KINDS, "medusa", "mtp", "assistant")
 """The supported kinds of heads; ``eagle`` is EAGLE-1 and 2, ``assistant`` Gemma 4's."""
 
-_NOT_READ = {"mlp_speculator": "MLP speculator"}
-"""Kinds of heads that are recognized and not supported."""
-
 _STATES = 3
 """Hidden states that an EAGLE-3 head reads unless its configuration names their layers."""
 
@@ -72,7 +69,7 @@ class HeadFiles:
 
     @property
     def training(self) -> TrainingMetadata:
-        """Return its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        """Its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
         form = "speculators" if "speculators_model_type" in self.settings else None
         kind = "eagle-1" if self.kind == "eagle" else self.kind
         return read_metadata(self.folder) or TrainingMetadata(kind=kind, form=form)
@@ -185,15 +182,7 @@ class HeadFiles:
         return tuple(ids)
 
     def check_weights(self, identity: str, name: str) -> None:
-        """Check that the head was trained for a target's weights, if its metadata says so.
-
-        Args:
-            identity: The target's ``LanguageModel.identity``.
-            name: The target's name.
-
-        Raises:
-            UsageError: It was trained for other weights.
-        """
+        """Raise ``UsageError`` if its metadata says that it was trained for weights of another ``identity``."""
         made_for = self.settings.get("target_fingerprint")
         if isinstance(made_for, str) and made_for != identity:
             raise UsageError(
@@ -257,11 +246,10 @@ class HeadFiles:
             raise UsageError(f"The head {self.name} is of a kind that is not supported: {odd}.", _READ)
 
     def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> nn.Module:
-        """Make a head of decoder layers without weights.
+        """Make a head of decoder layers without weights, by the names of its tensors.
 
         Args:
-            names: Names of its tensors.
-            states: Hidden states at each position.
+            states: Hidden states that it reads at each position.
         """
         if self.kind == "assistant":
             with torch.device("meta"):
@@ -373,14 +361,12 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         return None
     settings = read_settings(folder, spec.name)
     kind = _kind(settings)
-    if kind is None and _may_be_eagle_one(settings) and _is_eagle_one(settings, folder, hub):
+    if kind is None and _is_eagle_one(settings, folder, hub):
         kind = "eagle"
     if kind is None:
         return None
     if kind not in HEAD_KINDS:
-        raise UsageError(
-            f"The head {spec.name} is of a kind that is not supported: {_NOT_READ.get(kind, kind)}.", _READ
-        )
+        raise UsageError(f"The head {spec.name} is of a kind that is not supported: {kind}.", _READ)
     return HeadFiles(kind, spec.name, folder, settings, hub)
 
 
@@ -404,17 +390,14 @@ def _kind(settings: Mapping[str, Any]) -> str | None:
     return "eagle3" if "draft_vocab_size" in settings else None
 
 
-def _may_be_eagle_one(settings: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is a one-layer Llama's, the form in which EAGLE-1's authors store their heads."""
-    return settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
-
-
 def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | None) -> bool:
-    """Return whether such a configuration belongs to a head.
+    """Return whether a configuration is of an EAGLE-1 head, which its authors store as a Llama of one layer.
 
-    It does if it has an option that only heads have, or if the names of the weights say so. If the weights are not
-    fetched yet, it does if there is no tokenizer.
+    It is if it has an option that only heads have, or if the names of the weights say so. If the weights are not
+    fetched yet, it is if there is no tokenizer.
     """
+    if settings.get("model_type") != "llama" or settings.get("num_hidden_layers") != 1:
+        return False
     if "bias" in settings:
         return True
     if hub is not None:

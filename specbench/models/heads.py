@@ -269,11 +269,8 @@ def _target_tokens(
     """Return the target tokens of a draft vocabulary, ``base`` + ``found``; ``None`` without one.
 
     Args:
-        files: The head.
         key: Setting with the size of the draft vocabulary.
-        name: The map's name.
-        found: The map; ``None`` if there is none.
-        base: Added to the map.
+        name, found: The map's name, and the map if there is one.
 
     Raises:
         UsageError: The map is missing, maps to a token that does not exist, or maps to a token twice.

@@ -163,9 +163,7 @@ def load_model(
         config = read_config(hub.folder, spec.name)
 
         def check_size(total: int) -> None:
-            """Check roughly whether a model fits,
-            before tens of gigabytes are fetched; ``_load_folder`` checks exactly.
-            """
+            """Check roughly, before gigabytes are fetched; ``_load_folder`` checks exactly."""
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
                 numbers = _unpacked(options, config) or total // config.dtype.itemsize
@@ -184,9 +182,7 @@ def load_model(
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
-    """Read and check a model's configuration without its weights;
-    a built-in model or GGUF file is prepared if necessary.
-    """
+    """Read and check a model's configuration; a built-in model or GGUF file is prepared if necessary."""
     spec = parse_model(spec) if isinstance(spec, str) else spec
     if spec.kind == "hub":
         return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)

@@ -31,11 +31,6 @@ _FAMILIES = ", ".join(layout.families for layout in LAYOUTS)
 def checkpoint_files(folder: Path, config: PreTrainedConfig, name: str) -> HeadFiles:
     """Return the MTP layers of a target's checkpoint as the files of a head, or an assistant next to it.
 
-    Args:
-        folder: The target's folder.
-        config: Its configuration.
-        name: Its name.
-
     Raises:
         UsageError: There are none.
     """

@@ -39,8 +39,7 @@ def write_mtp_checkpoint(
 
     Args:
         files: The layer, of a model type in ``WRITTEN``.
-        target: The target: a folder, or a model on the hub.
-        config: Its configuration.
+        target, config: The target, which is a folder or on the hub, and its configuration.
         out: A new or empty folder.
 
     Raises:

@@ -4,7 +4,7 @@ An MTP (multi-token prediction) layer normalizes a token's embedding and the tar
 before it, joins both by a linear layer, and runs a decoder layer of the target's own class. A norm may follow, and then
 the target's output head. The names are those that the checkpoints of each family have and vLLM reads.
 
-Only ``config.json`` and the headers of safetensors files are read here, without torch.
+Only ``config.json`` and the headers of safetensors files are read here.
 """
 
 from __future__ import annotations
@@ -79,11 +79,7 @@ class Layout:
         return block + own.removeprefix(BLOCK)
 
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
-        """Return the MTP layer of a tensor of a target's checkpoint, and its name in ``MtpLayer``.
-
-        Returns:
-            ``None`` if the tensor belongs to no MTP layer, or is left out.
-        """
+        """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
         found = self.match(name, target_layers)
         if found is None:
             return None
@@ -262,10 +258,6 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
 
     All files of the folder itself are searched, since some checkpoints have the layers in a file that their index does
     not list. Files that are no safetensors files are skipped: loading the model reports them.
-
-    Args:
-        folder: The folder of the target, or of a head.
-        target_layers: Number of the target's layers.
     """
     return _find(_headers(folder), target_layers)
 
@@ -279,7 +271,6 @@ def _headers(folder: Path) -> Headers:
 
 
 def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
-    """Return the tensors of MTP layers in files with these headers; ``None`` if there are none."""
     for layout in LAYOUTS:
         places = {
             name: place

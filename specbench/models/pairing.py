@@ -154,9 +154,7 @@ def _first(tokenizer: Any) -> int | None:
 
 
 def _speller(tokenizer: Any, tokens: Mapping[int, bytes]) -> Callable[[bytes], list[int]]:
-    """Return a function that tokenizes bytes;
-    if the tokenizer would change the text, it takes longest matches instead.
-    """
+    """Return a function that tokenizes bytes, by longest matches where the tokenizer would change the text."""
     vocabulary = _by_bytes(tokens)
 
     @lru_cache(_SPELLINGS)

@@ -31,8 +31,6 @@ class LoadedDrafter:
     """A drafter that is ready, or the reason why it is not.
 
     Attributes:
-        name: Its name in results.
-        spec: Its requested spec.
         outcome: The drafter, or the error that loading it raised.
         models: The models loaded for it.
     """

@@ -182,7 +182,7 @@ class Training:
             "target": self._target.language_model.identity,
             "dtype": self._target.dtype,
             "prompts": digest.hexdigest()[:16],
-            **self._settings.to_dict(),
+            **asdict(self._settings),
         }
         path = self._out / STATE / BEGUN
         if not path.is_file():
@@ -222,7 +222,6 @@ class Training:
         folder = f"folder {str(self._out)!r}"
         cut = TextStore(self._out / STATE, within=folder, advice="Choose another --out.")
         if self._begun["texts"] is None:
-            store.check_space(settings.tokens or 0)
             write_texts(
                 self._target,
                 self._prompts,
@@ -293,12 +292,7 @@ class Training:
         if path.is_file():
             tensors, fields = read_state(path)
             learner.restore(tensors)
-            try:
-                state = TrainerState(**fields)
-            except TypeError as error:
-                raise RunError(
-                    f"The state {str(path)!r} is damaged.", "Train into another folder."
-                ) from error
+            state = TrainerState(**fields)
             self._began, self._earlier_s = time.monotonic(), max(state.seconds, self._seconds)
 
         def save() -> None:
@@ -482,7 +476,7 @@ class Training:
                 "dtype": target.dtype,
             },
             "derived": f"{derived}: the target's license applies to it, with attribution where it requires that.",
-            "settings": settings.to_dict(),
+            "settings": asdict(settings),
             "start": None if start is None else _start_metadata(start),
             "data": {
                 "prompts": self._source,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Json
 
 _RATES = {"eagle": 1.6e-3, "mtp": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
@@ -115,9 +114,6 @@ class TrainingSettings:
                 "Give a smaller --layers, or leave it out.",
             )
         return self.layers
-
-    def to_dict(self) -> Json:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

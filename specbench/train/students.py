@@ -80,16 +80,14 @@ class Student(nn.Module):
 
 
 def read_layers(kind: str, total: int) -> tuple[int, ...]:
-    """Return the target's layers whose states a kind of head uses, given the target's number of layers."""
+    """Return the layers whose states a kind of head reads, of a target with ``total`` layers."""
     if kind in ("medusa", "mtp"):
         return (total,)
     return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """An autograd function: the sum over rows of -Σ p log q,
-    with logits and gradients computed in parts to save memory.
-    """
+    """The sum over rows of -Σ p log q, with logits and gradients computed in parts to save memory."""
 
     @staticmethod
     def forward(
@@ -162,15 +160,11 @@ class MetricsBuilder:
     def add(
         self, hidden: torch.Tensor, place: int, rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """Add drafts at a place.
+        """Add drafts at a place, and return which of them drafted the target's most probable token, [n].
 
         Args:
             hidden: Inputs of the target's output head, [n, width].
-            place: Place in the draft.
             rows: The result of ``rows`` or a part of it, as a mask or as indices of texts and positions.
-
-        Returns:
-            Which of them drafted the target's most probable token, [n].
         """
         lesson = self._lesson
         loss, right = soft_cross_entropy(
@@ -196,14 +190,10 @@ def shift_left(x: torch.Tensor, by: int, fill: float = 0) -> torch.Tensor:
 
 
 def group_by_text(text: torch.Tensor, draft: torch.Tensor, texts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the drafts of each text, padded with 0.
+    """Return the drafts of each text, padded with 0, and a mask of those that are not padding.
 
-    Args:
-        text: Index of each draft's text, ascending, [n].
-        draft: Index of each draft within its text, [n].
-
-    Returns:
-        Indices, and a mask of those that are not padding, both [texts, most drafts of a text].
+    Both are [texts, most drafts of a text]; ``text``, ascending, and ``draft`` number each draft's text and the draft
+    within it, [n].
     """
     counts = text.bincount(minlength=texts)
     column = torch.arange(len(text), device=text.device) - (counts.cumsum(0) - counts)[text]
@@ -267,6 +257,6 @@ def start_from_highest(fc: nn.Linear, width: int) -> None:
 
 
 def copied_text(total: int, layers: int) -> str:
-    """Return the words for a head that begins as the last layers of a target of ``total`` layers."""
+    """Describe a head that begins as the last layers of a target of ``total`` layers."""
     named = ", ".join(f"layer {layer}" for layer in range(total - layers, total))
     return f"{named} and the final norm of the target"

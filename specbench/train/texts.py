@@ -10,9 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,9 +37,6 @@ _GROUP = 4
 
 _TEMPERATURES = (0.7, 1.0)
 """Temperatures of the rounds after the first one, which is greedy, in turn (docs/training.md)."""
-
-_TOKEN_BYTES = 8
-"""Size of a token in a stored line."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,7 @@ class TextStore:
 
     Args:
         folder: The folder; created when the first text is added.
-        within: Name of the folder in error messages.
-        advice: Hint of error messages.
+        within, advice: Name of the folder and hint in error messages.
     """
 
     def __init__(self, folder: Path, *, within: str | None = None, advice: str = "") -> None:
@@ -84,7 +78,7 @@ class TextStore:
         self._advice = advice or f"Set {CACHE_VARIABLE} to another folder, and continue with --resume."
 
     def read(self) -> dict[tuple[int, int], Text]:
-        """Return all texts by their keys, in order. A line cut short by a crash is left out."""
+        """Return all texts by their keys, in order, without a line cut short by a crash."""
         if not self._file.is_file():
             return {}
         with file_errors(f"The texts in {str(self._file)!r} cannot be read"):
@@ -93,9 +87,12 @@ class TextStore:
         return dict(sorted(found.items()))
 
     def add(self, texts: Iterable[Text]) -> None:
-        """Append texts."""
         lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
-        with self._errors():
+        full = RunError(
+            f"No space is left for texts in the {self._within}; those written are kept.",
+            f"Free some space. {self._advice}",
+        )
+        with file_errors(f"The {self._within} cannot be written", self._advice, full=full):
             self.folder.mkdir(parents=True, exist_ok=True)
             refuse_link(self._file)
             with self._file.open("a+b") as file:
@@ -105,23 +102,6 @@ class TextStore:
                     lines = lines if file.read(1) == b"\n" else f"\n{lines}"  # after a line cut short
                 file.write(lines.encode())
                 file.flush()
-
-    def check_space(self, tokens: int) -> None:
-        """Check that the disk has space for ``tokens`` tokens."""
-        with self._errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        if free < tokens * _TOKEN_BYTES:
-            raise self._full()
-
-    def _errors(self) -> AbstractContextManager[None]:
-        return file_errors(f"The {self._within} cannot be written", self._advice, full=self._full())
-
-    def _full(self) -> RunError:
-        return RunError(
-            f"No space is left for texts in the {self._within}; those written are kept.",
-            f"Free some space. {self._advice}",
-        )
 
 
 def _parsed(line: str) -> Text | None:
