@@ -583,7 +583,7 @@ def test_rows_attend_to_what_their_requests_hold(level):
 @pytest.mark.parametrize(("rows", "size"), [(3, 32), (4, 48), (7, 128), (33, 64), (120, 48)])
 @pytest.mark.parametrize("past", [254, 255, 256, 511, 700])
 def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(level, past, rows, size):
-    """Threads share the parts of few rows, not those of many; from 48 heads on, states are turned for them."""
+    """Threads share the parts of few rows, not those of many."""
     choice = torch.Generator().manual_seed(past)
     query = torch.randn(rows, 6, size, generator=choice)
     tree = torch.rand(rows, past + rows, generator=choice) < 0.5

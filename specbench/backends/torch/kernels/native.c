@@ -58,9 +58,6 @@ enum {
     HEADS_TOGETHER = 96, /* of all rows that take the same keys at once */
     MOST_FOUND = 1 << 24, /* bytes of what more rows than FEW_ROWS find in parts that threads share */
     FEW_ROWS = 32,
-    HEADS_TO_TURN = 48, /* from so many on, keys and values are turned for them */
-    KEYS_TURNED = 32,   /* at once, and numbers of a value */
-    VALUES_TURNED = 32,
     MOST_SIZE = 256,    /* of a head */
     SUMS_APART = MOST_SIZE + 16, /* of values, that not all are in the same places of a cache */
     KEYS_OF_PROMPT = 256, /* at once: four panels */
@@ -208,14 +205,6 @@ static const uint8_t *seen_by_any(const Attention *a, int first, int count, uint
     return memchr(seen, 0, (size_t)count) ? seen : NULL;
 }
 
-/* Keys and values that many heads take, and their queries, as these are multiplied: side by side, at constant distances.
- * What is missing counts for nothing. */
-typedef struct {
-    _Alignas(64) float keys[KEYS / KEYS_TURNED][MOST_SIZE][KEYS_TURNED]; /* number i of some keys */
-    float values[MOST_SIZE / VALUES_TURNED][KEYS][VALUES_TURNED];
-    float queries[HEADS_TOGETHER / 16][MOST_SIZE][16];
-} Turned;
-
 /* Causal attention of many rows of one request, which are the last of `count` positions. Queries [heads, rows, size], keys
  * and values [shared, count, size] and what is found, [rows, heads, size], are all in bfloat16 or all in float32. */
 typedef struct {
@@ -324,8 +313,6 @@ INLINE float rounded_bfloat16(float x) {
     return x;
 }
 
-INLINE int filled_up(int count, int to) { return (count + to - 1) / to * to; }
-
 INLINE int64_t place_of(const int32_t *places, int position) { return places ? places[position] : position; }
 
 /* ---- instruction sets ---- */
@@ -347,34 +334,6 @@ INLINE __attribute__((target(AVX512))) __m512 sums_avx512(const __m512 *x) {
     __m512 high = _mm512_add_ps(
         _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
-}
-
-/* Number i of vector j becomes number j of vector i. */
-INLINE __attribute__((target(AVX512))) void turn_avx512(__m512 *x) {
-    __m512 pairs[16], fours[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        fours[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        fours[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        fours[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        fours[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m512 a = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0x88);
-        const __m512 b = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0xdd);
-        const __m512 c = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0x88);
-        const __m512 d = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0xdd);
-        x[i] = _mm512_shuffle_f32x4(a, c, 0x88);
-        x[4 + i] = _mm512_shuffle_f32x4(b, d, 0x88);
-        x[8 + i] = _mm512_shuffle_f32x4(a, c, 0xdd);
-        x[12 + i] = _mm512_shuffle_f32x4(b, d, 0xdd);
-    }
 }
 
 /* Where the lower byte of number `i` of a step is, or its code, of which the lower half is for i < 64. */
@@ -451,8 +410,6 @@ static __attribute__((target(AVX512))) void unpack_avx512(
 #define F_ABS _mm512_abs_ps
 #define F_SUM _mm512_reduce_add_ps
 #define F_SUMS sums_avx512
-#define F_TURN turn_avx512
-#define TURNS_KEYS 1
 #define F_LARGEST _mm512_reduce_max_ps
 #define F_TO_I _mm512_cvtps_epi32
 #define F_POWER(i) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(127)), 23))
@@ -552,7 +509,6 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 #define F_ABS(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
 #define F_SUM sum_avx2
 #define F_SUMS sums_avx2
-#define TURNS_KEYS 0
 #define F_LARGEST largest_avx2
 #define F_TO_I _mm256_cvtps_epi32
 #define F_POWER(i) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(i, _mm256_set1_epi32(127)), 23))

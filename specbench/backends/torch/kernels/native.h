@@ -292,127 +292,6 @@ INLINE TARGET void NAME(weigh)(
     for (; i < a->size; i += LANES) NAME(weigh_some)(a, first, count, mask, scores, sums, i, 1, heads, is_bfloat16);
 }
 
-#if TURNS_KEYS
-TARGET static void NAME(turn_queries)(const Attention *a, const float **queries, int heads, Turned *to) {
-    for (int g = 0; g < heads; g += LANES)
-        for (int i = 0; i < a->size; i += LANES) {
-            VF some[LANES];
-            for (int r = 0; r < LANES; r++) some[r] = g + r < heads ? F_LOAD(queries[g + r] + i) : F_SET(0.0f);
-            F_TURN(some);
-            for (int r = 0; r < LANES; r++) F_STORE(to->queries[g / LANES][i + r], some[r]);
-        }
-}
-
-INLINE TARGET void NAME(turn_states)(
-    const Attention *a, int first, int count, int last, Turned *to, const int is_bfloat16) {
-    int64_t from[KEYS];
-    for (int j = 0; j < count; j++) {
-        from[j] = place_of(a->places, first + j) * a->size;
-        if (a->is_first) NAME(fetch)(a, a->values, first + j);
-        if (a->is_first && first + j + KEYS_AHEAD < last) NAME(fetch)(a, a->keys, first + j + KEYS_AHEAD);
-    }
-    for (int j = 0; j < count; j += LANES)
-        for (int i = 0; i < a->size; i += LANES) {
-            VF some[LANES];
-            for (int r = 0; r < LANES; r++)
-                some[r] = j + r < count ? NAME(load)(a->keys, from[j + r] + i, is_bfloat16) : F_SET(0.0f);
-            F_TURN(some);
-            for (int r = 0; r < LANES; r++) F_STORE(to->keys[j / KEYS_TURNED][i + r] + j % KEYS_TURNED, some[r]);
-        }
-    for (int j = 0; j < count; j++)
-        for (int i = 0; i < filled_up(a->size, VALUES_TURNED); i += LANES)
-            F_STORE(
-                to->values[i / VALUES_TURNED][j] + i % VALUES_TURNED,
-                i < a->size ? NAME(load)(a->values, from[j] + i, is_bfloat16) : F_SET(0.0f));
-}
-
-/* Scores of KEYS_TURNED keys for HEADS_AT_ONCE heads. Every lane of `score` has a sum of its own here, and they are added up
- * in the order of F_SUMS, so that scores have the same bits. */
-TARGET static void NAME(score_turned)(
-    const float keys[][KEYS_TURNED], const float queries[][LANES], int size, float scaling, float scores[][KEYS]) {
-    VF found[2][HEADS_AT_ONCE][2]; /* of the lower and the upper half of all lanes, by heads and vectors of keys */
-    for (int four = 0; four < LANES; four += 4) {
-        VF pairs[2][HEADS_AT_ONCE][2]; /* of a lane and the one after the next */
-        for (int pair = 0; pair < 2; pair++)
-#pragma GCC unroll 2
-            for (int second = 0; second < 2; second++) {
-                VF sums[HEADS_AT_ONCE][2];
-#pragma GCC unroll 8
-                for (int g = 0; g < HEADS_AT_ONCE; g++) sums[g][0] = sums[g][1] = F_SET(0.0f);
-                for (int i = four + pair + 2 * second; i < size; i += LANES) {
-                    const VF low = F_LOAD(keys[i]), high = F_LOAD(keys[i] + LANES);
-#pragma GCC unroll 8
-                    for (int g = 0; g < HEADS_AT_ONCE; g++) {
-                        const VF query = F_SET(queries[i][g]);
-                        sums[g][0] = F_FMA(query, low, sums[g][0]);
-                        sums[g][1] = F_FMA(query, high, sums[g][1]);
-                    }
-                }
-#pragma GCC unroll 8
-                for (int g = 0; g < HEADS_AT_ONCE; g++)
-#pragma GCC unroll 2
-                    for (int v = 0; v < 2; v++)
-                        pairs[pair][g][v] = second ? F_ADD(pairs[pair][g][v], sums[g][v]) : sums[g][v];
-            }
-        for (int g = 0; g < HEADS_AT_ONCE; g++)
-            for (int v = 0; v < 2; v++) {
-                const VF sum = F_ADD(pairs[0][g][v], pairs[1][g][v]);
-                VF *half = &found[four / (LANES / 2)][g][v];
-                *half = four % (LANES / 2) ? F_ADD(*half, sum) : sum;
-            }
-    }
-    for (int g = 0; g < HEADS_AT_ONCE; g++)
-        for (int v = 0; v < 2; v++)
-            F_STORE(scores[g] + v * LANES, F_MUL(F_ADD(found[0][g][v], found[1][g][v]), F_SET(scaling)));
-}
-
-/* Values times what HEADS_AT_ONCE heads give them are added up, as in `weigh_some`. */
-TARGET static void NAME(weigh_turned)(
-    const float values[][VALUES_TURNED], int count, float scores[][KEYS], float sums[][SUMS_APART], int i, const int vectors) {
-    VF found[HEADS_AT_ONCE][VALUES_TURNED / LANES];
-#pragma GCC unroll 8
-    for (int g = 0; g < HEADS_AT_ONCE; g++)
-#pragma GCC unroll 2
-        for (int v = 0; v < VALUES_TURNED / LANES; v++) found[g][v] = F_LOAD(sums[g] + i + v * LANES);
-    for (int j = 0; j < count; j++) {
-        VF value[VALUES_TURNED / LANES];
-#pragma GCC unroll 2
-        for (int v = 0; v < VALUES_TURNED / LANES; v++) value[v] = F_LOAD(values[j] + v * LANES);
-#pragma GCC unroll 8
-        for (int g = 0; g < HEADS_AT_ONCE; g++) {
-            const VF weight = F_SET(scores[g][j]);
-#pragma GCC unroll 2
-            for (int v = 0; v < VALUES_TURNED / LANES; v++) found[g][v] = F_FMA(weight, value[v], found[g][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int g = 0; g < HEADS_AT_ONCE; g++)
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) F_STORE(sums[g] + i + v * LANES, found[g][v]);
-}
-
-/* A block of keys and values, for all heads. */
-INLINE TARGET void NAME(score_all)(
-    const Attention *a, int first, int count, int last, Turned *turned, int heads, float scores[][KEYS],
-    const int is_bfloat16) {
-    NAME(turn_states)(a, first, count, last, turned, is_bfloat16);
-    for (int j = 0; j < count; j += KEYS_TURNED)
-        for (int g = 0; g < heads; g += HEADS_AT_ONCE)
-            NAME(score_turned)(
-                turned->keys[j / KEYS_TURNED], (const float (*)[LANES])(turned->queries[g / LANES][0] + g % LANES), a->size,
-                a->scaling, (float (*)[KEYS])(scores[g] + j));
-}
-
-INLINE TARGET void NAME(weigh_all)(
-    const Attention *a, int count, const Turned *turned, int heads, float scores[][KEYS], float sums[][SUMS_APART]) {
-    for (int i = 0; i < a->size; i += VALUES_TURNED) {
-        const int vectors = (a->size - i < VALUES_TURNED ? a->size - i : VALUES_TURNED) / LANES;
-        for (int g = 0; g < heads; g += HEADS_AT_ONCE)
-            NAME(weigh_turned)(turned->values[i / VALUES_TURNED], count, scores + g, sums + g, i, vectors);
-    }
-}
-#endif
-
 /* Scores of a row's head become weights; with a higher score than before, what it has found so far counts less. */
 INLINE TARGET void NAME(give_weights)(
     const Attention *a, int first, int count, int row, float *scores, float *sums, float *most, float *weight) {
@@ -439,7 +318,7 @@ INLINE TARGET void NAME(give_weights)(
 
 /* Query heads of some rows that share a key/value head attend to it, KEYS keys at a time with a running maximum
  * (Milakov and Gimelshein 2018). Blocks begin at the same keys in every pass, with a window at the first that it sees. */
-INLINE TARGET void NAME(attend)(const Attention *a, Turned *turned, const int is_bfloat16) {
+INLINE TARGET void NAME(attend)(const Attention *a, const int is_bfloat16) {
     const int size = a->size, all = a->rows * a->groups, last = seen_by(a, a->rows - 1);
     _Alignas(64) float scores[HEADS_TOGETHER][KEYS], sums[HEADS_TOGETHER][SUMS_APART];
     for (int j = a->first; a->is_first && j < a->first + KEYS_AHEAD && j < last; j++) NAME(fetch)(a, a->keys, j);
@@ -455,27 +334,15 @@ INLINE TARGET void NAME(attend)(const Attention *a, Turned *turned, const int is
             weight[g] = 0.0f;
             memset(sums[g], 0, sizeof(float) * (size_t)size);
         }
-#if TURNS_KEYS
-        if (turned) NAME(turn_queries)(a, queries, heads, turned);
-#endif
         for (int first = a->first; first < last; first += KEYS) {
             const int count = last - first < KEYS ? last - first : KEYS;
             uint8_t seen[KEYS]; /* by any row: what nobody sees may never have been written */
             const uint8_t *some = a->mask ? seen_by_any(a, first, count, seen) : NULL;
             if (some && !memchr(some, 1, (size_t)count)) continue;
-#if TURNS_KEYS
-            if (turned) NAME(score_all)(a, first, count, last, turned, heads, scores, is_bfloat16);
-#endif
-            for (int j = 0; !turned && j < count; j += LANES)
+            for (int j = 0; j < count; j += LANES)
                 NAME(score)(a, first + j, count - j, last, queries, heads, scores, j, is_bfloat16);
             for (int g = 0; g < heads; g++)
                 NAME(give_weights)(a, first, count, rows[g], scores[g], sums[g], &most[g], &weight[g]);
-#if TURNS_KEYS
-            if (turned) {
-                NAME(weigh_all)(a, count, turned, heads, scores, sums);
-                continue;
-            }
-#endif
             for (int g = 0; g < heads; g += HEADS_AT_ONCE) switch (heads - g) {
 #define WEIGH(n)                                                                  \
     case n:                                                                       \
@@ -525,27 +392,11 @@ TARGET static void NAME(average)(const Attention *a, const float *all, float *ou
     }
 }
 
-#if TURNS_KEYS
-TARGET static __attribute__((noinline)) void NAME(attend_turned)(const Attention *a) {
-    Turned turned;
-    if (a->is_bfloat16)
-        NAME(attend)(a, &turned, 1);
-    else
-        NAME(attend)(a, &turned, 0);
-}
-#endif
-
 TARGET static void NAME(attend_one)(const Attention *a) {
-#if TURNS_KEYS
-    if (!a->mask && a->rows * a->groups >= HEADS_TO_TURN) {
-        NAME(attend_turned)(a);
-        return;
-    }
-#endif
     if (a->is_bfloat16)
-        NAME(attend)(a, NULL, 1);
+        NAME(attend)(a, 1);
     else
-        NAME(attend)(a, NULL, 0);
+        NAME(attend)(a, 0);
 }
 
 /* Scores of a row of a prompt become weights, for the keys at hand from `begin` to `end`, of `padded`; with a higher score
@@ -854,8 +705,6 @@ static const Ways NAME(ways) = {
 #undef F_ABS
 #undef F_SUM
 #undef F_SUMS
-#undef F_TURN
-#undef TURNS_KEYS
 #undef F_LARGEST
 #undef F_TO_I
 #undef F_POWER
