@@ -21,7 +21,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, run_to_end
-from specbench.decoding.records import LONGEST_DRAFT, Step
+from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import GenerationRun, speculative_generate
@@ -32,6 +32,7 @@ from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
 from specbench.policies import FixedLength, build_policy
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.policies import LONGEST_DRAFT
 
 VOCAB = 61
 WINDOW = 8

@@ -178,9 +178,9 @@ def test_what_cannot_be_a_tree_is_refused():
         next(iter(records))
 
     for spec, message in (
-        ("static-tree:nodes=65", "has 65 nodes"),
-        ("static-tree:nodes=0", "has 0 nodes"),
-        ("dynamic-tree:depth=0", "depth of the dynamic tree is 0"),
+        ("static-tree:nodes=65", "is 65"),
+        ("static-tree:nodes=0", "is 0"),
+        ("dynamic-tree:depth=0", "'depth' of dynamic-tree is 0"),
         ("static-tree:ranks=70-40", "no list of percentages"),
         ("static-tree:verification=rejection", "verifies chains only"),
         ("dynamic-tree:verification=traversal", "by their probability"),

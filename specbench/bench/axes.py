@@ -9,8 +9,7 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
-from specbench.decoding.records import LONGEST_DRAFT
-from specbench.specs.policies import PolicySpec, parse_policy, share_options
+from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy, share_options
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
 

@@ -13,9 +13,6 @@ from typing import Any, Literal
 from specbench.base.textsafe import counted
 from specbench.decoding.origins import Origin, as_html
 
-LONGEST_DRAFT = 256
-"""The longest draft, in tokens."""
-
 PARTS = ("draft", "verify", "accept", "rollback", "other")
 """The parts of a step's time, in order."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import DraftPolicy
-from specbench.decoding.records import LONGEST_DRAFT
+from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution

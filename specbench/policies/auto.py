@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
 from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
-from specbench.decoding.records import LONGEST_DRAFT
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
 from specbench.policies.costs import READING_NOTE, CostSource, MeasuredCosts
+from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -87,9 +87,6 @@ class AutoLength(ChainPolicy):
 
     Attributes:
         cost_source: The costs; others may take their place between prompts.
-
-    Raises:
-        UsageError: ``gamma_max`` is below 1.
     """
 
     def __init__(self, gamma_max: int = 16, costs: CostSource | None = None) -> None:

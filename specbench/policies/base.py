@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.base.errors import UsageError
 from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import DraftPolicy
-from specbench.decoding.records import LONGEST_DRAFT
 from specbench.specs.policies import PolicySpec, parse_policy
 
 if TYPE_CHECKING:
@@ -29,17 +28,15 @@ class ChainPolicy(DraftPolicy):
     """Drafts chains of ``gamma_max`` tokens; subclasses override ``should_continue`` or ``num_children``.
 
     Args:
-        word: Its word in ``specbench.specs.policies``.
-        gamma_max: The longest draft, 1 to ``LONGEST_DRAFT``.
-        arguments: Its other options, for its name.
+        word: Its word in ``specbench.specs.policies``, where the ranges of its options stand too.
+        gamma_max: The longest draft.
+        arguments: Its other options.
 
     Raises:
-        UsageError: ``gamma_max`` is out of range.
+        UsageError: A value outside its range.
     """
 
     def __init__(self, word: str, gamma_max: int, **arguments: object) -> None:
-        if not 1 <= gamma_max <= LONGEST_DRAFT:
-            raise UsageError(f"The longest draft is {gamma_max} tokens.", f"Give 1 to {LONGEST_DRAFT}.")
         self.gamma_max = gamma_max
         self.name = policy_name(word, gamma_max=gamma_max, **arguments)
 
@@ -63,7 +60,7 @@ class ChainPolicy(DraftPolicy):
 
 
 class FixedLength(ChainPolicy):
-    """Drafts ``gamma`` tokens in every step, 1 to ``LONGEST_DRAFT``; fewer only where the budget ends.
+    """Drafts ``gamma`` tokens in every step, 1 to 256; fewer only where the budget ends.
 
     Example:
         >>> FixedLength(4).gamma
@@ -112,7 +109,13 @@ def confidence(draft: Draft, i: int) -> float:
 
 
 def policy_name(word: str, **arguments: object) -> str:
-    """Return a policy's name, which is a spec: its word and the options that are not at their defaults."""
+    """Return a policy's name, which is a spec: its word and the options that are not at their defaults.
+
+    Raises:
+        UsageError: An option is outside its range.
+    """
     kind = parse_policy(word).kind
     said = {each.name: arguments[each.name] for each in kind.options if each.name in arguments}
+    for each in sorted(kind.options, key=lambda each: callable(each.most)):  # those of others last
+        each.check(said.get(each.name), word, SimpleNamespace(**said))
     return str(PolicySpec(kind, said))

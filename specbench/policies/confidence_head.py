@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.base.errors import UsageError
 from specbench.policies.base import ChainPolicy
 
 if TYPE_CHECKING:
@@ -22,19 +21,12 @@ class ConfidenceHeadLength(ChainPolicy):
     Args:
         threshold: From 0 (never stops) to 1.
         gamma_max: The most tokens drafted in a step.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     needs_acceptance = True
 
     def __init__(self, threshold: float = 0.2, gamma_max: int = 16) -> None:
         super().__init__("confidence-head", gamma_max, threshold=threshold)
-        if not 0 <= threshold <= 1:
-            raise UsageError(
-                f"The threshold of the confidence head is {threshold}.", "Give a number from 0 to 1."
-            )
         self.threshold, self._survival = threshold, 1.0
 
     def begin(self, budget: int) -> int:

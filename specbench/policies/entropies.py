@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.base.errors import UsageError
 from specbench.decoding.logits import Logits
 from specbench.policies.base import ChainPolicy, entropy, normalized_entropy
 
@@ -31,23 +30,12 @@ class EntropyGuidedLength(ChainPolicy):
         gamma_max: γ where the drafter is certain.
         ema_beta: Weight of the past, from 0 (none) to below 1.
         scale: The H_norm at which γ reaches ``gamma_min``, above 0 and at most 1; with real vocabularies far below 1.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     def __init__(
         self, gamma_min: int = 1, gamma_max: int = 8, ema_beta: float = 0.0, scale: float = 0.3
     ) -> None:
         super().__init__("egag", gamma_max, gamma_min=gamma_min, ema_beta=ema_beta, scale=scale)
-        if not 1 <= gamma_min <= gamma_max:
-            raise UsageError(
-                f"The shortest draft of EGAG is {gamma_min} tokens.", f"Give 1 to the longest, {gamma_max}."
-            )
-        if not 0 <= ema_beta < 1:
-            raise UsageError(f"β of EGAG's average is {ema_beta}.", "Give 0 for none, or a number below 1.")
-        if not 0 < scale <= 1:
-            raise UsageError(f"The scale of EGAG is {scale}.", "Give a number above 0 and at most 1.")
         self.gamma_min, self.ema_beta, self.scale = gamma_min, ema_beta, scale
         self.reset()
 
@@ -90,17 +78,12 @@ class SvipLength(ChainPolicy):
     Args:
         threshold: Above 0.
         gamma_max: The most tokens drafted in a step.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     factor = 0.15
 
     def __init__(self, threshold: float = 0.3, gamma_max: int = 40) -> None:
         super().__init__("svip", gamma_max, threshold=threshold)
-        if not (threshold > 0 and math.isfinite(threshold)):
-            raise UsageError(f"The threshold of SVIP is {threshold}.", "Give a number above 0.")
         self.threshold = threshold
 
     def should_continue(self, draft: Draft) -> bool:
@@ -122,9 +105,6 @@ class EntropyBoundLength(ChainPolicy):
     Args:
         threshold: λ at the beginning, from 0 to 1.
         gamma_max: The most tokens drafted in a step.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     factor = 0.2
@@ -133,8 +113,6 @@ class EntropyBoundLength(ChainPolicy):
 
     def __init__(self, threshold: float = 0.6, gamma_max: int = 20) -> None:
         super().__init__("entropy-bound", gamma_max, threshold=threshold)
-        if not 0 <= threshold <= 1:
-            raise UsageError(f"λ of the entropy bound is {threshold}.", "Give a number from 0 to 1.")
         self.initial_threshold = threshold
         self.reset()
 

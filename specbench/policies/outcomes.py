@@ -6,7 +6,6 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.base.errors import UsageError
 from specbench.policies.base import ChainPolicy, confidence
 
 if TYPE_CHECKING:
@@ -24,18 +23,10 @@ class HeuristicLength(ChainPolicy):
         gamma: Length of the first draft.
         gamma_min: Never less than this, at least 1.
         gamma_max: Never more than this.
-
-    Raises:
-        UsageError: They are not ``1 <= gamma_min <= gamma <= gamma_max``.
     """
 
     def __init__(self, gamma: int = 5, gamma_min: int = 1, gamma_max: int = 40) -> None:
         super().__init__("heuristic", gamma_max, gamma=gamma, gamma_min=gamma_min)
-        if not 1 <= gamma_min <= gamma <= gamma_max:
-            raise UsageError(
-                f"The draft lengths of heuristic are {gamma_min} (minimum), {gamma} (first) and {gamma_max} (maximum).",
-                "Give 1 or more, in ascending order.",
-            )
         self.first, self.gamma_min = gamma, gamma_min
         self.reset()
 
@@ -63,15 +54,10 @@ class ConfidenceLength(ChainPolicy):
         adapt: Move it after each step to where ``FPR + 3·(1 - TPR)`` of "confident" against "accepted" was least in
             the drafts tested so far, once there are six with both outcomes among them.
         gamma_max: The most tokens drafted in a step.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     def __init__(self, threshold: float = 0.4, adapt: bool = False, gamma_max: int = 20) -> None:
         super().__init__("confidence", gamma_max, threshold=threshold, adapt=adapt)
-        if not 0 <= threshold <= 1:
-            raise UsageError(f"The confidence threshold is {threshold}.", "Give a number from 0 to 1.")
         self.initial_threshold, self.adapt = threshold, adapt
         self.reset()
 

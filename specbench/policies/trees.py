@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specbench.base.errors import UsageError
 from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.protocols import DraftPolicy
 from specbench.policies.base import policy_name
@@ -18,28 +17,22 @@ if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
 
-MOST_NODES = 64
-"""The most nodes of a tree. Each node keeps a distribution over the vocabulary: 39 MB with 152,000 tokens."""
-
 
 class Tree(DraftPolicy):
     """Drafts trees; subclasses override ``num_children`` and ``next_frontier``.
 
     Args:
-        word: Its word in ``specbench.specs.policies``.
-        nodes: The most nodes, 1 to ``MOST_NODES``.
-        arguments: Its other options, for its name.
+        word, arguments: See ``ChainPolicy``.
+        nodes: The most nodes.
 
     Raises:
-        UsageError: ``nodes`` is out of range.
+        UsageError: A value outside its range.
     """
 
     branches = True
     _grown = 0  # nodes of the draft seen so far
 
     def __init__(self, word: str, nodes: int, **arguments: object) -> None:
-        if not 1 <= nodes <= MOST_NODES:
-            raise UsageError(f"The tree has {nodes} nodes.", f"Give 1 to {MOST_NODES}.")
         self.nodes = nodes
         self.name = policy_name(word, nodes=nodes, **arguments)
         self._room = 0
@@ -68,17 +61,12 @@ class StaticTree(Tree):
         nodes: The number of nodes.
         depth: The deepest branch, at least 1.
         ranks: By rank, the percentage of nodes at which that candidate is kept; later ones count as no better.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     def __init__(
         self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = Dashed((70, 12, 5, 3))
     ) -> None:
         super().__init__("static-tree", nodes, depth=depth, ranks=Dashed(ranks))
-        if depth < 1:
-            raise UsageError(f"The depth of the static tree is {depth}.", "Give at least 1.")
         self.depth, self.ranks = depth, Dashed(ranks)
         self._lay_out(best_shapes(falling(ranks))(nodes, depth))
 
@@ -121,18 +109,12 @@ class DynamicTree(Tree):
         top_k: Nodes that are read at every depth, and candidates of each.
         nodes: Nodes that are verified.
         depth: The deepest branch.
-
-    Raises:
-        UsageError: A value outside its range.
     """
 
     certain_only = True
 
     def __init__(self, top_k: int = 4, nodes: int = 12, depth: int = 6) -> None:
         super().__init__("dynamic-tree", nodes, top_k=top_k, depth=depth)
-        for what, value in (("top-k", top_k), ("depth", depth)):
-            if value < 1:
-                raise UsageError(f"The {what} of the dynamic tree is {value}.", "Give at least 1.")
         self.top_k, self.depth = top_k, depth
         self._scores: list[float] = []
 

@@ -93,7 +93,8 @@ class Option:
         if not isinstance(value, int | float):
             return
         most = self.most(values) if callable(self.most) else self.most
-        if (self.least is not None and value < self.least) or (most is not None and value > most):
+        inside = (self.least is None or value >= self.least) and (most is None or value <= most)
+        if not inside:  # NaN is not
             wanted = f"at most {most}" if self.least is None else f"at least {self.least}"
             wanted = wanted if None in (self.least, most) else f"{self.least} to {most}"
             raise UsageError(f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}: {self.help}.")

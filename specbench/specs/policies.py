@@ -65,20 +65,32 @@ def rank_shares(text: str) -> Dashed:
     return shares
 
 
-def _whole(name: str, written: str, default: int, meaning: str) -> Option:
-    return Option(written, f"{meaning} ({default})", default, name=name)
+LONGEST_DRAFT = 256
+"""The longest draft, in tokens."""
+
+MOST_NODES = 64
+"""The most nodes of a tree. Each node keeps a distribution over the vocabulary: 39 MB with 152,000 tokens."""
 
 
-def _number(name: str, written: str, default: float, meaning: str) -> Option:
-    return Option(written, f"{meaning} ({default:g})", default, parse=float, expected="number", name=name)
+def _whole(name: str, written: str, default: int, meaning: str, most: Any = None) -> Option:
+    return Option(written, f"{meaning} ({default})", default, least=1, most=most, name=name)
+
+
+def _number(
+    name: str, written: str, default: float, meaning: str, least: float = 0.0, most: float = 1.0
+) -> Option:
+    return Option(
+        written, f"{meaning} ({default:g})", default, parse=float, expected="number", least=least, most=most,
+        name=name,
+    )  # fmt: skip
 
 
 def _most(default: int) -> Option:
-    return _whole("gamma_max", "max=N", default, "maximum number of tokens drafted in a step")
+    return _whole("gamma_max", "max=N", default, "maximum number of tokens drafted in a step", LONGEST_DRAFT)
 
 
 def _nodes(default: int) -> Option:
-    return _whole("nodes", "nodes=N", default, "most nodes")
+    return _whole("nodes", "nodes=N", default, "most nodes", MOST_NODES)
 
 
 _DEPTH = _whole("depth", "depth=N", 6, "deepest branch")
@@ -96,19 +108,29 @@ POLICIES: tuple[PolicyKind, ...] = (
         "fixed",
         "The same length in every step.",
         "base:FixedLength",
-        (Option("gamma=N", "the length (5)", name="gamma"),),
+        (Option("gamma=N", "the length (5)", least=1, most=LONGEST_DRAFT, name="gamma"),),
     ),
     PolicyKind(
         "egag",
         "Entropy-guided: the less certain the drafter is at the start of a step, the shorter the draft.",
         "entropies:EntropyGuidedLength",
         (
-            _whole("gamma_min", "min=N", 1, "length where the drafter is uncertain"),
-            _whole("gamma_max", "max=N", 8, "length where it is certain"),
-            _number(
-                "ema_beta", "beta=B", 0.0, "weight of earlier steps in the average of the entropy, 0 for none"
+            _whole(
+                "gamma_min",
+                "min=N",
+                1,
+                "length where the drafter is uncertain",
+                lambda values: values.gamma_max,
             ),
-            _number("scale", "scale=H", 0.3, "normalized entropy that counts as uncertain"),
+            _whole("gamma_max", "max=N", 8, "length where it is certain", LONGEST_DRAFT),
+            _number(
+                "ema_beta",
+                "beta=B",
+                0.0,
+                "weight of earlier steps in the average of the entropy, 0 for none",
+                most=0.999,
+            ),
+            _number("scale", "scale=H", 0.3, "normalized entropy that counts as uncertain", least=1e-6),
         ),
         needs_logits=True,
     ),
@@ -144,7 +166,7 @@ POLICIES: tuple[PolicyKind, ...] = (
         "svip",
         "Stops after a token whose distribution had a high entropy.",
         "entropies:SvipLength",
-        (_number("threshold", "threshold=H", 0.3, "the threshold"), _most(40)),
+        (_number("threshold", "threshold=H", 0.3, "the threshold", 1e-6, 1e6), _most(40)),
         needs_logits=True,
     ),
     PolicyKind(
@@ -152,9 +174,9 @@ POLICIES: tuple[PolicyKind, ...] = (
         "Two tokens more when everything was accepted, one less otherwise.",
         "outcomes:HeuristicLength",
         (
-            _whole("gamma", "gamma=N", 5, "length of the first draft"),
-            _whole("gamma_min", "min=N", 1, "never shorter"),
-            _whole("gamma_max", "max=N", 40, "never longer"),
+            _whole("gamma", "gamma=N", 5, "length of the first draft", lambda values: values.gamma_max),
+            _whole("gamma_min", "min=N", 1, "never shorter", lambda values: values.gamma),
+            _whole("gamma_max", "max=N", 40, "never longer", LONGEST_DRAFT),
         ),
     ),
     PolicyKind(
