@@ -94,7 +94,7 @@ def sides_of(given: argparse.Namespace) -> tuple[dict[str, CommandLine], dict[st
             left_out[name] = str(error)
             continue
         policy = [parse_policy("fixed")]
-        settings = settings_of(engine, model, drafters, gammas=(_GAMMA,), policies=policy, trees=False)
+        settings = settings_of(engine, model, drafters, gammas=(_GAMMA,), policies=policy)
         wrapper = f"{shlex.quote(pythons[name])} {command}"
         more = shlex.split(given.options.get(name, ""))
         for setting in settings:

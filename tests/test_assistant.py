@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from scripted import enumerate_outcomes
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
-from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -23,7 +22,6 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Multinomial, Sampling
-from specbench.decoding.schedule import Scheduler
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
@@ -192,37 +190,6 @@ def test_rows_of_a_tree_are_those_of_its_branches(pair):
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_drafts_are_those_of_transformers_own_assisted_decoding(pair, monkeypatch):
-    """While all is within the window, and without the entry of a rejected token, which it would keep."""
-    made = pair("gemma4")
-    proposed: dict[int, tuple[int, ...]] = {}
-    propose = SinglePositionMultiTokenCandidateGenerator.get_candidates
-
-    def noted(self: Any, input_ids: torch.Tensor, *, model_outputs: Any, **more: Any) -> Any:
-        length = input_ids.shape[1]
-        if model_outputs is not None:
-            for kind, pair in model_outputs.shared_kv_states.items():
-                model_outputs.shared_kv_states[kind] = tuple(each[:, :, : length - 1] for each in pair)
-        found = propose(self, input_ids, model_outputs=model_outputs, **more)
-        proposed[length] = tuple(found[0][0, length:].tolist())
-        return found
-
-    monkeypatch.setattr(SinglePositionMultiTokenCandidateGenerator, "get_candidates", noted)
-    made.assistant.generation_config.num_assistant_tokens = 3
-    target, drafter = loaded(made)
-    compared = 0
-    for prompt in (CONTEXT[:2], [7, 3, 7], [150, 20]):
-        proposed.clear()
-        made.target.generate(
-            torch.tensor([prompt]), assistant_model=made.assistant, max_new_tokens=12, do_sample=False
-        )
-        for step in decoded(target, drafter, prompt, FixedLength(3)).steps:
-            if step.position <= WINDOW:
-                assert step.drafted == proposed[step.position]
-                compared += 1
-    assert compared > 6
-
-
 def decoded(target: Target, drafter: Any, prompt: list[int], policy: Any, **options: Any) -> Generation:
     run = GenerationRun(
         prompt, target, drafter, policy=DraftPlan.of(policy), max_new_tokens=24, min_new_tokens=24, **options
@@ -296,31 +263,6 @@ def test_it_drafts_nothing_where_the_target_has_to_read_again(pair):
     found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
     assert found.shape == (4, VOCAB)
     assert not found.any(), "a draft that had begun goes on with tokens that are alike"
-
-
-def test_a_request_that_is_put_back_drafts_again_when_it_is_read(pair, monkeypatch):
-    preempt, put_back = Scheduler._preempt, []
-
-    def counted(self: Any, job: Any, events: Any) -> None:
-        put_back.append(job.number)
-        preempt(self, job, events)
-
-    monkeypatch.setattr(Scheduler, "_preempt", counted)
-    target, drafter = few(pair("gemma4, no sharing", FEW))
-    runs = [
-        GenerationRun(
-            [*prompt, *prompt], target, drafter, policy=DraftPlan(FixedLength(3)), max_new_tokens=12
-        )
-        for prompt in PROMPTS
-    ]
-    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=64)
-    for each, found in zip(runs, many.results(), strict=True):
-        alone = GenerationRun(each.prompt, target, drafter, policy=each.policy, max_new_tokens=12)
-        assert all(True for _ in alone)
-        assert isinstance(found, Generation), found
-        assert found.token_ids == alone.result().token_ids
-        assert sum(len(step.drafted) for step in found.steps) > 10
-    assert put_back
 
 
 NEW = 4

@@ -307,9 +307,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
 
 
 def test_the_time_is_kept_to(tune, monkeypatch):
-    tune("--minutes", 0.01).refused(
-        1, "The time was too short to try anything", "--resume --minutes 1", stages=True
-    )
+    tune("--minutes", 0.01).refused(1, "The time was too short", "--resume --minutes", stages=True)
     tune("--minutes", 0, "--results", "other").refused(2, "--minutes is 0.")
 
 
@@ -335,22 +333,6 @@ def test_bad_input(tune, tmp_path, arguments, fragments):
 def test_no_prompts(tune, tmp_path):
     (tmp_path / "mine.jsonl").write_text("")
     tune().refused(2, "no prompts")
-
-
-def test_a_drafter_without_memory_for_it_is_left_out(tune, tmp_path, monkeypatch, models):
-    estimate = loading.estimate_memory
-
-    def short(sweep: Any, base: Any, drafters: Any, **more: Any) -> Any:
-        need = estimate(sweep, base, drafters, **more)
-        large = any("small" in str(spec) for spec in drafters)
-        return replace(need, available=need.total - 1 if large else need.total)
-
-    monkeypatch.setattr(loading, "estimate_memory", short)
-    said = tune("--drafter", models / "small")
-    assert said.code == 0, said.err
-    assert "small is left out: 0.7 GB of memory would be needed, 0.7 GB are free." in said.err
-    (folder,) = (tmp_path / "results").iterdir()
-    assert not any("small" in config["drafter"] for config in run_json(folder)["configs"])
 
 
 def test_an_int8_target_gets_chains(tune, tmp_path):

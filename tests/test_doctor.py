@@ -284,11 +284,6 @@ def test_an_answer_without_choices_is_no_answer(choices):
     assert text_of(choice_of({"choices": choices})) == ""
 
 
-def test_pages_that_hold_something_else_name_no_method():
-    for about in ({"data": 5}, {"data": [5]}, {"default_generation_settings": 5}):
-        assert "Method" not in found(drafting(4, (90, 80), about=about), "method").text
-
-
 def test_what_is_expected(examine):
     assert problems(examine(vllm(), None, "--expect", "off")[1]) == {"speculation"}
     assert problems(examine(Manner(owner="llamacpp"), Counts(None), "--expect", "on")[1]) == {"speculation"}

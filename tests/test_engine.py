@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
-from specbench.bench.serving import BenchRequest, Workload
-from specbench.decoding.protocols import ForwardOutput
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -105,16 +102,6 @@ def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
         assert outcome.log_probability == pytest.approx(float(each.sum()), abs=1e-3)
     speculative = run(engine, next(config for config in grid() if config.kind == "speculative"))
     assert speculative.log_probability is None
-
-
-def test_long_answers_are_rated_piece_by_piece(engine):
-    answer = [(7 * i) % 250 for i in range(80)]
-    assert engine.reference is not None
-    with torch.inference_mode():
-        logits = engine.reference.model(torch.tensor([[*PROMPT, *answer]])).logits[0, len(PROMPT) - 1 : -1]
-    expected = float(logits.log_softmax(-1)[range(80), answer].sum())
-    assert engine._log_probability(PROMPT, answer) == pytest.approx(expected, rel=1e-4)
-    assert engine._log_probability(PROMPT, []) == 0.0
 
 
 def test_end_tokens_are_the_same_for_transformers(engine):
@@ -222,19 +209,6 @@ def test_costs_are_times_of_single_passes(engine):
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
 
-def test_groups_of_one_configuration_know_what_their_passes_cost(engine):
-    options = SweepOptions(gammas=(), policies=("auto",), batches=(1, 2), turns=1)
-    configs = {(each.kind, each.batch): each for each in build_configs(options, specs_of("small"))}
-    config, other = configs["speculative", 2], configs["plain", 2]
-    asked = [BenchRequest(PROMPT, 1), BenchRequest(PROMPT[:4], 2)]
-    group, rounds = Workload(asked, 2, asked), []
-    for each in (config, other, config):
-        engine.generate_group(each, group, DECODING)
-        rounds.append(engine._batch_costs[each.id].rounds)
-    assert rounds[2] > rounds[0] > 0
-    assert len(engine._batch_costs) == 2
-
-
 def test_drafters_are_timed_with_several_nodes_abreast(engine):
     engine._clock = Ticking()
     costs = engine.measure_costs(PROMPT, [1], (2, 3))
@@ -248,21 +222,6 @@ def test_drafters_are_timed_with_several_nodes_abreast(engine):
     rows_s = pass_costs([*cost_lines({1: [1.0]}, {"a": [2.0, 3.0, 9.0]}, 5), *trees]).rows_s
     assert rows_s == {"a": {2: 3.0, 4: 4.0}}, "no pass takes less than one with a single row"
     assert run(engine, grid()[0]).token_ids == plainly(engine)
-
-
-def test_passes_are_timed_at_the_widths_asked_for(engine, monkeypatch):
-    widths: list[tuple[int, int]] = []
-    forward = engine.target.scorer._call
-
-    def noted(tokens: Sequence[int], rows: int, *rest: Any, **more: Any) -> ForwardOutput:
-        widths.append((len(tokens), rows))
-        return forward(tokens, rows, *rest, **more)
-
-    monkeypatch.setattr(engine.target.scorer, "_call", noted)
-    engine.measure_costs(PROMPT, [1, 4])
-    assert widths[0][0] == 256
-    assert set(widths[1:]) == {(1, 1), (4, 4)}
-    assert len(widths) == 1 + 2 * 3
 
 
 # -- prompts ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import threading
 import time
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_server
-import onnxruntime_server
 import openvino_server
 import pytest
 
@@ -171,129 +169,3 @@ def test_drafters_reach_the_pipeline_and_each_request(server, options, property_
     assert pipeline.properties == property_
     [(_, config)] = pipeline.handles
     assert (config.num_assistant_tokens, getattr(config, "max_ngram_size", None)) == asked
-
-
-FLAGS = SimpleNamespace(TOKEN=1, TURN_FINISHED=2, FAILED=4)
-
-
-class Request:
-    """An answer of the prompt's letters, again and again; ends at `!` if it may."""
-
-    def begin_turn(self, ids: list[int], turn: Any) -> None:
-        letters = [chr(ids[at % len(ids)]) for at in range(turn.most)]
-        end = letters.index("!") if "!" in letters and not turn.least else turn.most
-        self.left = [ord(each) for each in letters[:end]]
-
-    def close(self) -> None:
-        self.left = None
-
-
-class Batches:
-    """The engine: one token of each request in a run."""
-
-    def __init__(self, model: str) -> None:
-        self.requests: list[Request] = []
-        self.most = 0
-        batches.append(self)
-
-    def create_event_buffer(self, size: int) -> None:
-        pass
-
-    def create_request(self) -> Request:
-        self.requests.append(Request())
-        return self.requests[-1]
-
-    def run(self, buffer: None) -> list[Any]:
-        time.sleep(0.001)
-        running = [request for request in self.requests if request.left]
-        self.most = max(self.most, len(running))
-        found = []
-        for request in running:
-            token, flags = request.left.pop(0), FLAGS.TOKEN | (0 if request.left else FLAGS.TURN_FINISHED)
-            found.append(SimpleNamespace(request=request, token=token, flags=SimpleNamespace(value=flags)))
-        return found
-
-
-class Turn:
-    def __init__(self, request: Request) -> None:
-        self.least = self.most = 0
-
-    def set_do_sample(self, on: bool) -> None:
-        assert not on
-
-    def set_max_generated_tokens(self, count: int) -> None:
-        self.most = count
-
-    def set_min_generated_tokens(self, count: int) -> None:
-        self.least = count
-
-
-class Generator:
-    """Two tokens a step."""
-
-    def __init__(self, model: str, options: Any) -> None:
-        self.options, self.ids = options, []
-        generators.append(self)
-
-    def append_tokens(self, ids: list[int]) -> None:
-        self.prompt, self.ids = ids, [*ids]
-
-    def is_done(self) -> bool:
-        return len(self.ids) >= self.options.max_length
-
-    def generate_next_token(self) -> None:
-        for _ in range(min(2, self.options.max_length - len(self.ids))):
-            self.ids.append(self.prompt[len(self.ids) % len(self.prompt)])
-
-    def get_sequence(self, number: int) -> list[int]:
-        return self.ids
-
-
-class Options(SimpleNamespace):
-    def set_search_options(self, **given: Any) -> None:
-        self.__dict__.update(given)
-
-    set_speculative_options = set_search_options
-
-
-batches: list[Batches] = []
-generators: list[Generator] = []
-
-
-@pytest.fixture
-def onnxruntime(monkeypatch, started):
-    letters = SimpleNamespace(
-        encode=lambda text: [*map(ord, text)],
-        decode=lambda ids: "".join(map(chr, ids)),
-        apply_chat_template=lambda text, add_generation_prompt: json.loads(text)[0]["content"] + ">",
-    )
-    module = SimpleNamespace(
-        Model=lambda path: path, Tokenizer=lambda model: letters, Engine=Batches, TurnOptions=Turn,
-        EngineEventFlags=SimpleNamespace(**{key: SimpleNamespace(value=value) for key, value in vars(FLAGS).items()}),
-        GeneratorParams=lambda model: Options(), Generator=Generator,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "onnxruntime_genai", module)
-
-    def start(*options: str) -> str:
-        onnxruntime_server.main(["--model", "folder", "--port", "0", *options])
-        return address(started)
-
-    return start
-
-
-def test_onnxruntime_answers_in_batches(onnxruntime):
-    url = onnxruntime()
-    prompts = ["abc", "de!", [{"role": "user", "content": "hi"}]]
-    answers = ask(url, *prompts, tokens=300)
-    assert [answer.text[:4] for answer in answers] == ["abca", "de!d", "hi>h"]
-    assert [answer.used_tokens for answer in answers] == [300, 300, 300]
-    assert batches[-1].most > 1
-    (ended,) = ask(url, "de!", tokens=300, ignore_eos=False)
-    assert (ended.text, ended.finish_reason) == ("de", "stop")
-
-
-def test_onnxruntime_with_n_grams_answers_one_by_one(onnxruntime):
-    (answer,) = ask(onnxruntime("--ngram-size", "3", "--max-draft-tokens", "5"), "abc")
-    assert (answer.text, answer.used_tokens, answer.finish_reason) == ("abcabca", 7, "length")
-    options = generators[-1].options
-    assert (options.ngram_size, options.max_draft_tokens, options.min_length) == (3, 5, 10)

@@ -17,7 +17,7 @@ import torch
 import transformers
 import yaml
 from cli_runs import refusal
-from head_files import eagle_settings, eagle_tensors, speculators_settings, write_head
+from head_files import eagle_settings, eagle_tensors, write_head
 from huggingface_hub import constants
 from stored_runs import PASS_S, Drafter, change_run, kept_run, write_exact, write_run
 from test_builtin import write_gguf
@@ -26,12 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
-from specbench.config import Config
 from specbench.decoding.theory import expected_tokens
 from specbench.export.engine import HEAD_KINDS, HeadSupport
 from specbench.export.output import as_file, as_json, export_fastest
 from specbench.export.registry import load_engines
-from specbench.export.setting import Model, RunSettings, Setting, setting_of_config
+from specbench.export.setting import Model, RunSettings, Setting
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.results.results import load_results
 from specbench.specs.drafters import SmallModel, parse_drafter
@@ -39,7 +38,6 @@ from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
 ROOT = Path(__file__).parent.parent
-RUNS = ROOT / "results"
 ENGINES = load_engines()
 KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
 HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
@@ -272,48 +270,6 @@ def test_requests_side_by_side_go_by_the_passes_they_share():
     assert 3 <= found.gamma <= 8
 
 
-def test_without_times_of_passes_steps_say_how_long(tmp_path):
-    drafter = (Drafter("org/small", 0.8, 0.2, spread=0.0),)
-    write_run(
-        tmp_path / "run",
-        drafters=drafter,
-        gammas=(),
-        policies=("auto",),
-        prompts_per_category=1,
-        repeats=1,
-        costs=False,
-    )
-    df = load_results(tmp_path / "run")
-    found = RunSettings(df).all()[0]
-    drafted = [
-        kept
-        for steps, kepts in zip(
-            df.generations["steps_drafted"], df.generations["steps_accepted"], strict=True
-        )
-        for long, kept in zip(steps, kepts, strict=True)
-        if long
-    ]
-    assert found.gamma == max(1, round(sum(drafted) / len(drafted)))
-    assert "no fixed γ was measured with this drafter" in found.gamma_from
-
-
-@pytest.mark.parametrize("model", ["small.gguf", "my small one", "lookups"])
-def test_models_of_a_run_need_not_be_here(tmp_path, model):
-    """Nor need their names be what a hub would take."""
-    drafters = (Drafter(f"{model} (int8)", 0.8, 0.2), Drafter(f"lookup:n=4+{model} (int8)", 0.8, 0.2))
-    write_run(
-        tmp_path / "run", drafters=drafters, gammas=(2,), prompts_per_category=1, repeats=1, target="big.gguf"
-    )
-    df = load_results(tmp_path / "run")
-    for front in ("", "lookup:n=4+"):
-        found = RunSettings(df).get(f"{front}{model} (int8)-g2")
-        assert (str(found.drafter), found.drafter_dtype) == (front + model, "int8")
-        options = ENGINES["llama.cpp"].export(found).options
-        assert options["--model"] == "/path/to/big.gguf"
-        place = "/path/to/" if model.endswith(".gguf") else ""  # a folder's would have to be converted
-        assert options["--spec-draft-model"] == f"{place}{model.removesuffix('.gguf')}.gguf"
-
-
 def test_folders_of_a_run_are_named_as_they_are_given(cli, tmp_path):
     write_run(tmp_path / "run", drafters=(Drafter("small (int8)", 0.8, 0.2),), gammas=(2,), target="big")
     target, drafter = "/models/a b/big", "/models/small"
@@ -338,21 +294,6 @@ def test_a_drafter_of_another_version_is_refused(tmp_path):
         tmp_path / "run", drafters=(Drafter("oracle:n=3", 0.8, 0.2),), gammas=(2,), prompts_per_category=1
     )
     assert "oracle:n=3" in refusal(RunSettings(load_results(tmp_path / "run")).all, kind=UsageError)
-
-
-def test_a_configuration():
-    config = Config(target="org/big@v1", drafter="org/small", draft_policy="fixed:gamma=7", dtype="bfloat16")
-    found = setting_of_config(config)
-    assert not any(
-        "replaced by" in each for each in ENGINES["vllm"].export(setting_of_config(config, 3)).missing
-    )
-    assert (found.target, found.gamma, found.gamma_from) == (Model("org/big", "v1"), 7, "")
-    assert setting_of_config(config, 3).gamma_from == "given by --gamma"
-    auto = Config(target="org/big", drafter="lookup", draft_policy="auto")
-    assert "Give --gamma N" in refusal(setting_of_config, auto, kind=UsageError)
-    assert setting_of_config(auto, 3).gamma == 3
-    plain = Config(target="org/big", drafter="none", draft_policy="fixed")
-    assert "no speculation to export" in refusal(setting_of_config, plain, kind=UsageError)
 
 
 def ranked_run(folder: Path, **options: Any) -> Path:
@@ -455,12 +396,6 @@ def test_defaults_that_differ_are_written_out(name):
         assert option in options or (option in AS_HERE and AS_HERE[option] == default), option
 
 
-def test_what_vllm_has_no_more():
-    gone = KNOWN["vllm"]["removed_values"]
-    assert (gone["version"], gone["method"]) == (ENGINES["vllm"].version, ["medusa"])
-    assert not set(gone["method"]) & set(KNOWN["vllm"]["values"]["method"])
-
-
 def test_a_run_tells_of_its_heads(tmp_path):
     story = {"kind": "eagle", "tokens": 9, "seconds": 1.0, "measured": []}
     drafters = (Drafter("head", 0.8, 0.1),)
@@ -480,20 +415,6 @@ def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
     cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", *named).refused(2, "it is compact", "serve")
     found = cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
-
-
-def test_a_configuration_tells_of_a_head_that_is_here(cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
-    file = tmp_path / "specbench.toml"
-    file.write_text('version = 1\ntarget = "org/big"\ndrafter = "head"\ndraft-policy = "fixed:gamma=3"\n')
-    options = cli("export", file, "--to", "vllm", "--json").json()["options"]["--speculative-config"]
-    assert (options["method"], options["num_speculative_tokens"]) == ("eagle3", 3)
-    cli("export", file, "--to", "sglang").refused(
-        2,
-        "SGLang 0.5.23 cannot load the head in head: it does not support heads in the `speculators` format",
-        "`specbench serve` supports it",
-    )
 
 
 def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
@@ -537,20 +458,6 @@ def test_the_command_says_what_it_is_from(cli):
     assert all(len(line) <= 100 for line in result.out.splitlines() if line.startswith("#"))
 
 
-def test_the_command_says_what_is_not_exported(cli, tmp_path):
-    run_of_two = ranked_run(tmp_path / "two")
-    result = cli("export", run_of_two, "--to", "transformers")
-    assert result.code == 0
-    assert "prompt_lookup_num_tokens=2" in result.out
-    assert result.err == (
-        "specbench: transformers does not support the fastest setting of two. Exported: lookup γ=2:"
-        " 1.20× [1.20, 1.20] over plain decoding, 0.60× [0.60, 0.60] the speed of self:int8 γ=2.\n"
-    )
-    named = cli("export", run_of_two, "--to", "transformers", "--setting", "self:int8 γ=2")
-    named.refused(2, "does not support the drafter self:int8", "Leave --setting out")
-    cli("export", run_of_two, "--to", "mlx-lm").refused(2, "supports none of the measured drafters")
-
-
 def test_the_heading_has_the_figure_of_what_is_exported(cli):
     """Not the one of a policy, or of another γ, that is not."""
     int4, batched = (kept_run(f"qwen2.5-coder-{name}") for name in ("int4", "by-batch"))
@@ -570,20 +477,6 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
     measured = cli("export", int4, "--to", "vllm", "--json").json()["measured"]
     assert measured["at_gamma"]["config"] == "qwen2.5-coder-0.5b (int4)@5"
     assert measured["at_gamma"]["speedup"] < measured["speedup"]
-
-
-@pytest.mark.smoke
-def test_as_data(cli, tmp_path):
-    write_run(tmp_path / "run", drafters=(Drafter("lookup", 0.6, 0.001, finds=0.5),), gammas=(4,), repeats=1)
-    found = cli("export", tmp_path / "run", "--to", "transformers", "--json").json()
-    assert (found["engine"], found["version"]) == ("transformers", "5.23.0")
-    assert found["options"]["generate"] == {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
-    assert found["measured"]["config"] == "lookup-g4"
-    assert found["measured"]["low"] < found["measured"]["speedup"] < found["measured"]["high"]
-    assert found["setting"]["gamma"] == 4
-    assert found["missing"] == []
-    assert found["differs"]
-    assert found["check"]
 
 
 def test_a_setting_that_is_not_faster_says_so(tmp_path):
@@ -638,20 +531,6 @@ def test_a_configuration_that_an_engine_cannot_run_leaves_what_was_measured(cli,
     cli("export", file, "--to", "mlx-lm", "--gamma", 2).refused(2, "self:int8")
     file.write_text(written.replace(f'"{target}"', '"org/other"'))
     cli("export", file, "--to", "vllm", "--gamma", 2).refused(2, "self:int8")
-
-
-def test_what_the_command_refuses(cli, tmp_path):
-    cli("export", tmp_path / "none", "--to", "vllm").refused(2, "does not exist")
-    cli("export", tmp_path, "--to", "vllm").refused(2, "There are no results")
-    assert cli("export", RUNS, "--to", "ollama").code == 2
-    write_run(tmp_path / "plain", drafters=(), prompts_per_category=1, repeats=1)
-    cli("export", tmp_path / "plain", "--to", "vllm").refused(
-        2, "no complete measurement of speculative decoding"
-    )
-    write_run(
-        tmp_path / "self", drafters=(Drafter("self:int8", 0.8, 0.2),), prompts_per_category=1, repeats=1
-    )
-    cli("export", tmp_path / "self", "--to", "vllm").refused(2, "vLLM does not support the drafter self:int8")
 
 
 def test_the_documented_table_is_the_code():

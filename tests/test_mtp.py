@@ -14,14 +14,12 @@ from cli_runs import refusal
 from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
 from safetensors.torch import load_file
-from scripted_engine import make_sweep, prompts
 from tiny import save_tiny, tiny_language_model
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
-from specbench.bench.memory import estimate_memory
 from specbench.cli.options import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
@@ -32,7 +30,6 @@ from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
-from specbench.recipe import Recipe
 from specbench.specs.drafters import Mtp
 from specbench.specs.models import parse_model
 from specbench.tune.loading import _come_with
@@ -224,16 +221,6 @@ def test_a_wrong_layer_is_refused_in_a_sentence(tmp_path, changed, message):
     head = write_head(tmp_path / "head", mtp_settings(), mtp_tensors() | changed)
     target = wrap_target(tiny_language_model(vocab_size=VOCAB).model, name="tiny", pack=False)
     assert message in refusal(load_drafter, str(head), target, PLAIN, kind=UsageError)
-
-
-def test_estimates_count_every_layer(folder):
-    sweep = make_sweep(prompts(1), gammas=(1,), max_new_tokens=4)
-    sizes = []
-    for layers in (1, 4):
-        base = Recipe(parse_model(str(checkpoint("mimo", folder, layers).folder)))
-        sizes.append(estimate_memory(sweep, base, [Mtp()]).parts["mtp"])
-    found = find_mtp_tensors(checkpoint("mimo", folder, 4).folder, LAYERS)
-    assert sizes[1] - sizes[0] == found.weights * 3 / 4, "a byte for each weight of three more layers"
 
 
 def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_path, monkeypatch):

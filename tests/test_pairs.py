@@ -182,14 +182,6 @@ def test_no_prediction_is_above_the_tokens_per_step():
     assert PassCosts({1: 2.0, 3: 1.0}).v(3) == 1.0
 
 
-def test_little_is_predicted_from_nothing():
-    assert predict(generation(1.0, plain=True)) is None
-    assert predict(generation(1.5, steps=7)) is None
-    undrafted = predict(replace(generation(1.0, plain=True), drafter="d"))
-    assert undrafted is not None
-    assert (undrafted.usual, undrafted.drafting) == (pytest.approx(1.0, rel=0.03), 0.0)
-
-
 @pytest.mark.parametrize(
     ("speedup", "said"),
     [

@@ -15,7 +15,6 @@ from specbench.base.errors import UsageError
 from specbench.bench import prompts as module
 from specbench.bench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
 
-ROOT = Path(__file__).parent.parent
 SINGLE_TURN = {*["chat", "code", "code-editing", "mathematics", "question-answering", "retrieval"]}
 SINGLE_TURN |= {"structured-output", "summarisation", "translation"}
 MULTI_TURN = {"multi-turn-chat", "multi-turn-code"}
@@ -63,19 +62,6 @@ def test_a_set_has_its_own_category_numbered_ids_and_as_many_turns_as_it_says(na
         for text in [*prompt.turns, *([] if prompt.system is None else [prompt.system])]:
             assert text.strip()
             assert text == text.strip("\n")
-
-
-def test_no_text_occurs_twice_in_the_sets():
-    prompts = load_prompts(["all"])
-    assert len(prompts) == sum(prompt_sets().values())
-    assert len(set(ids(prompts))) == len(prompts)
-    turns = Counter(turn for prompt in prompts for turn in prompt.turns)
-    assert [turn for turn, count in turns.items() if count > 1] == []
-
-
-def test_the_readme_names_every_set():
-    readme = (ROOT / "prompts" / "README.md").read_text(encoding="utf-8")
-    assert [name for name in prompt_sets() if f"`{name}`" not in readme] == []
 
 
 # Reading
@@ -180,21 +166,6 @@ def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit
 
 
 # Errors in sources
-
-
-def test_an_unknown_set_is_named_with_those_that_exist():
-    with pytest.raises(UsageError) as caught:
-        load_prompts(["chta"])
-    assert caught.value.message == "There is no prompt set chta."
-    for name in [*prompt_sets(), "all"]:
-        assert name in str(caught.value)
-
-
-def test_no_sources_and_limits_below_one_are_refused():
-    with pytest.raises(UsageError, match="No prompt set or file was named"):
-        load_prompts([])
-    for limit in (0, -1):
-        assert refused("chat", limit=limit) == f"The limit on prompts is {limit}."
 
 
 @pytest.mark.parametrize(

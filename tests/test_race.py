@@ -192,16 +192,6 @@ def test_who_was_held_up_is_not_thought_slow(told):
         assert race.ratio("a", "b").value == pytest.approx(20 / 15.4, rel=0.04)
 
 
-def test_all_that_a_block_has_in_common_changes_nothing():
-    def measure(name: str, block: Block) -> Timing:
-        slow = 1.0 + wobble("", block)
-        return Timing(100, slow * {PLAIN: 2.0, "a": 1.0}[name], slow)
-
-    race = new("a")
-    assert run(race, measure) == "decided"
-    assert race.ratio("a", PLAIN).value == pytest.approx(2.0)
-
-
 def test_slowness_is_the_time_of_passes_over_that_of_such_passes_alone():
     steps = [0, 4, 2], [0.2, 0.5, 0.5]
     assert relative_slowdown(*steps, PassCosts({1: 0.1, 5: 0.25})) == pytest.approx(1.2 / 0.525)

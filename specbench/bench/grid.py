@@ -217,9 +217,7 @@ def build_configs(
     models, dtypes = fingerprints or {}, dtypes or {}
     grid = [
         structs.replace(
-            config,
-            drafter_fingerprint=models.get(config.drafter),
-            drafter_dtype=dtypes.get(config.drafter),
+            config, drafter_fingerprint=models.get(config.drafter), drafter_dtype=dtypes.get(config.drafter)
         )
         for plain in _plain_configs(options)
         for config in _configs_beside(plain, options, drafting, models)
@@ -277,10 +275,7 @@ def _beside(plain: SweepConfig, kind: Kind, name: str, label: str, **changed: An
 
 
 def _configs_beside(
-    plain: SweepConfig,
-    options: SweepOptions,
-    drafters: Mapping[str, DrafterSpec],
-    models: Collection[str],
+    plain: SweepConfig, options: SweepOptions, drafters: Mapping[str, DrafterSpec], models: Collection[str]
 ) -> Iterator[SweepConfig]:
     """Yield plain decoding and the configurations that are compared with it; ``models``: drafters with a model."""
     yield plain

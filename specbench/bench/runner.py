@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Generic
 
 from specbench.base.errors import RunError, UsageError
@@ -44,6 +45,7 @@ SHARED_COST_ROUNDS = 8
 """How often those that several requests share are timed, which take longer."""
 
 _LATEST = 5
+"""Generations of a configuration that the time left is estimated from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,42 +98,6 @@ class SweepResult:
     warnings: tuple[RunWarning, ...]
 
 
-class TimeLeft:
-    """Estimate of the remaining time, from the latest generations of each configuration.
-
-    Args:
-        remaining: Cells still to measure, without warm-ups.
-        warmup_factor: Time of a measured generation divided by that of a warm-up.
-    """
-
-    def __init__(self, remaining: Iterable[Cell], warmup_factor: float) -> None:
-        self._factor = warmup_factor
-        self._left = Counter(cell.config for cell in remaining)
-        self._seconds: dict[tuple[str, bool], deque[float]] = {}
-
-    def record(self, cell: Cell, seconds: float) -> None:
-        """Record the time of a cell."""
-        self._seconds.setdefault((cell.config, cell.warmup), deque(maxlen=_LATEST)).append(seconds)
-        if not cell.warmup:
-            self._left[cell.config] -= 1
-
-    def seconds(self) -> float | None:
-        """Return the seconds left; ``None`` before anything was recorded."""
-        means = {config: self._mean(config) for config in self._left}
-        known = [mean for mean in means.values() if mean is not None]
-        if not known:
-            return None
-        usual = sum(known) / len(known)
-        return sum(count * (means[config] or usual) for config, count in self._left.items())
-
-    def _mean(self, config: str) -> float | None:
-        for warmup, factor in ((False, 1.0), (True, self._factor)):
-            seconds = self._seconds.get((config, warmup))
-            if seconds:
-                return factor * sum(seconds) / len(seconds)
-        return None
-
-
 def run_sweep(
     sweep: Sweep,
     store: RunStore,
@@ -172,8 +138,8 @@ def run_sweep(
     if not left:
         return SweepResult(0, 0, total, finish_run(sweep, store, engine))
     runner = CellRunner(sweep, store, engine, snapshot)
-    longest = sweep.options.decoding.max_new_tokens
-    time_left = TimeLeft(left, longest / min(WARMUP_TOKENS, longest))
+    waiting = Counter(cell.config for cell in left)
+    took: dict[str, deque[float]] = {}
     failed = 0
     planned = {cell.key for cell in cells if not cell.warmup} & done
     rule = None
@@ -197,8 +163,13 @@ def run_sweep(
         if not cell.warmup or cell.key not in stored:
             measurement = store.append(measurement)
         failed += not cell.warmup and measurement.result is None
-        time_left.record(cell, seconds)
-        report(CellDone(cell, config, measurement, seconds, count, total, time_left.seconds()))
+        left_s = None
+        if not cell.warmup:
+            took.setdefault(cell.config, deque(maxlen=_LATEST)).append(seconds)
+            waiting[cell.config] -= 1
+            means = {name: fmean(each) for name, each in took.items()}
+            left_s = sum(number * means.get(name, fmean(means.values())) for name, number in waiting.items())
+        report(CellDone(cell, config, measurement, seconds, count, total, left_s))
 
     found = total - len(left)
     for cell in cells:

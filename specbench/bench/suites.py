@@ -42,9 +42,18 @@ _DEEP_SPEC = "https://raw.githubusercontent.com/deepseek-ai/DeepSpec/afdfa7c9382
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
-def _deep_spec(name: str, digest: str, size: int) -> Suite:
-    return Suite(f"{_DEEP_SPEC}/eval_datasets/{name}.jsonl", digest, size, "MIT")
-
+_FROM_DEEP_SPEC = (
+    ("mt-bench", "df05defbcea350dff39f7d2996a7cba8a029e6e06069dfcdab11ceb998d743b0", 34_145),
+    ("gsm8k", "63330a20a17f416fdfca978ebcd5124f8da5546affb3a079b65a6e8daf42b41f", 433_964),
+    ("math500", "4f530d9d3126dca41c12a96e78ec0dd460b7202052ba86101c4da159cea33aac", 145_398),
+    ("humaneval", "7aaed6a3987007ecee4851ee4572fde214aa2a36ae83fa21be9c5f443aa71675", 96_481),
+    ("mbpp", "019b981f7122e39ce58866cf93f4206511c72532cb537bbaf298753a0f128ba7", 26_472),
+    ("livecodebench", "40ed536492f331ac27b3b68506072366ca1d3a304b92c31d822574e778c87318", 2_030_097),
+    ("swe-bench", "fb8f2e01529b5093b193797e449522a0fd6d51f61be0885a30a622fb23564ba8", 547_570),
+    ("arena-hard-v2", "e5fcce94ffb1a2ef2082b5c63ac36608f2b7faf00da13ecb94ce2adc649b7b91", 889_736),
+    ("lbpp", "0b973ef7ec26993896884a2cbfde640706390261778b4dc7a221ccb95b539ae2", 95_118),
+    ("aime25", "b8835996839caa1d982c5bb9ecaeca636424f0b8ed9f33a40b084feb1c1766d0", 18_982),
+)
 
 SUITES = {
     "spec-bench": Suite(
@@ -54,30 +63,10 @@ SUITES = {
         "Apache-2.0",
         dict.fromkeys(_MT_BENCH, "multi-turn conversation"),
     ),
-    "mt-bench": _deep_spec(
-        "mt-bench", "df05defbcea350dff39f7d2996a7cba8a029e6e06069dfcdab11ceb998d743b0", 34_145
-    ),
-    "gsm8k": _deep_spec("gsm8k", "63330a20a17f416fdfca978ebcd5124f8da5546affb3a079b65a6e8daf42b41f", 433_964),
-    "math500": _deep_spec(
-        "math500", "4f530d9d3126dca41c12a96e78ec0dd460b7202052ba86101c4da159cea33aac", 145_398
-    ),
-    "humaneval": _deep_spec(
-        "humaneval", "7aaed6a3987007ecee4851ee4572fde214aa2a36ae83fa21be9c5f443aa71675", 96_481
-    ),
-    "mbpp": _deep_spec("mbpp", "019b981f7122e39ce58866cf93f4206511c72532cb537bbaf298753a0f128ba7", 26_472),
-    "livecodebench": _deep_spec(
-        "livecodebench", "40ed536492f331ac27b3b68506072366ca1d3a304b92c31d822574e778c87318", 2_030_097
-    ),
-    "swe-bench": _deep_spec(
-        "swe-bench", "fb8f2e01529b5093b193797e449522a0fd6d51f61be0885a30a622fb23564ba8", 547_570
-    ),
-    "arena-hard-v2": _deep_spec(
-        "arena-hard-v2", "e5fcce94ffb1a2ef2082b5c63ac36608f2b7faf00da13ecb94ce2adc649b7b91", 889_736
-    ),
-    "lbpp": _deep_spec("lbpp", "0b973ef7ec26993896884a2cbfde640706390261778b4dc7a221ccb95b539ae2", 95_118),
-    "aime25": _deep_spec(
-        "aime25", "b8835996839caa1d982c5bb9ecaeca636424f0b8ed9f33a40b084feb1c1766d0", 18_982
-    ),
+    **{
+        name: Suite(f"{_DEEP_SPEC}/eval_datasets/{name}.jsonl", digest, size, "MIT")
+        for name, digest, size in _FROM_DEEP_SPEC
+    },
 }
 """Public benchmarks by name."""
 

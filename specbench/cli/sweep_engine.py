@@ -56,7 +56,6 @@ def sweep_engine(
         usual=not compared.drafter,
         gammas=parse_gammas(drafting.gamma or "") if given(ctx, "gamma") else None,
         policies=parse_policies(drafting.draft_policy or ["fixed"]),
-        trees=False,
     )
     options = planned.sweep_options(**axes | {"turns": axes["turns"] or 1})
     with StageProgress(results.quiet) as progress:

@@ -100,8 +100,9 @@ def run_tune(
             RunStore.check_writable(folder)
         except UsageError as error:  # whose advice is that of a sweep
             raise UsageError(error.message, "Give other --results.") from error
-        grid = Sweep(options, prompts, ())
-        loaded = load_candidates(base.target, given, models, grid, cache=kind, progress=progress)
+        loaded = load_candidates(
+            base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
+        )
     options = replace(options, cache=loaded.cache)
     base = replace(base, caching=base.caching.with_kind(loaded.cache))
     configs = tuple(configurations(options, loaded.engine, base))

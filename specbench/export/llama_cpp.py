@@ -7,13 +7,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import (
-    NO_EAGLE_1,
-    NO_TRAINED_MTP,
-    Heads,
-    HeadSupport,
-    in_format_of_authors,
-)
+from specbench.export.engine import NO_EAGLE_1, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Model, Setting
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import (
-    NO_SPECULATORS,
-    NO_TRAINED_MTP,
-    Heads,
-    HeadSupport,
-    in_format_of_authors,
-)
+from specbench.export.engine import NO_SPECULATORS, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
 from specbench.models.mtp_layouts import WRITTEN
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
-
-TREES = ((3, 4, 8), (5, 8, 32))
-"""Depth, width and verified tokens of the draft trees to try."""
 
 
 class SGLang(StartedEngine):
@@ -60,27 +51,9 @@ class SGLang(StartedEngine):
             f"Write {json.dumps(steps)} into {file}. Its smallest draft length is 1.",
         )
 
-    def trees(self, options: Json) -> Iterator[tuple[str, int, Json]]:
-        if "--speculative-eagle-topk" not in options:
-            return
-        for depth, width, nodes in TREES:
-            yield (
-                f"tree={width}x{nodes}",
-                depth,
-                {
-                    **options,
-                    "--speculative-num-steps": depth,
-                    "--speculative-eagle-topk": width,
-                    "--speculative-num-draft-tokens": nodes,
-                },
-            )
-
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, width = setting.drafter, setting.gamma + 1
-        export.options = {
-            **self.target_options(setting.target),
-            **engine.floating(setting.dtype, "--dtype"),
-        }
+        export.options = {**self.target_options(setting.target), **engine.floating(setting.dtype, "--dtype")}
         if isinstance(drafter, Lookup | Suffix):
             export.options |= {
                 "--speculative-algorithm": "NGRAM",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,10 +98,6 @@ class StartedEngine(ExportEngine):
             f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}.",
         )
 
-    def trees(self, options: Json) -> Iterator[tuple[str, int, Json]]:  # noqa: ARG002 - for those that have trees
-        """Yield the name, the depth and the options of draft trees, from the options of a chain."""
-        yield from ()
-
     def command_line(
         self, target: Model, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
     ) -> list[str]:
@@ -177,14 +173,12 @@ def settings_of(
     gammas: Sequence[int] | None = None,
     policies: Sequence[PolicySpec] = (),
     temperature: float = 0.0,
-    trees: bool = True,
 ) -> list[EngineSetting]:
     """Return plain decoding and the settings of drafters with each draft length.
 
     Args:
         gammas: Draft lengths; ``None`` for those to try.
         policies: Draft policies for models; none for those to try: ``fixed``, and ``confidence`` if the engine has it.
-        trees: Whether the engine's draft trees are added.
 
     Raises:
         UsageError: The engine does not support a drafter or a policy.
@@ -200,17 +194,11 @@ def settings_of(
     found = [EngineSetting(PLAIN, "", 0, {})]
     for drafter in drafters:
         has_model = not isinstance(drafter.spec, str) and drafter.spec.model_part is not None
-        chain = None
-        for policy in (policies or [fixed, *more]) if has_model else [fixed]:
-            for gamma in gammas or (GAMMAS if has_model else NGRAM_GAMMAS):
-                each = engine.setting(target, drafter, gamma, policy, temperature)
-                chain = each
-                found.append(each)
-        if chain is None or not has_model or not trees:
-            continue
-        for name, depth, options in engine.trees(chain.options):
-            family = f"{drafter.spec},{name}"
-            found.append(EngineSetting(f"{drafter.spec}@{depth},{name}", family, depth, options, chain.needs))
+        found += [
+            engine.setting(target, drafter, gamma, policy, temperature)
+            for policy in ((policies or [fixed, *more]) if has_model else [fixed])
+            for gamma in gammas or (GAMMAS if has_model else NGRAM_GAMMAS)
+        ]
     names = [each.name for each in found]
     if len(set(names)) < len(names):
         raise UsageError(

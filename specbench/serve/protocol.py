@@ -47,14 +47,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are accepted with these values only."""
 
-_IGNORED_FIELDS = {
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
+_IGNORED_FIELDS = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields that do not change the text."""
 
 _MAX_STOPS = 16

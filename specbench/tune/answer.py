@@ -14,7 +14,7 @@ from specbench.base.record import NO_FIGURE, Estimate, Json
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.grid import SweepConfig
 from specbench.export.output import export_fastest
-from specbench.export.registry import ENGINES, load_engines
+from specbench.export.registry import load_engines
 from specbench.export.setting import MeasuredSetting, RunSettings, Setting
 from specbench.results import stats
 from specbench.results.results import Results
@@ -460,20 +460,9 @@ def exports_text(found: Sequence[Exported]) -> str:
     lines = ["Deploy it, or the fastest setting that an engine supports:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
-        replaces, low = same[0].setting.replaces, same[0].measured.speedup.low
-        unsure = ", not certain to be faster than that" if low is None or low <= 1.0 else ""
-        lines.append(f"  {same[0].measured}{unsure}{'' if replaces is None else f'; {replaces}'}")
+        replaces = same[0].setting.replaces
+        lines.append(f"  {same[0].measured}{'' if replaces is None else f'; {replaces}'}")
         lines += [f"    {each.command}" for each in same]
-    engines = load_engines()
-    if any(engines[each.engine].replaces_policy(each.setting) for each in found):
-        lines.append(
-            "Where an engine does not have the draft policy, its export names a fixed γ and that γ's speed."
-        )
-    without = [name for name in ENGINES if name not in {each.engine for each in found}]
-    if without:
-        lines.append(f"No setting faster than plain decoding: {', '.join(without)}.")
-    if all(each.setting.replaces is not None for each in found):
-        lines.append("The fastest setting runs with `specbench serve`.")
     return "".join(f"{line}\n" for line in lines)
 
 

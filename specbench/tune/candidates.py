@@ -15,11 +15,7 @@ import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.bench.grid import SweepConfig
-from specbench.decoding.theory import (
-    PassCosts,
-    never_falling,
-    predicted_speedup,
-)
+from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
     Cascade,

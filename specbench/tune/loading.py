@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from specbench.backends.torch.kernels.native import is_available
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.memory import estimate_memory
 from specbench.export.registry import load_engines
-from specbench.models.devices import resolve_device
+from specbench.models.devices import available_memory, resolve_device
 from specbench.models.mtp_layouts import mtp_layers_of
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
@@ -25,7 +24,7 @@ from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
+    from specbench.bench.grid import SweepConfig, SweepOptions
     from specbench.options import CacheKind, ModelOptions
     from specbench.specs.models import ModelSpec
 
@@ -45,31 +44,28 @@ def load_candidates(
     target: ModelSpec,
     given: Sequence[DrafterSpec],
     models: ModelOptions,
-    sweep: Sweep,
     *,
+    formatted: bool = False,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
 ) -> LoadedCandidates:
-    """Load the target and all drafters to try.
+    """Load the target and all drafters to try. One that does not fit into memory raises its error when it is used.
 
     Args:
         given: Drafters that the user gives, already checked (``check_engine``).
-        sweep: Prompts and options for estimating memory; its configurations are not used.
+        formatted: Whether outputs have a format.
 
     Raises:
         UsageError: A given drafter does not fit the target, for example.
         RunError: The target could not be loaded.
     """
-    own = _own_forms(models)
-    given = [*given, *_come_with(target)]
-    fitting, notes = _fitting(target, list(dict.fromkeys([*given, *own])), models, sweep, progress)
     loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
-    rounded = loaded.quantization is not None
-    kind = cache or default_cache(loaded.language_model.model.config, quantized=rounded)
-    named = [spec for spec in fitting if spec in given]
-    forms = [form for form in own if form in fitting]
+    model = loaded.language_model.model
+    kind = cache or default_cache(model.config, quantized=loaded.quantization is not None)
+    forms = _own_forms(models, sum(parameter.numel() for parameter in model.parameters()))
+    notes = []
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
-    candidates = partial(drafters_to_try, named, formatted=sweep.options.decoding.format is not None)
+    candidates = partial(drafters_to_try, [*given, *_come_with(target)], formatted=formatted)
     try:
         drafters = load(candidates(forms), models)
     except UsageError as error:
@@ -77,16 +73,9 @@ def load_candidates(
             raise
         notes.append(f"Forms of the target are left out: {error.message}")
         drafters = load(candidates([]), models)
-    small, in_int4 = _small_models(drafters), replace(models, drafter_dtype="int4")
+    small = _small_models(drafters)
     if small and models.drafter_dtype == "auto" and _int4_is_fast(models.drafter_device):
-        alone, both = (
-            estimate_memory(sweep, Recipe(target, models=in_int4), specs, progress=progress)
-            for specs in ((), tuple(small))
-        )
-        if both.total - alone.total <= both.available:
-            drafters += load(small, in_int4)
-        else:
-            notes.append("Small models are not tried in int4 too: there is not enough memory.")
+        drafters += load(small, replace(models, drafter_dtype="int4"))
     engine = ModelEngine(
         loaded,
         {each.name: each.outcome for each in drafters},
@@ -122,31 +111,12 @@ def _small_models(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
     ]
 
 
-def _own_forms(models: ModelOptions) -> list[SelfForm]:
-    """Return the target's forms; int4 only where it is fast."""
+def _own_forms(models: ModelOptions, parameters: int) -> list[SelfForm]:
+    """Return the target's forms, as far as there is memory for their weights; int4 only where it is fast."""
     if resolve_device(models.device).type != "cpu" or quantized(models.dtype) is not None:
         return []
-    return [_INT8, _INT4] if is_available() else [_INT8]
-
-
-def _fitting(
-    target: ModelSpec,
-    drafters: Sequence[DrafterSpec],
-    models: ModelOptions,
-    sweep: Sweep,
-    progress: Progress | None,
-) -> tuple[list[DrafterSpec], list[str]]:
-    """Return the drafters that fit into memory together, and notes about the others."""
-    kept: list[DrafterSpec] = []
-    notes = []
-    for spec in drafters:
-        need = estimate_memory(sweep, Recipe(target, models=models), (*kept, spec), progress=progress)
-        if need.total <= need.available:
-            kept.append(spec)
-            continue
-        needed, free = (f"{size / 1e9:.1f} GB" for size in (need.total, need.available))
-        notes.append(f"{spec} is left out: {needed} of memory would be needed, {free} are free.")
-    return kept, notes
+    forms = [_INT8, _INT4] if is_available() else [_INT8]
+    return forms if len(forms) * parameters <= available_memory() else []
 
 
 # -- configurations --------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from specbench.base.errors import RunError
-from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep, SweepConfig
 from specbench.bench.passes import pass_costs
@@ -25,14 +24,8 @@ from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
-from specbench.results.run import BUSY_WARNINGS, Tuning
-from specbench.tune.candidates import (
-    Probe,
-    Selection,
-    predict,
-    probes_of,
-    select,
-)
+from specbench.results.run import Tuning
+from specbench.tune.candidates import Probe, Selection, predict, probes_of, select
 from specbench.tune.race import Block, Ending, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
@@ -52,11 +45,8 @@ selected so that their blocks fit into the third."""
 BLOCKS = 8
 """Blocks that the time should suffice for."""
 
-_SHARES_OF_LOADING = 4
-"""Time to advise where loading took all of it, as a multiple of that."""
-
-_USUALLY_RACED = 5
-"""Typical number of candidates in a race."""
+_MORE_TIME = 4
+"""Time to advise where it was too short, as a multiple of what was spent."""
 
 _PLAIN_FAILURES = 3
 """Failures of plain decoding, without a success before, that end the search."""
@@ -311,28 +301,13 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         return pass_costs(self._store.costs())
 
     def _no_time(self) -> RunError:
-        """Return the error for a search whose time was too short to
-        compare anything, with the time that it would take.
-        """
-        done = [each for each in self._stored.values() if isinstance(each.result, Generation)]
-        if not done:
-            spent = self._seconds - (self._until - self._clock.now())
-            minutes = math.ceil(max(2 * self._seconds, _SHARES_OF_LOADING * spent) / 60)
-            return RunError(
-                "The time was too short to try anything: loading and testing the models took all of it.",
-                f"Give them more with --resume --minutes {minutes}.",
-            )
-        each_s = sum(output.total_s for each in done for _, output in each.outputs()) / len(done)
-        needed = len(probes_of(self._sweep.configs)) + 1 + BLOCKS * _USUALLY_RACED
-        minutes = math.ceil(needed * each_s / 60 / _RACING)
-        busy = sum(not BUSY_WARNINGS.isdisjoint(each.line.warnings) for each in done)
-        message = "The time was too short to compare anything."
-        if 2 * busy > len(done):
-            message = (
-                "The machine is too busy: other programs used the processor during"
-                f" {busy} of {counted(len(done), 'generation')}, and the time was too short to compare anything."
-            )
-        return RunError(message, f"Results so far are kept; continue with --resume --minutes {minutes}.")
+        """Return the error for a search whose time was too short to compare anything."""
+        spent = self._seconds - (self._until - self._clock.now())
+        minutes = math.ceil(_MORE_TIME * max(self._seconds, spent) / 60)
+        return RunError(
+            "The time was too short to compare anything.",
+            f"Results so far are kept; continue with --resume --minutes {minutes}.",
+        )
 
     # -- the race ----------------------------------------------------------------------------------
 

@@ -52,10 +52,7 @@ _DIALECTS = {
         sampled=_WHOLE_DISTRIBUTION, plain={"speculation": "off"}, reports_drafts=True, about="/v1/models"
     ),
     "llamacpp": Dialect(
-        cold={"cache_prompt": False},
-        warm={"cache_prompt": True},
-        sampled=_WHOLE_DISTRIBUTION,
-        about="/props",
+        cold={"cache_prompt": False}, warm={"cache_prompt": True}, sampled=_WHOLE_DISTRIBUTION, about="/props"
     ),
     "vllm": Dialect(
         always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION, counts_if_on=True

@@ -251,11 +251,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         return self.server(config.drafter).generate_group(config, workload, decoding)
 
     def difference(
-        self,
-        prompt: ServerPrompt,
-        tokens: Sequence[int],
-        plain: Sequence[int],
-        decoding: DecodingOptions,
+        self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> None:
         return None
 
