@@ -302,7 +302,7 @@ def test_a_search_with_other_options_is_another_one(tune, tmp_path):
     assert tune("--results", out).code == 0
     again = ("--results", out, "--resume", "--overwrite")
     tune(*again, "--seed", 3).refused(2, "has other options (option seed: 0 → 3)", stages=True)
-    tune(*again, "-n", 7).refused(2, "another --max-new-tokens", stages=True)
+    tune(*again, "-n", 7).refused(2, "--max-new-tokens", stages=True)
     tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram", stages=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -125,9 +125,6 @@ def _without_path(argument: str) -> str:
     return option + equals + (PurePath(path).name or ".")
 
 
-_NOT_IN_ID = {"cache": "another cache", "drafter_fingerprint": "other weights of its drafter"}
-"""Fields of a configuration that are not part of its id."""
-
 _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
 
 
@@ -138,44 +135,13 @@ def changes(old: Run, new: Run) -> list[str]:
         UsageError: Measurements would not be comparable: the target, the text of a prompt, a decoding option or the
             configuration of an id has changed.
     """
-    for name, what in (("dtype", "dtype"), ("fingerprint", "model")):
-        if getattr(old.target, name) != getattr(new.target, name):
-            then, now = (f"{run.target.name}, {getattr(run.target, name)}" for run in (old, new))
-            raise UsageError(
-                f"The target has another {what} now ({now}) than in this run ({then}).", "Give another --out."
-            )
-    applied = [run.target.model_defaults or {} for run in (old, new)]
-    if applied[0] != applied[1]:
-        then, now = (", ".join(each) or "none" for each in applied)
-        raise UsageError(
-            f"The applied generation settings of the model are different now ({now}) than in this run ({then}).",
-            "Give another --out, or the same --no-model-defaults as then.",
-        )
-    texts = {prompt.id: prompt.fingerprint for prompt in old.prompts}
-    for prompt in new.prompts:
-        if texts.get(prompt.id, prompt.fingerprint) != prompt.fingerprint:
-            raise UsageError(
-                f"The prompt {prompt.id!r} has another text than in this run.", "Give another --out."
-            )
-    for each in fields(DecodingOptions):
-        value = new.options[each.name]
-        stored = old.options.get(each.name, value)
+    for what, stored, value in _same_in_a_run(old, new):
         if stored != value:
-            option = flag(DecodingOptions, each.name)
             raise UsageError(
-                f"The outputs of this run were made with another {option} ({stored} then, {value} now), so they cannot"
-                " be compared.",
-                "Give another --out, or the same value as then.",
+                f"The {what} of this run was {_shown(stored)}, and is {_shown(value)} now, so measurements cannot be"
+                " compared.",
+                "Give another --out, or the same as then.",
             )
-    known = {config.id: config for config in old.configs}
-    for config in new.configs:
-        for name, what in _NOT_IN_ID.items():
-            then, now = getattr(known.get(config.id, config), name), getattr(config, name)
-            if then != now:
-                raise UsageError(
-                    f"In this run {config.label} was measured with {what} ({then} then, {now} now).",
-                    "Give another --out.",
-                )
     pairs: list[tuple[str, Any, Any]] = [("specbench", old.specbench, new.specbench)]
     pairs += [
         (name, getattr(old.environment, name), getattr(new.environment, name)) for name in _SAME_MACHINE
@@ -183,11 +149,30 @@ def changes(old: Run, new: Run) -> list[str]:
     pairs.append(("device", old.target.device, new.target.device))
     pairs += _options(old.options, new.options)
     if not option_changes(old.options, new.options):
-        ids = [config.id for config in new.configs]
-        pairs.append(("configurations", ids if known.keys() >= set(ids) else list(known), ids))
+        ids, known = ([config.id for config in run.configs] for run in (new, old))
+        pairs.append(("configurations", ids if {*known} >= {*ids} else known, ids))
     prompts = [[prompt.id for prompt in run.prompts] for run in (old, new)]
     pairs.append(("prompts", prompts[0], prompts[1]))
     return _differing(pairs)
+
+
+def _same_in_a_run(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what cannot differ between the measurements of a run: its name, and its values then and now."""
+    yield "target's dtype", old.target.dtype, new.target.dtype
+    yield "target's model", old.target.fingerprint, new.target.fingerprint
+    defaults, own = old.target.model_defaults or {}, new.target.model_defaults or {}
+    yield "model's own generation settings", defaults, own
+    texts = {prompt.id: prompt.fingerprint for prompt in old.prompts}
+    for prompt in new.prompts:
+        yield f"prompt {prompt.id!r}", texts.get(prompt.id, prompt.fingerprint), prompt.fingerprint
+    for each in fields(DecodingOptions):
+        value = new.options[each.name]
+        yield flag(DecodingOptions, each.name), old.options.get(each.name, value), value
+    known = {config.id: config for config in old.configs}
+    for config in new.configs:  # what is not part of their ids
+        then = known.get(config.id, config)
+        yield f"cache of {config.label}", then.cache, config.cache
+        yield f"drafter of {config.label}", then.drafter_fingerprint, config.drafter_fingerprint
 
 
 def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.base.textsafe import one_line
 from specbench.export.engine import Export, ExportEngine
-from specbench.export.setting import Setting, with_replaced
+from specbench.export.setting import MeasuredSetting, Setting, with_replaced
 from specbench.results.results import Results
 
 
@@ -124,20 +124,10 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
         "measured": None
         if measured is None
         else {
-            "config": measured.config,
+            **_figures(measured),
             "best": measured.best,
-            "speedup": measured.speedup.value,
-            "low": measured.speedup.low,
-            "high": measured.speedup.high,
             "verdict": measured.verdict,
-            "at_gamma": None
-            if setting.at_gamma is None
-            else {
-                "config": setting.at_gamma.config,
-                "speedup": setting.at_gamma.speedup.value,
-                "low": setting.at_gamma.speedup.low,
-                "high": setting.at_gamma.speedup.high,
-            },
+            "at_gamma": None if setting.at_gamma is None else _figures(setting.at_gamma),
             "in_place_of": None
             if replaces is None
             else {
@@ -154,3 +144,8 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
         "differs": export.differs,
         "check": export.check,
     }
+
+
+def _figures(measured: MeasuredSetting) -> Json:
+    speedup = measured.speedup
+    return {"config": measured.config, "speedup": speedup.value, "low": speedup.low, "high": speedup.high}
