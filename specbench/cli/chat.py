@@ -85,10 +85,6 @@ def chat(
 class _Chat:
     """A conversation as it is typed and answered.
 
-    Args:
-        conversation: The conversation.
-        quiet: Print answers and errors only.
-
     Attributes:
         interactive: Whether input comes from a terminal, with a prompt for every line. Otherwise errors and Ctrl-C end
             the command.

@@ -13,6 +13,7 @@ from specbench.cli.policy import requested_policies
 from specbench.cli.progress import starting
 from specbench.options import (
     MODELS,
+    OUTPUT,
     CacheOptions,
     DecodingOptions,
     ModelOptions,
@@ -25,11 +26,11 @@ from specbench.specs.models import parse_model
 
 _DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
-_check = group(CHECKED)
+_check, _output = group(CHECKED), group(OUTPUT)
 
 
 @dataclass(frozen=True)
-class _Checked:
+class CheckedOptions:
     """Which outputs are checked, and how closely."""
 
     prompts: tuple[str, ...] = opt.prompts_field(CHECKED)
@@ -50,12 +51,14 @@ class _Checked:
         'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
         " reads standard input.",
     )
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    quiet: bool = _output(False, "--quiet -q", "No progress, no notes.")
 
 
 def check(
     ctx: typer.Context,
     *,
-    checked: _Checked,
+    checked: CheckedOptions,
     system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
@@ -74,8 +77,6 @@ def check(
     ],
     caching: CacheOptions,
     sampling: SamplingOptions,
-    json_output: opt.JsonOption = False,
-    quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
@@ -88,21 +89,13 @@ def check(
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
     recipe = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling)
-    with starting(quiet) as progress:
+    with starting(checked.quiet) as progress:
         from specbench.cli.check_outputs import OutputsJob
         from specbench.cli.check_run import CheckRequest, DecodingJob
         from specbench.decoding.sampling import Sampling
 
-        request = CheckRequest(
-            ctx,
-            recipe,
-            chat,
-            system,
-            Sampling(**sampling.transforms),
-            json_output,
-            quiet,
-            progress.console,
-        )
+        transforms = Sampling(**sampling.transforms)
+        request = CheckRequest(ctx, recipe, checked, chat, system, transforms, progress.console)
         job: DecodingJob | OutputsJob
         if checked.outputs is not None:
             job = OutputsJob(request, checked.outputs, limit=checked.limit)

@@ -78,16 +78,7 @@ def decode_prompts(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Decode, and print the result of each prompt, in their order.
-
-    Args:
-        many: Batch size and memory.
-        prompts: The prompts.
-        target: The target.
-        start: Makes a run that has not begun from a prompt.
-        more: What every JSON line has in addition to the figures of a generation.
-        as_json: Print JSON lines instead of text.
-        quiet: No progress, no summary.
+    """Decode, and print the result of each prompt, in their order; JSON lines get the fields ``more`` too.
 
     Raises:
         RunError: Some prompts failed; the others are printed.

@@ -27,11 +27,7 @@ def for_each_run(
 ) -> None:
     """Call ``write(run, folder)`` for every run; one that fails does not keep the others from being written.
 
-    Args:
-        paths: See ``named_runs``.
-        out: Where to write: the files of one run, or a folder for each of several. ``None``: into the runs.
-        inside: The folder in a run for that.
-        write: Raises ``UsageError`` where there is nothing to write.
+    Files go to ``out``, those of several runs to a folder each in it; ``None``: to the folder ``inside`` of each run.
 
     Raises:
         UsageError: Nothing was written, or two runs would go to the same folder.

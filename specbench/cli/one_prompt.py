@@ -176,12 +176,6 @@ def decode(
 ) -> None:
     """Decode, print the text, compare with plain decoding, and print a summary.
 
-    Args:
-        job, trace_to: What to run, and where its steps go.
-        advice: What to try if the drafter does not help.
-        paint: Styles the text by where its tokens came from.
-        show: What is printed.
-
     Raises:
         KeyboardInterrupt: Ctrl-C; what there was by then has been shown.
     """

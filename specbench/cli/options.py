@@ -406,13 +406,7 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
 
 
 def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[str, Any]:
-    """Return what decides an output, by name; ``None`` for what is switched off.
-
-    Args:
-        recipe: The request.
-        sampling: The transforms, with the model's own settings.
-        model: The target.
-    """
+    """Return what decides an output, by name; ``None`` for what is switched off."""
     decoding = recipe.decoding
     switched_on = {
         each.name: value

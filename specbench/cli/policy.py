@@ -97,36 +97,20 @@ def requested_policies(
     greedy: bool,
     chained: str | None = None,
 ) -> list[RequestedPolicy]:
-    """Return every requested policy; one that takes a γ once with each.
-
-    Args:
-        specs: Policies as they are written; empty for the default one.
-        costs: A file for those that take it.
-        gammas: Draft lengths; empty if none are given.
-        options: Options for the policies that take them.
-        greedy: Whether nothing is sampled.
-        chained: See ``RequestedPolicy``.
+    """Return every requested policy, without ``specs`` the default one; one that takes a γ once with each.
 
     Raises:
         UsageError: An option that none of the policies takes, or one policy twice.
     """
     starts: Sequence[int | None] = gammas or [None]
-    if not specs:
-        requested = [
-            default_policy(greedy=greedy, gamma=gamma).with_options({**options, "gamma": gamma})
-            for gamma in starts
-        ]
-    else:
-        words = [parse_policy(spec) for spec in specs]
-        share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
-        requested = [
-            policy.with_options({"gamma": gamma})
-            for policy in share_options(words, options)
-            for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
-        ]
+    words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
+    share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
     policies = [
-        RequestedPolicy(policy, costs if policy.takes("costs") or not specs else None, chained=chained)
-        for policy in requested
+        RequestedPolicy(
+            policy.with_options({"gamma": gamma}), costs if policy.takes("costs") else None, chained=chained
+        )
+        for policy in share_options(words, options)
+        for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
     ]
     names = [policy.name for policy in policies]
     repeated = [name for name in names if names.count(name) > 1]

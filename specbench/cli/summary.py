@@ -51,13 +51,7 @@ class Advice:
 
 
 def show_notes(notes: Sequence[str], *, spaced: bool, console: Console | None = None) -> None:
-    """Print what the user should know before the text.
-
-    Args:
-        notes: One line each, or more on a terminal.
-        spaced: Leave an empty line after them.
-        console: The one of a progress bar that is being drawn, if there is one.
-    """
+    """Print notes before the text, and an empty line after them if ``spaced``."""
     console = console or _console()
     for note in notes:
         _line(console, "note", note, "yellow" if note.startswith("NOT LOSSLESS") else "")
@@ -88,12 +82,8 @@ def show_summary(
 ) -> None:
     """Print the summary of a generation: a sentence, and the most important lines that explain it.
 
-    Args:
-        figures: What ``--json`` prints.
-        spaced: Leave an empty line before it, for it follows the text.
-        advice: What to try.
-        notes: How the models were loaded.
-        verbose: Print all lines.
+    ``figures`` are what ``--json`` prints, ``notes`` tell how the models were loaded. An empty line stands before the
+    summary if ``spaced``; all lines are printed if ``verbose``.
     """
     console, advice = _console(), advice or Advice()
     if spaced:
@@ -168,12 +158,7 @@ def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
 
 
 def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
-    """Return why a step with this drafter gives too little for its time.
-
-    Args:
-        figures: Those of a generation in which something was drafted.
-        of_the_text: What few accepted drafts tell of the text.
-    """
+    """Return why a step with this drafter, of which something was drafted, gives too little for its time."""
     tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
     balance = f"a step gives {tokens:.2f} tokens and takes {step:.2f} times as long as a plain one"
     if tokens >= _GAIN * step:
@@ -261,13 +246,7 @@ def _difference(difference: Mapping[str, Any]) -> str:
 
 
 def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
-    """Print a line about one answer of a conversation.
-
-    Args:
-        answer: With its records.
-        kept: Tokens of its prompt that were in the KV cache.
-        stopped: Whether Ctrl-C stopped it.
-    """
+    """Print a line about one answer of a conversation; ``kept`` tokens of its prompt were in the KV cache."""
     speed = tokens_per_second(answer.prefill, answer.steps)
     ttft = time_split(answer.prefill, answer.steps).ttft_s
     parts = [tokens_text(len(answer.token_ids), len(answer.steps), tokens_per_step(answer.steps))]
@@ -291,16 +270,7 @@ def show_many(
     why_not_batched: str | None,
     spaced: bool,
 ) -> None:
-    """Print the figures of many prompts.
-
-    Args:
-        done: The finished generations.
-        prompts, failed: How many there were, and how many failed.
-        seconds: From the first to the last of them.
-        use: How the target's KV cache was used; ``None`` if it is not shared.
-        why_not_batched: Why no forward pass was shared; ``None`` if some were.
-        spaced: Leave an empty line before it, for it follows the texts.
-    """
+    """Print the figures of many prompts; ``use`` is that of the target's KV cache, ``None`` if it is not shared."""
     console = _console()
     if spaced:
         console.print()

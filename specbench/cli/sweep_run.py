@@ -157,11 +157,6 @@ class SweepJob(RunJob):
     def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
         """Measure, then print and write the results so far, even if the sweep was interrupted.
 
-        Args:
-            sources: The options that name models and prompts, without paths.
-            start: The machine load at the start.
-            notes: Notes on models or servers.
-
         Raises:
             typer.Exit: Something failed, or Ctrl-C.
         """

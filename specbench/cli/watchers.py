@@ -152,11 +152,7 @@ class Watcher(Protocol):
 class TextOutput:
     """Writes text as soon as it is final, or at the end, styled by ``paint`` if there is one.
 
-    Args:
-        run: The run whose text it is.
-        paint: Styles text by the origin of its tokens.
-        streamed: Whether to write text as it is decoded.
-        after_trace: Whether a trace is on screen, from which an empty line separates the text.
+    ``after_trace`` tells that a trace is on screen, from which an empty line separates the text.
     """
 
     def __init__(
