@@ -46,6 +46,7 @@ from specbench.check.greedy import (
     check_greedy,
     compare_outputs,
     run_greedy,
+    run_plain,
     verdict_of,
 )
 from specbench.check.invariants import RunRules
@@ -521,7 +522,7 @@ def test_transformers_own_answers_are_ours():
         setup = DecodingSetup(
             target=scorer, drafter=LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, end_ids=ends
         )
-        result = check_greedy(setup, "a", prompt, reference, torch.float32)
+        result = check_greedy(setup, "a", prompt, reference, torch.float32, run_plain(setup, prompt))
         assert result.against_transformers is None
         assert result.against_plain is None
         assert result.violations == ()

@@ -20,7 +20,6 @@ from matplotlib.text import Text
 from stored_runs import (
     DRAFTERS,
     Drafter,
-    change_lines,
     change_run,
     kept_run,
     write_exact,
@@ -275,12 +274,6 @@ class TestLooks:
         renderer = FigureCanvasAgg(figure).get_renderer()
         assert all(axes.get_tightbbox(renderer).x0 >= 0 for axes in figure.findobj(Axes))
 
-    def test_a_name_that_matplotlib_would_hide_is_in_the_legend(self, tmp_path):
-        hidden = (Drafter("_nolegend_", 0.5, 0.1), Drafter("b", 0.4, 0.1))
-        options: dict[str, Any] = {"gammas": (2,), "categories": ("chat",), "tokens": 16}
-        df = load_results(write_run(tmp_path, drafters=hidden, **options))
-        assert "_nolegend_" in texts(plots.draw_figures(df, ["speedup"]).figures["speedup"])
-
     def test_names_are_not_mathematics(self, tiny):
         figure = plots.draw_figures(load_results(tiny), ["time"]).figures["time"]
         assert "$" in figure.get_suptitle()
@@ -300,13 +293,6 @@ class TestLooks:
         assert [(key.get_color(), key.get_marker()) for key in keys] == [
             (line.get_color(), line.get_marker()) for line in lines
         ], "each name has the mark of its line"
-
-    def test_style_of_the_caller_stays_and_does_not_matter(self, tiny):
-        import matplotlib
-
-        before = dict(matplotlib.rcParams)
-        plots.draw_figures(load_results(tiny), ["speedup"])
-        assert dict(matplotlib.rcParams) == before
 
 
 def hidden_ticks(figure: Figure) -> list[Text]:
@@ -349,13 +335,6 @@ class TestSmallAndOdd:
         df = load_results(write_run(tmp_path / "one", gammas=(1,), **options))
         only = plots.draw_figures(df, ["accepted-length", "speedup"])
         assert only.skipped["accepted-length"] == "no step drafted more than one token"
-
-    def test_failed_generations_are_left_out(self, tiny):
-        failed = {"status": "failed", "error": "out of memory"}
-        change_lines(tiny, lambda line: failed if line["config"].endswith("g4") else {})
-        drawn = plots.draw_figures(load_results(tiny))
-        line = next(each for each in drawn.figures["speedup"].axes[0].lines if each.get_marker() == "o")
-        assert len(line.get_xdata()) == 1
 
     @pytest.mark.parametrize("kind", plots.FORMATS)
     def test_formats_and_repeatable_bytes(self, tmp_path, drawn, kind):

@@ -222,12 +222,6 @@ class TestWarnings:
         report = reported(tmp_path / "finished", {"plain": PLAIN, "d@2": times(2)})
         assert not {"unfinished", "changed", "lines"} & {each.id for each in report.warnings}
 
-    def test_intervals_that_say_nothing_are_not_told_as_wide(self, tmp_path):
-        far = {"chat-01": [4.0], "chat-02": [100.0]}
-        plain = {name: [10.0] for name in far}
-        report = reported(tmp_path, {"plain": plain, "d@2": far})
-        assert [each.id for each in report.warnings] == ["few-prompts"]
-
     def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path):
         folder = write_exact(
             tmp_path / "run", {"plain": PLAIN, "d@2": times(2)}, changes=[{"differing": ["torch: 2.0 → 2.1"]}]
@@ -260,15 +254,6 @@ class TestWarnings:
             assert "somebody" not in text
             assert "Example CPU" in text
             assert "specbench sweep --gamma 1..8 --prompts" in text
-
-    def test_the_method_is_that_of_the_run(self, tmp_path):
-        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2)}, seed=41, ignore_eos=False)
-        method = dict(report.method)
-        assert method["Measured"] == (
-            "6 prompts of 2 categories (chat, code), 2 configurations, 2 repeats; answers of up to 11 tokens; greedy."
-        )
-        assert "(seed 41)" in method["Interleaving"]
-        assert "transformers" not in method["Baseline"]
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -400,12 +385,6 @@ def test_no_ratio_stands_without_its_interval(written):
         ratios = re.findall(r"[\d.]+×.{0,3}", text)
         assert len(ratios) >= 3
         assert all(re.fullmatch(r"[\d.]+× \[\d", each) for each in ratios)
-
-
-def test_nothing_local_gets_out(written):
-    folder, report = written
-    for text in (to_html(report), to_markdown(report)):
-        assert str(folder.parent) not in text
 
 
 def test_cells_sort_by_their_figures(written, page):

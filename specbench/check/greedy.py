@@ -144,17 +144,16 @@ def check_greedy(
     prompt: Sequence[int],
     reference: GreedyOutput | None,
     dtype: torch.dtype,
-    plain: GreedyOutput | None = None,
+    plain: GreedyOutput,
 ) -> GreedyResult:
     """Check one prompt.
 
     Args:
         reference: Result of ``reference_output``; ``None`` for no comparison.
         dtype: The dtype whose rounding explains a tie.
-        plain: Result of ``run_plain`` with the same target, cache and stop rules; ``None`` to run it.
+        plain: Result of ``run_plain`` with the same target, cache and stop rules.
     """
     speculative = run_greedy(setup, prompt)
-    plain = plain or run_plain(setup, prompt)
     differs_at = first_difference(speculative.tokens, plain.tokens)
     clean = plain.clean if differs_at is None else _clean_columns(setup, prompt, speculative)
     shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included

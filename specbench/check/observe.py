@@ -15,7 +15,7 @@ import torch
 from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
-from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import (
     Decoding,
@@ -24,7 +24,6 @@ from specbench.decoding.protocols import (
     Drawing,
     ForwardOutput,
     ForwardRequest,
-    ScorerLike,
 )
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
@@ -205,41 +204,14 @@ class _RecordingRequest(Request):
         return self.log.verification
 
 
-class _RecordingDrafter(Drafter):
-    """A drafter whose proposals are recorded, with the random events within them."""
+class _RecordingDrafter:
+    """A drafter whose proposals are recorded, with the random events within them; all else is the drafter's own."""
 
     def __init__(self, drafter: Drafter, log: _Log) -> None:
         self._drafter, self._log = drafter, log
-        super().__init__(drafter.name)
-        self.certain, self.several_drafters = drafter.certain, drafter.several_drafters
 
-    def fork(self, scorer_like: ScorerLike) -> _RecordingDrafter:
-        return _RecordingDrafter(self._drafter.fork(scorer_like), self._log)
-
-    @property
-    def epoch(self) -> object:
-        return self._drafter.epoch
-
-    @property
-    def draftable(self) -> frozenset[int] | None:
-        return self._drafter.draftable
-
-    @property
-    def takes_trees(self) -> bool:
-        return self._drafter.takes_trees
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self._drafter.layers
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._drafter.begin(prompt)
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        self._drafter.resume(prompt, cached_tokens)
-
-    def update(self, outcome: StepOutcome) -> None:
-        self._drafter.update(outcome)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
 
     def propose(
         self,
@@ -310,7 +282,6 @@ def observe(
     greedy: bool,
     plain: bool = False,
     forcing: bool = False,
-    seed: int | None = None,
 ) -> Iterator[Observation]:
     """Decode a prompt and yield every record with what happened.
 
@@ -325,10 +296,10 @@ def observe(
         log=log,
         prompt=prompt,
         target=target,
-        drafter=_RecordingDrafter(drafter, log),
+        drafter=_RecordingDrafter(drafter, log),  # type: ignore[arg-type]
         plan=DraftPlan.of(FixedLength(1) if plain else setup.policy),
         sampling=setup.sampling.greedily() if greedy else setup.sampling,
-        random=_RecordingRandomness(setup.seed if seed is None else seed, log, forcing=forcing),
+        random=_RecordingRandomness(setup.seed, log, forcing=forcing),
         max_new_tokens=setup.max_new_tokens,
         stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
         first_target=setup.first_target,

@@ -137,14 +137,15 @@ def _outcomes(result: CheckResult, against: Against) -> str:
 
 def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[Part]:
     """Yield differing outputs, violations and wrong distributions."""
-    found: list[tuple[str, str, Difference]] = []
-    for case in result.greedy:
+    found = [
+        (case.prompt, against, difference)
+        for case in result.greedy
         for against, difference in (
             ("plain", case.against_plain),
             ("transformers", case.against_transformers),
-        ):
-            if difference is not None:
-                found.append((case.prompt, against, difference))
+        )
+        if difference is not None
+    ]
     found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
     rows = [
         [prompt, against, *_difference_cells(each, piece), verdict_of(each)]

@@ -60,19 +60,17 @@ class DecodingCheck:
         self._greedy: list[GreedyResult] = []
         self._exact: list[ExactCase] = []
 
-    def _report(self, stage: str, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress.update(stage, done, total)
-
     def check_steps(self) -> None:
         """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
         for done, case in enumerate(self.cases):
-            self._report("prompts", done, len(self.cases))
+            if self.progress is not None:
+                self.progress.update("prompts", done, len(self.cases))
             if case.prompt not in self._plain_outputs:
                 self._plain_outputs[case.prompt] = run_plain(self.setup, case.prompt)
             plain = self._plain_outputs[case.prompt]
-            result = check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype, plain)
-            self._greedy.append(result)
+            self._greedy.append(
+                check_greedy(self.setup, case.id, case.prompt, case.reference, self.dtype, plain)
+            )
             if not self.setup.sampling.greedy:
                 self._exact.append(check_exact(self.setup, case.id, case.prompt))
 
