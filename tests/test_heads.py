@@ -904,7 +904,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         speculators_block_settings(projector_type="domino"), block_tensors(drafted=DRAFTED), "it has projector_type."
     ),
     "DFlash without a mask": (
-        block_settings(dflash_config={"target_layer_ids": [0, 2]}), block_tensors(), "its mask_token_id is no token."
+        block_settings(dflash_config={"target_layer_ids": [0, 2]}), block_tensors(), "mask_token_id"
     ),
     "DFlash of a larger target": (
         block_settings(dflash_config={"target_layer_ids": [0, 3], "mask_token_id": 7}), block_tensors(),
