@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from specbench.base.errors import UsageError
 from specbench.specs.models import BUILTIN_MODELS, CHECKPOINT_MTP, PACKAGED_HEADS, ModelSpec, parse_model
@@ -61,11 +61,10 @@ class DrafterSpec:
             each.check(getattr(self, each.name), self.word, self)
 
     def __str__(self) -> str:
-        defaults, values = self._defaults(), [(each, getattr(self, each.name)) for each in self.options()]
+        options = self.options()
+        defaults = with_defaults({}, options, before_model=getattr(self, "before_model", False))
+        values = [(each, getattr(self, each.name)) for each in options]
         return join_spec(self.word, [o.write(value) for o, value in values if value != defaults[o.name]])
-
-    def _defaults(self) -> dict[str, Any]:
-        return with_defaults({}, self.options())
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -97,11 +96,7 @@ class DrafterSpec:
 
     @classmethod
     def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
-        """Parse the options of a spec; ``text`` is the whole spec, for messages.
-
-        Raises:
-            UsageError: There is no such option, or a value is of another kind or outside its range.
-        """
+        """Parse the options of a spec; ``text`` is the whole spec, for messages."""
         return cls(**read_options(cls.word, given, cls.options()))
 
 
@@ -118,19 +113,12 @@ class Plain(DrafterSpec):
 
 @dataclass(frozen=True)
 class FreeSpec(DrafterSpec):
-    """A drafter without a model, which can be the first of a cascade.
-
-    Attributes:
-        before_model: Whether it is the first of a cascade, which changes some defaults.
-    """
+    """A drafter without a model, which can be the first of a cascade: that changes some defaults (``before_model``)."""
 
     probabilities = "certain (one-hot)"
     has_logits = False
 
     before_model: bool = field(default=False, kw_only=True)
-
-    def _defaults(self) -> dict[str, Any]:
-        return with_defaults({}, self.options(), before_model=self.before_model)
 
 
 @dataclass(frozen=True)
@@ -169,9 +157,6 @@ class NGram(FreeSpec):
     """A drafter that counts n-grams: which tokens followed the last ones before.
 
     Attributes:
-        order: Length of the longest n-gram counted, context and continuation together: 2 (bigrams) to 16.
-        max: Maximum number of tokens drafted in a step; ``None`` leaves that to the draft policy.
-        window: Count only the last N tokens of the text; ``None`` counts all until the next prompt.
         keep: Keep the counts between prompts (no n-gram spans two). Without a window they grow forever.
         top_k: With k > 1, each emitted token also adds 1 to the counts of the k tokens with the largest untransformed
             logits of the target at its place. The emitted token counts once, as the most recent; the others count as
@@ -179,7 +164,6 @@ class NGram(FreeSpec):
         sample: Draw from the normalized counts after the longest known context, which are then q; sampling transforms
             do not apply. In greedy decoding, and before the vocabulary's size is known, the most frequent token is
             taken.
-        min: Length of the shortest context that is used, in tokens: 1 to ``order - 1``; by default 2 before a model.
     """
 
     word = "ngram"
@@ -230,11 +214,7 @@ class Suffix(FreeSpec):
 
 @dataclass(frozen=True)
 class Grammar(FreeSpec):
-    """The tokens that the format of the output forces.
-
-    Attributes:
-        rest: The free drafter that drafts elsewhere; ``None`` for none.
-    """
+    """The tokens that the format of the output forces; elsewhere the free drafter ``rest`` drafts, if there is one."""
 
     word = "grammar"
     summary = (
@@ -255,13 +235,7 @@ class Grammar(FreeSpec):
 
 @dataclass(frozen=True)
 class SelfForm(DrafterSpec):
-    """The target's own weights in a cheaper form.
-
-    Attributes:
-        int8, int4: Quantize the linear layers.
-        layers: Use the first N decoder layers; ``None`` for all.
-        skip: Layers to leave out, counted from 0, ascending.
-    """
+    """The target's own weights in a cheaper form."""
 
     word = "self"
     summary = "The target's own weights, on the target's own cache: no second model needed."
@@ -335,13 +309,7 @@ class Mtp(SmallModel):
 
 @dataclass(frozen=True)
 class Cascade(DrafterSpec):
-    """A cascade: each token is drafted by a free drafter if it has a candidate, otherwise by a model.
-
-    Attributes:
-        front: The free drafter.
-        back: A small model, or the target in a cheaper form.
-        passes: Maximum number of forward passes of ``back`` in a step; ``None`` leaves that to the draft policy.
-    """
+    """A cascade: each token is drafted by the free drafter ``front`` if it has a candidate, otherwise by ``back``."""
 
     word = "A+B"
     summary = (
@@ -416,17 +384,8 @@ def cascade_name(front: str, passes: int | None, back: str) -> str:
 
 
 DRAFTERS: tuple[type[DrafterSpec], ...] = (
-    Plain,
-    Lookup,
-    NGram,
-    Suffix,
-    Grammar,
-    SelfForm,
-    Mtp,
-    SmallModel,
-    Cascade,
-    Several,
-)
+    Plain, Lookup, NGram, Suffix, Grammar, SelfForm, Mtp, SmallModel, Cascade, Several
+)  # fmt: skip
 """All kinds, in the order of listings."""
 
 _WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS if kind.word.islower()}

@@ -63,7 +63,7 @@ class Option:
         return self.syntax.partition("=")[0]
 
     def read(self, value: str | bool, word: str, hint: str) -> Any:
-        """Parse its value in the spec of ``word``; raise ``UsageError`` with ``hint`` if it is missing or invalid."""
+        """Parse its value in the spec of ``word``; raise ``UsageError`` with ``hint`` if that cannot be."""
         if "=" not in self.syntax:
             if value is True:
                 return True
@@ -115,12 +115,7 @@ def options_of(kind: Any) -> tuple[Option, ...]:
 
 
 def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[Option]) -> dict[str, Any]:
-    """Return the values that are given in a spec, by the options' names.
-
-    Args:
-        word: The spec's word, for messages.
-        given: The result of ``split_spec``.
-        options: All options of the word.
+    """Return the values that are given in a spec (the result of ``split_spec``), by the options' names.
 
     Raises:
         UsageError: There is no such option, or a value is of another kind.
