@@ -27,21 +27,6 @@ def prepare(gguf: Path, place: Path, begin: Any, stop_at: str | None) -> None:
     (place / "folder").write_text(str(prepare_gguf(gguf, progress=Stages())), encoding="utf-8")
 
 
-def slow_disk(folder: Path, place: Path, seconds: float) -> None:
-    """A sweep over the scripted engine on a disk that takes so long to confirm what was written, and says so."""
-    import killed_sweep
-
-    confirm = os.fsync
-
-    def slow(file: int) -> None:
-        (place / "waiting").touch()
-        time.sleep(seconds)
-        confirm(file)
-
-    os.fsync = slow
-    killed_sweep.main(folder)
-
-
 def starved(model: Path, prompts: Path, folder: Path, place: Path, spare: int) -> None:
     """A sweep with room for so many bytes more than what a shorter one before it took."""
     import pandas  # noqa: F401 - with the limit there would be no room for its libraries

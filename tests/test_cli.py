@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import math
@@ -19,9 +18,6 @@ import pytest
 import torch
 from cli_runs import Cli, Result
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 import specbench.decoding.loop
 import specbench.decoding.request
@@ -30,11 +26,10 @@ import specbench.models.checkpoints
 import specbench.models.drafters
 import specbench.models.prepare
 import specbench.models.target
-from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import processor_name
 from specbench.base.errors import RunError
 from specbench.base.textsafe import terminal_safe
-from specbench.cli import main, run
+from specbench.cli import run
 from specbench.cli.summary import Advice
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import Verification, verification_of
@@ -86,23 +81,6 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny):
     assert re.match(r"[0-9.]+ tokens/s, .* plain decoding", first)
     assert len(others) <= 4
     assert f"{figures['accepted']} of {figures['drafted']} draft tokens accepted" in tiny(*words, "-v").err
-
-
-def test_trees_are_told_with_their_nodes_and_how_they_are_verified(tiny):
-    tree = (
-        "the thing",
-        "-n",
-        12,
-        "--drafter",
-        "self:layers=1",
-        "--draft-policy",
-        "static-tree:nodes=8,depth=3",
-        "--json",
-    )
-    figures = tiny(*tree, "-t", 1).json()
-    assert figures["options"]["verification"] == "traversal"
-    assert figures["nodes"] > figures["drafted"] == sum(figures["gammas"])
-    assert tiny(*tree).json()["options"]["verification"] is None
 
 
 @pytest.mark.smoke
@@ -160,46 +138,6 @@ def test_compare_refuses_a_drafter_that_has_learnt_the_answer(tiny, drafter):
         2, "remembers its own answers", "Leave keep out"
     )
     assert tiny("the thing", "-n", 4, "--drafter", drafter).code == 0
-
-
-def test_how_a_model_was_loaded_is_said_below_the_answer(tiny, monkeypatch):
-    prepare = specbench.models.prepare.prepare
-
-    def with_a_note(*arguments: Any, **options: Any) -> Any:
-        target, loaded_drafters = prepare(*arguments, **options)
-        target.language_model.notes.append("It was measured.")
-        return target, loaded_drafters
-
-    monkeypatch.setattr("specbench.cli.setting.prepare", with_a_note)
-    assert tiny("the thing", "-n", 4, "-v").err.endswith("note    It was measured.\n")
-    assert "It was measured." not in tiny("the thing", "-n", 4).err
-
-
-def test_repeats_are_asked_for(tiny):
-    figures = tiny("the thing", "-n", 8, "--compare", "--repeats", 1, "--json").json()
-    assert len(figures["repeats"]) == 1
-    assert figures["speedup_interval"] is None
-
-
-def test_a_pair_whose_tokens_part_is_found_in_any_repeat(tiny, monkeypatch):
-    whole, runs = specbench.decoding.loop.decode_steps, []
-
-    def one_wrong_run(*arguments: Any, **options: Any) -> Iterator[Any]:
-        runs.append(arguments[2].name)
-        for record in whole(*arguments, **options):
-            wrong = (
-                len(runs) == 5 and getattr(record, "index", None) == 1
-            )  # the second pair begins with plain decoding
-            yield replace(record, tokens=((record.tokens[0] + 1) % 256,)) if wrong else record
-
-    monkeypatch.setattr(specbench.generate, "decode_steps", one_wrong_run)
-    figures = tiny(
-        "the thing", "-n", 12, "--compare", "--drafter", "self:layers=1", "--repeats", 3, "--json"
-    ).json()
-    assert runs[2:] == ["self:layers=1", "none", "none", "self:layers=1", "self:layers=1", "none"]
-    assert figures["plain"]["token_ids"] == figures["token_ids"]
-    assert (figures["identical"], figures["differing_repeats"]) == (False, 1)
-    assert figures["difference"]["position"] == 2
 
 
 @pytest.mark.parametrize(
@@ -303,15 +241,6 @@ def test_colors_need_a_terminal(tiny, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     tiny("the", "--show-accepted").refused(2, "a terminal with colors")
-
-
-def test_what_keeps_passes_from_being_native_is_said(tiny, monkeypatch):
-    why = "there was no C compiler when specbench was installed"
-    monkeypatch.setattr(native, "_load", lambda: why)
-    assert (
-        f"Decoding is slower than it could be, because native forward passes are not available: {why}."
-        in tiny("the", "-n", 4).err
-    )
 
 
 def test_quiet_is_silent(tiny):
@@ -483,17 +412,6 @@ def test_nothing_is_said_of_options_that_were_not_given_or_do_something(tiny):
     assert "note" not in tiny("the", "-n", 2, "-t", 1, "--top-k", 5, "--seed", 1, "-g", 2).err
 
 
-def test_sampling_defaults_of_the_model_are_ignored_and_said_so(cli, tmp_path, folder):
-    model = tiny_llama()
-    assert model.generation_config is not None
-    model.generation_config.update(do_sample=True, temperature=0.7, top_k=20)
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    result = cli("generate", "the", "-n", 8, "--target", tmp_path)
-    assert result.out == cli("generate", "the", "-n", 8, "--target", folder).out
-    assert "The model's own settings are not used: do_sample on, temperature 0.7, top_k 20." in result.err
-
-
 def test_without_a_command_there_is_help_and_an_error(cli):
     result = cli()
     assert (result.code, result.out) == (2, "")
@@ -560,50 +478,32 @@ def test_errors_quote_text_without_its_power(cli):
     ("arguments", "fragment"),
     [
         (("--dtype", "int9"), "'--dtype': 'int9' is not one of 'auto', 'float32'"),
-        (("--drafter-dtype", "int9"), "'--drafter-dtype': 'int9' is not one of"),
-        (("--cache", "big"), "'--cache': 'big' is not one of"),
         (("--device", "tpu"), "Unknown device 'tpu'"),
         (("--device", "cuda:999"), "The device cuda:999 is"),
-        (("--drafter-device", "tpu"), "Unknown device 'tpu'"),
         (("--device", "cpu", "--device-map", "auto"), "exclude each other"),
         (("--device-map", "nowhere"), "'nowhere' is neither a strategy nor a readable file"),
         (("--gamma", 0), "'--gamma'"),
-        (("--gamma", "x"), "'--gamma'"),
         (("--gamma", 10**8), "Give 1 to 256"),
-        (("--draft-policy", "egag:max=300"), "Give 1 to 256"),
         (("--max-new-tokens", 0), "'--max-new-tokens'"),
-        (("--temperature", -1), "'--temperature'"),
         (("--temperature", "nan"), "'--temperature'"),
-        (("--temperature", "inf"), "The temperature is inf."),
-        (("--top-k", -1), "'--top-k'"),
         (("--top-p", 0), "top-p is 0.0."),
-        (("--top-p", 1.5), "top-p is 1.5."),
         (("--top-p", "nan"), "top-p is nan."),
         (("--min-p", 2), "'--min-p'"),
-        (("--min-p", "nan"), "'--min-p'"),
         (("--repetition-penalty", 0), "The repetition penalty is 0.0."),
-        (("--repetition-penalty", "nan"), "The repetition penalty is nan."),
-        (("--repetition-penalty", "inf"), "The repetition penalty is inf."),
-        (("--seed", -1), "'--seed'"),
         (("--seed", 2**64), "'--seed'"),
         (("--stop", ""), "A stop string is empty."),
-        (("--temperature", "1e-39"), "The temperature is 1e-39"),
         (("--bogus",), "--bogus"),
         (
             ("more",),
             "unexpected extra argument(s) (more). Put a prompt of several words in quotes. See `specbench",
         ),
-        (("--drafter", "ngram:bogus=1"), "ngram has no option 'bogus'."),
-        (("--drafter", "self"), "does not say how the target drafts for itself."),
         (("--drafter", "/no/such/drafter"), "There is no such file or folder: '/no/such/drafter'."),
         (("--drafter", "not a model"), "'not a model' is not a model name."),
         (("--target", "/no/such/model"), "There is no such file or folder: '/no/such/model'."),
-        (("--target", "missing.gguf"), "There is no such file or folder: 'missing.gguf'."),
         (
             ("--trace-file", "/no/such/folder/trace"),
             "The trace file '/no/such/folder/trace' cannot be written: ",
         ),
-        (("--trace-file", "/"), "The trace file '/' cannot be written: "),
     ],
 )
 def test_impossible_options_are_refused_before_anything_is_loaded(
@@ -626,22 +526,6 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
 def test_unknown_commands_and_options(cli, word):
     cli(word).refused(2, word, "See `specbench --help`.")
     cli("generate", "hi", "--gamma").refused(2, "Option '--gamma' requires an argument.")
-
-
-def test_more_layers_than_the_target_has_are_refused_before_its_weights_are_loaded(tiny, monkeypatch):
-    def load_model(*_: object, **__: object) -> None:
-        pytest.fail("weights were loaded")
-
-    for module in LOADING:
-        monkeypatch.setattr(module, "load_model", load_model)
-    tiny("hi", "--drafter", "self:layers=99").refused(
-        2, "uses 99 layers, but the target has 2.", "Give 1 to 1."
-    )
-
-
-@pytest.mark.parametrize("text", ["", "  \n"])
-def test_empty_prompts(tiny, text):
-    tiny(text).refused(2, "The prompt is empty.")
 
 
 def test_no_prompt(tiny, monkeypatch):
@@ -679,27 +563,6 @@ def test_what_advises_about_chat_templates_works(cli, tiny, base):
         assert "chat template" not in done.err
 
 
-@pytest.mark.parametrize(
-    ("options", "with_template", "said"),
-    [((), False, "take a chat model"), (("--raw",), True, "leave --raw out"), ((), True, "or try --raw")],
-)
-def test_a_reply_that_ends_at_once_gets_a_hint(cli, folder, base, monkeypatch, options, with_template, said):
-    whole = specbench.decoding.loop.decode_steps
-
-    def ends_at_once(*arguments: Any, **others: Any) -> Iterator[Any]:
-        end = min(others["stops"].end_ids)
-        yield replace(next(whole(*arguments, **others)), token=end, finish_reason="eos")
-
-    generate = ("generate", "hi", "-n", 3, "--target", folder if with_template else base, *options)
-    hint = "note    the reply ended before any text; "
-    assert hint not in cli(*generate).err
-    monkeypatch.setattr(specbench.generate, "decode_steps", ends_at_once)
-    done = cli(*generate)
-    assert hint in done.err
-    assert said in done.err
-    assert cli(*generate, "--quiet").err == ""
-
-
 def test_folders_and_files_that_are_no_model(cli, tmp_path):
     cli("generate", "hi", "--target", tmp_path).refused(2, "is no model: it has no config.json.")
     file = tmp_path / "notes.txt"
@@ -707,68 +570,14 @@ def test_folders_and_files_that_are_no_model(cli, tmp_path):
     cli("generate", "hi", "--target", file).refused(2, "is neither a model folder nor a .gguf file.")
 
 
-def test_damaged_weights(cli, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    weights = save_tiny(tmp_path / "model") / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    cli("generate", "hi", "--target", tmp_path / "model").refused(1, "truncated")
-    weights.write_bytes(b"\xff" * 64 + whole[64:])
-    cli("generate", "hi", "--target", tmp_path / "model").refused(1, "damaged")
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"GGUF\x03\0\0\0\x01\0\0\0\0\0\0\0")
-    cli("generate", "hi", "--target", gguf).refused(1, "is damaged or truncated.")
-    gguf.write_bytes(b"something else")
-    cli("generate", "hi", "--target", gguf).refused(1, "is no GGUF file")
-
-
-def test_no_network_and_nothing_cached(cli, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path))
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    result = cli("generate", "hi", "--target", "smollm2-135m", "--quiet")
-    result.refused(
-        1, "smollm2-135m is not in the cache and could not be fetched", "name a model folder with --target."
-    )
-
-
 def test_a_hub_model_that_is_not_cached_offline(cli):
     cli("generate", "hi", "--target", "no-such-org/no-such-model").refused(1, "is not in the hub's cache")
-
-
-def test_tokenizers_that_share_nothing(tiny, tmp_path):
-    tiny_llama(1, vocab_size=8).save_pretrained(tmp_path)
-    words = Tokenizer(WordLevel({word: number for number, word in enumerate(("the", "and", "<end>"))}))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    tiny("hi", "--drafter", tmp_path).refused(2, "tokens are unknown", "Choose a drafter with the target's")
-
-
-def test_another_tokenizer(tiny, tmp_path):
-    other = tiny_tokenizer(special_tokens=("<end>", "<|im_start|>", "<|im_end|>", "<more>"))
-    tiny_llama(1, vocab_size=len(other)).save_pretrained(tmp_path)
-    other.save_pretrained(tmp_path)
-    result = tiny("the thing", "-n", 20, "--drafter", tmp_path, "--gamma", 3)
-    every = len(tiny_tokenizer())
-    assert f"it drafts only the {every} of the target's {every} tokens (100.0%)" in " ".join(
-        result.err.split()
-    )
-    plain = tiny("the thing", "-n", 20, "--drafter", "none", "--json").json()
-    found = tiny("the thing", "-n", 20, "--drafter", tmp_path, "--gamma", 3, "--json").json()
-    assert found["token_ids"] == plain["token_ids"]
-    assert (found["draftable_share"], plain["draftable_share"]) == (1.0, None)
 
 
 def test_encoder_decoder_models(cli, tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
     cli("generate", "hi", "--target", tmp_path).refused(2, "is an encoder-decoder model")
     tiny("hi", "--drafter", tmp_path).refused(2, "is an encoder-decoder model")
-
-
-def test_too_little_memory(tiny, monkeypatch):
-    monkeypatch.setattr(specbench.models.checkpoints, "available_memory", lambda *_: 1000)
-    tiny("hi").refused(1, "Loading tiny takes up to", "narrower dtype")
 
 
 @pytest.mark.parametrize(
@@ -931,34 +740,6 @@ def test_bit_exact_passes_are_had_or_refused(tiny):
     assert json.loads(tiny("-n", "3", "--json", "Hi").out)["options"]["bit_exact"] is None
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_keeps_its_output_or_says_that_it_may_not(cli, folder, dtype):
-    def tiny(*arguments: object) -> Result:
-        common = (
-            "--dtype",
-            dtype,
-            "--drafter",
-            "lookup",
-            "-n",
-            60,
-            "--ignore-eos",
-            "--compare",
-            "--repeats",
-            2,
-        )
-        return cli("generate", "--target", folder, *common, *arguments, "the and the and the")
-
-    note = f"outputs of this {dtype} target may differ from plain decoding's"
-    done = tiny("--json")
-    assert done.code == 0, done.err
-    if note not in done.err:  # a processor that cannot says so
-        assert json.loads(done.out)["identical"] is True
-    tiny("--draft-policy", "dynamic-tree").refused(2, f"--dtype {dtype} does not go with trees")
-
-    rounds = dtype == "int8" or native.is_available()  # without, an int4 target's activations are not rounded
-    assert tiny("--cache", "dynamic").err.count(note) == rounds
-
-
 def test_bit_exact_passes_are_refused_where_they_are_not(tiny, monkeypatch):
     monkeypatch.setattr("specbench.models.target.fold_attention", lambda model: False)
     tiny("--bit-exact", "-n", "3", "Hi").refused(
@@ -966,23 +747,8 @@ def test_bit_exact_passes_are_refused_where_they_are_not(tiny, monkeypatch):
     )
 
 
-def test_a_process_that_ends_looks_through_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("specbench.cli.end_cleanly_on_sigterm", lambda: None)
-    before = gc.get_freeze_count()
-    try:
-        with pytest.raises(SystemExit) as left:
-            main(["--version"])
-        assert gc.get_freeze_count() > before
-    finally:
-        gc.unfreeze()
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith("specbench ")
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder that is in use cannot be removed there")
-@pytest.mark.parametrize(
-    "command", ["generate", "chat", "serve", "sweep", "tune", "check", "report", "export", "cache"]
-)
+@pytest.mark.parametrize("command", ["generate", "report"])
 def test_a_working_folder_that_is_gone_is_said(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

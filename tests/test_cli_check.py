@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 from cli_runs import Result
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 import specbench.check.run
 from specbench.backends.torch.kernels import native
 from specbench.check.observe import Decoder
-from specbench.cli import check_run
 from specbench.decoding.loop import decode
 from specbench.decoding.verify import GreedyVerification
 from specbench.generate import encode_prompt
@@ -131,17 +127,6 @@ def test_the_answer_is_a_sentence_and_a_table(check, snapshot):
     snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+", "N", result.out))
 
 
-def test_it_repeats_with_its_seed(check):
-    def found(*more: object) -> dict[str, Any]:
-        asked = ("--json", "-t", 1, "--top-k", 6, "--quiet", "--drafter", "self:layers=1")
-        figures: dict[str, Any] = check(*asked, *more).json()["exact"]
-        return figures
-
-    first = found()
-    assert found() == first
-    assert found("--seed", 1) != first
-
-
 def test_without_the_residual_adjustment_it_is_wrong(check):
     asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment")
     result = check(*asked)
@@ -168,23 +153,6 @@ def test_without_drafts_nothing_is_vouched_for(check, drafter, more):
     assert result.out.startswith("Nothing was tested")
     assert "Lossless" not in result.out
     assert check(*asked, "--json").json(code=1)["verdict"] == "nothing tested"
-
-
-def test_a_correction_that_no_draw_needs_is_tested_too(check):
-    asked = ("-t", 1, "--drafter", "self:int8", "--limit", 1, "-n", 8)
-    assert check(*asked, "--no-residual-adjustment").code == 1
-    sound = check(*asked)
-    assert sound.code == 0
-    assert "Greedy" not in sound.out
-    assert "distribution" in sound.out.splitlines()[0]
-
-
-def test_what_has_no_effect_is_said(check):
-    result = check("--no-residual-adjustment", "--top-k", 3)
-    assert result.code == 0
-    assert "--top-k, --no-residual-adjustment have no effect at temperature 0" in result.err
-    quiet = check("--no-residual-adjustment", "--quiet")
-    assert quiet.err == ""
 
 
 def test_options_reach_the_decoding(check, monkeypatch):
@@ -257,53 +225,12 @@ def test_one_wrong_configuration_among_several_is_named(check, monkeypatch):
     assert [each["verdict"] for each in figures["configurations"]] == ["identical", "wrong"]
 
 
-def test_an_interrupt_between_configurations_keeps_those_done(check, monkeypatch):
-    original = specbench.check.run.check_greedy
-
-    def breaks_with_two(setup: Any, *arguments: Any, **options: Any) -> Any:
-        if setup.policy.name == "fixed:gamma=2":
-            raise KeyboardInterrupt
-        return original(setup, *arguments, **options)
-
-    monkeypatch.setattr(specbench.check.run, "check_greedy", breaks_with_two)
-    result = check("--gamma", "1..3", "--json")
-    assert result.code == 130
-    figures = json.loads(result.out)
-    assert figures["complete"] is False
-    assert [(each["draft_policy"], each["complete"]) for each in figures["configurations"]] == [
-        ("fixed:gamma=1", True)
-    ]
-
-
 def test_a_drafter_model_is_checked_too(check, tmp_path):
     other = save_tiny(tmp_path / "other", seed=1)
     result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6)
     assert result.code == 0, result.out + result.err
     assert "other (float32)@" in result.out
     assert rows(result.out)["exact"] == "sound"
-
-
-def test_an_unfit_drafter_model_is_refused_before_anything_takes_time(check, tmp_path, monkeypatch):
-    other = tmp_path / "other"
-    tiny_llama().save_pretrained(other)
-    words = Tokenizer(WordLevel({"the": 0}))  # which bytes its tokens stand for is not known
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
-
-    def never(*arguments: Any) -> None:
-        raise AssertionError("transformers was asked")
-
-    monkeypatch.setattr(check_run.DecodingJob, "_references", never)
-    check("--drafter", other).refused(2, "tokenizer")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_a_rounded_target_is_not_compared_with_transformers(check, dtype):
-    figures = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2).json()
-    assert figures["greedy"]["against_transformers"] is None
-    assert figures["greedy"]["not_compared"] == f"it has no such {dtype} model"
-    assert figures["rounding"] == ("int8" if dtype == "int8" or native.is_available() else "float32")
-    assert figures["verdict"] == "identical"
-    assert "not compared" in check("--dtype", dtype, "--drafter", "self:layers=1").out
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -533,36 +460,10 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own
     assert "1 output with 12 tokens: 1 identical" in result.out
 
 
-def test_an_interrupt_keeps_what_is_scored(check, outputs, own, monkeypatch):
-    import specbench.cli.check_outputs as module
-
-    original = module.check_output
-
-    def interrupted(target: Any, given: Any, *arguments: Any) -> Any:
-        if given.line == 2:
-            raise KeyboardInterrupt
-        return original(target, given, *arguments)
-
-    monkeypatch.setattr(module, "check_output", interrupted)
-    good = {"prompt": "the thing", "token_ids": own}
-    result = check("--outputs", outputs(good, good))
-    assert result.code == 130
-    assert "1 output with 12 tokens: 1 identical" in result.out
-    assert "Interrupted" in result.out
-
-
 def test_outputs_come_from_standard_input_too(check, own, monkeypatch):
     line = json.dumps({"prompt": "the thing", "token_ids": own}).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
     assert check("--outputs", "-").code == 0
-
-
-def test_options_of_decoding_say_nothing_about_given_outputs(check, outputs, own):
-    path = outputs({"prompt": "the thing", "token_ids": own})
-    result = check("--outputs", path, "--gamma", 3, "-t", 1)
-    assert result.code == 0
-    assert "--gamma, --temperature have no effect on outputs that were made elsewhere" in result.err
-    assert check("--outputs", path, "--limit", 1).code == 0
 
 
 def test_files_that_are_none_are_refused(check, outputs, tmp_path):

@@ -189,11 +189,6 @@ def test_resuming_without_a_run_of_this_sweep_is_refused(sweep, tmp_path, monkey
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["other"]
 
 
-def test_resuming_begins_where_there_is_nothing(sweep, tmp_path):
-    assert sweep("--resume", "--out", tmp_path / "new")[0] == 0
-    assert len(load_results(tmp_path / "new").generations) == 6
-
-
 def test_another_option_set_or_machine_is_refused_until_accepted(sweep, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert sweep("--out", out)[0] == 0
@@ -223,10 +218,7 @@ def test_what_would_make_outputs_incomparable_is_not_accepted(sweep, tmp_path):
     for more, fragment in (
         (("-n", 12, "--gamma", "3"), "--max-new-tokens of this run was 6, and is 12 now"),
         (("--ignore-eos", "--gamma", "3"), "--ignore-eos of this run was False"),
-        (
-            ("--cache", "preallocated"),
-            "cache of plain of this run was dynamic",
-        ),
+        (("--cache", "preallocated"), "cache of plain of this run was dynamic"),
     ):
         sweep("--out", out, "--resume", "--accept-changes", *more).refused(2, fragment, "Give another --out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -262,14 +254,6 @@ def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
     assert (load_results(out).generations["status"] == "failed").sum() == 3
     assert sweep("--resume", "--retry-failed")[0] == 0  # finds the run by itself
     assert (load_results(out).generations["status"] == "ok").all()
-
-
-def test_another_sweep_in_the_folder_is_noticed_before_models_are_loaded(sweep, tmp_path, monkeypatch):
-    monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
-    with new_store(tmp_path / "out", make_sweep()):
-        sweep("--out", tmp_path / "out", "--resume").refused(2, "Another sweep is writing")
-    (tmp_path / "file").write_text("")
-    sweep("--out", tmp_path / "file").refused(2, "is not a folder")
 
 
 def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
@@ -349,11 +333,6 @@ def test_bad_input(sweep, tmp_path, arguments, fragments):
 def test_bad_prompt_files(sweep, tmp_path, content, fragment):
     (tmp_path / "mine.jsonl").write_text(content)
     sweep().refused(2, fragment)
-
-
-def test_duplicate_prompt_ids(sweep, tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"id": "x", "category": "c", "turns": ["a"]}\n' * 2)
-    sweep().refused(2, "Two prompts have the id 'x'")
 
 
 # -- what is measured --------------------------------------------------------------------------------

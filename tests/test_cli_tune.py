@@ -22,7 +22,6 @@ import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
 from specbench.base.errors import RunError
-from specbench.base.files import try_lock
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepConfig
@@ -134,14 +133,6 @@ def test_with_a_format_forced_tokens_are_drafted_first(tune, tmp_path):
     assert tried >= {"grammar", "grammar+lookup", "grammar+self:int8", "grammar+lookup+self:int8"}
     assert all(each.startswith("grammar") for each in tried)
     assert "grammar" in said.out
-
-
-def test_int4_is_tried_where_its_passes_are_quicker(tune, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "is_available", lambda: True)
-    said = tune(drafters=drafters_to_try)
-    assert said.code == 0, said.err
-    tried = {config["drafter"] for config in _configs(tmp_path / "results")}
-    assert tried >= {"self:int8", "self:int4", "lookup+self:int4", "suffix+self:int4"}
 
 
 def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch):
@@ -257,17 +248,6 @@ def test_what_is_there_is_never_overwritten_silently(tune, tmp_path, monkeypatch
     assert read_config(tmp_path / "specbench.toml").drafter == "lookup"
 
 
-def test_advice_about_the_results_folder_names_the_option_for_it(tune, tmp_path):
-    (tmp_path / "taken").mkdir()
-    other = try_lock(tmp_path / "taken" / ".lock")
-    assert other is not None
-    told = tune("--results", tmp_path / "taken")
-    other.release()
-    assert told.code == 2
-    assert "is writing to" in told.err
-    assert told.err.endswith("Give other --results.\n")
-
-
 def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     generate, calls = ModelEngine.generate, 0
 
@@ -330,11 +310,6 @@ def test_bad_input(tune, tmp_path, arguments, fragments):
     assert not (tmp_path / "results").exists()
 
 
-def test_no_prompts(tune, tmp_path):
-    (tmp_path / "mine.jsonl").write_text("")
-    tune().refused(2, "no prompts")
-
-
 def test_an_int8_target_gets_chains(tune, tmp_path):
     said = tune("--dtype", "int8")
     assert said.code in (0, 1), said.err
@@ -394,26 +369,6 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     assert [figures[name] for name in ("speedup", "low", "high")] == [
         stored[name] for name in ("value", "low", "high")
     ]
-
-
-def test_an_interrupted_race_gives_what_is_best_so_far(tune, tmp_path, monkeypatch):
-    generate, calls = ModelEngine.generate, 0
-
-    def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
-        nonlocal calls
-        calls += 1
-        if calls == 35:
-            raise KeyboardInterrupt
-        return generate(self, config, prompt, *options, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelEngine, "generate", stop)
-        said = tune()
-    assert said.code == 130
-    assert said.out.startswith("lookup auto")
-    assert "Measurements are in results/" in said.err
-    assert (tmp_path / "specbench.toml").exists()
-    assert tune("--resume", "--overwrite").out.startswith("lookup auto: 2.00")
 
 
 def test_a_generation_that_fails_is_told(tune, monkeypatch):

@@ -52,12 +52,6 @@ def test_the_documented_one_is_read(here):
     assert set(read_config(here / FILE_NAME).given) == set(FULL.given)
 
 
-def test_its_rule_has_all_that_is_said():
-    assert str(FULL.policy) == "auto:max=12"
-    assert str(Config(draft_policy="dynamic-tree:nodes=8").policy) == "dynamic-tree:nodes=8"
-    assert Config(drafter="lookup").policy is None
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -174,21 +168,6 @@ def test_no_config_ignores_it(tiny, cli):
     cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--no-config")
     assert cli("generate", "--help").code == 0
     assert cli("drafters").code == 0
-
-
-def test_check_takes_it(tiny, cli):
-    written(
-        tiny,
-        'target = "tiny"',
-        'drafter = "self:layers=1"',
-        'draft-policy = "dynamic-tree:nodes=4"',
-        'cache = "preallocated"',
-    )
-    found = cli("check", "--limit", 1, "-n", 4, "--json").json()
-    (only,) = found["configurations"]
-    assert (only["drafter"], only["draft_policy"]) == ("self:layers=1", "dynamic-tree:nodes=4")
-    assert found["options"]["cache"] == "preallocated"
-    assert tiny.exists()
 
 
 def test_sweep_takes_it(tiny, cli):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -171,21 +170,6 @@ def test_a_server_that_loses_its_cache_is_named(sweep, tmp_path):
     assert "Conversations by turn" in (tmp_path / "run" / "summary.md").read_text() or "reused" in done.out
 
 
-def test_a_cache_that_is_lost_now_and_then_is_named_by_comparison(sweep):
-    chance = random.Random(3)
-    with server() as plain, server(loses=lambda body: chance.random() < 0.4) as drafting:
-        assert named(sweep(plain=plain, drafting=drafting)) == {"loses its prompt cache"}
-
-
-def test_a_cache_of_large_blocks_is_not_lost(sweep, tmp_path):
-    large = [Manner(owner="llamacpp", facts=Caching(block=48)) for _ in range(2)]
-    with ScriptedServer(large[0]) as plain, ScriptedServer(large[1]) as drafting:
-        assert named(sweep("-n", 30, plain=plain, drafting=drafting)) == set()
-    results = load_results(tmp_path / "run")
-    later = results.answers["cached_tokens"][results.done["turn"] > 0]
-    assert (later == 0).mean() == 0.5  # the turn after a first one, which fills no block
-
-
 def test_answers_that_decay_are_named(sweep):
     with server() as plain, server(per_piece=1, garbled=lambda body: turn_of(body) > 0) as drafting:
         done = sweep("-n", 100, plain=plain, drafting=drafting)
@@ -231,27 +215,6 @@ def test_servers_that_are_alike_are_not_named():
 )
 def test_broken_answers(text, expects, broken):
     assert is_broken(text, expects) is broken
-
-
-def test_what_is_expected_counts_only_where_an_answer_ended(cli: Cli, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = [{"id": "a-1", "category": "a", "expects": "json", "turns": ["One?", "Two?"]}]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    with server() as plain:
-        words = [
-            "--prompts",
-            "./mine.jsonl",
-            "--server",
-            f"plain={plain.url}",
-            "--prompt-cache",
-            "keep",
-            "--out",
-            "run",
-        ]
-        assert cli("sweep", *words, "-n", 8).code == 0
-    results = load_results(tmp_path / "run")
-    assert results.run.prompts[0].expects == "json"
-    assert [row.broken for row in turn_rows(results)] == [0, 0]  # they were cut at their longest
 
 
 def test_conversations_of_an_agent_end_in_results_of_tools():

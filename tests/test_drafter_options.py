@@ -43,11 +43,6 @@ def test_split_refuses_empty_options(spec):
         split_spec(spec)
 
 
-def test_split_refuses_an_option_given_twice():
-    with pytest.raises(UsageError, match="'top-k' is given twice"):
-        split_spec("ngram:top-k=2,top_k=3")
-
-
 _KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
 
 
@@ -130,11 +125,6 @@ def test_what_is_out_of_range_is_refused(name, value, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         each.check(value, "x", Declared(3))
     each.check(3, "x", Declared(3))
-
-
-def test_a_word_without_options_says_so():
-    with pytest.raises(UsageError, match="none has no options"):
-        read_options("none", {"n": "1"}, ())
 
 
 def test_control_characters_are_not_echoed():

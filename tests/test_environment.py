@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import mmap
 import os
 import platform
@@ -22,7 +21,6 @@ from specbench.decoding.clocks import peak_memory
 from specbench.results.advice import (
     baseline_too_slow,
     disturbances,
-    few_prompts,
     tokens_differ,
     warn_at_start,
     warn_of_disturbances,
@@ -38,18 +36,6 @@ def quiet(**changed: object) -> LoadSnapshot:
 
 
 # -- what machine it is ----------------------------------------------------------------------------
-
-
-def test_the_environment_says_what_figures_depend_on():
-    found = describe_environment()
-    assert found.cores is not None
-    assert found.cores >= 1
-    assert found.threads is not None
-    assert found.threads >= 1
-    assert found.ram_gb is not None
-    assert found.ram_gb > 0
-    assert found.python == platform.python_version()
-    assert json.loads(to_json(found)) == to_dict(found)
 
 
 def test_the_environment_names_nobody_and_no_place():
@@ -79,24 +65,6 @@ def test_the_commit_is_that_of_the_checkout_it_runs_from(tmp_path):
     assert len(commit) == 40
     (package / "_version.py").write_text("2")
     assert environment._git_commit(package) == f"{commit}+"
-
-
-def test_the_environment_has_the_commit_of_this_checkout():
-    root = Path(__file__).parents[1]
-    if not (root / ".git").exists() or not shutil.which("git"):
-        pytest.skip("not a checkout")
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True
-    ).stdout.strip()
-    commit = describe_environment().git_commit
-    assert head
-    assert commit
-    assert commit.removesuffix("+") == head
-
-
-def test_without_git_there_is_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert describe_environment().git_commit is None
 
 
 # -- how busy it is --------------------------------------------------------------------------------
@@ -178,13 +146,6 @@ def test_a_machine_that_is_busy_before_the_sweep():
         "The machine is busy: a load of 4.5 on 4 cores before the sweep."
     ]
     assert [warning.id for warning in warn_at_start(quiet(available_bytes=1))] == ["memory-pressure"]
-
-
-def test_few_prompts():
-    assert few_prompts(8) is None
-    one = few_prompts(1)
-    assert one is not None
-    assert one.message == "1 prompt says little about others."
 
 
 def interval(value: float, low: float, high: float) -> Estimate:

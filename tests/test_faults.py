@@ -29,7 +29,6 @@ import pytest
 import torch
 from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
-from killed_sweep import sweep as scripted_sweep
 from scripted_engine import ScriptedEngine, make_sweep, measure, new_store
 from stored_runs import run_json
 from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
@@ -209,7 +208,7 @@ def test_a_killed_generation_leaves_its_text_and_its_trace(models, tmp_path, spe
     assert "Traceback" not in child.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_sweep_that_was_stopped_ends_as_if_it_had_not_been(
     models, tmp_path, specbench, undisturbed, number
 ):
@@ -270,44 +269,6 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, dis
     assert rows(out) == undisturbed
 
 
-def test_a_report_for_which_there_is_no_space(models, tmp_path, disk, specbench, undisturbed):
-    """The results stay as they are, and no half of a page is left."""
-    small = disk(400_000)
-    if not small.mounted:
-        pytest.skip("mounting is not permitted here")
-    whole = specbench(*sweep_words(models, small.path / "run"))
-    assert whole.wait() == 0, whole.errors
-    free = shutil.disk_usage(small.path).free
-    (small.path / "other").write_bytes(bytes(free - 8192))
-    before = {path.name: path.read_bytes() for path in (small.path / "run").iterdir() if path.is_file()}
-    child = specbench("report", small.path / "run", MPLBACKEND="Agg")
-    assert child.wait() == 1, child.errors
-    assert "Traceback" not in child.errors
-    assert child.errors.splitlines()[-1].startswith("specbench: ")
-    assert "No space left" in child.errors.splitlines()[-1] or "full" in child.errors.splitlines()[-1]
-    after = {path.name: path.read_bytes() for path in (small.path / "run").iterdir() if path.is_file()}
-    assert {name: after[name] for name in before} == before
-    assert not any(name.endswith((".html", ".partial")) for name in after)
-
-
-def test_a_trace_on_a_disk_that_fills_up_does_not_cost_the_text(models, disk, specbench):
-    small = disk(16_384)
-    words = [
-        "generate",
-        "Hello",
-        "--target",
-        models / "endless",
-        *["--ignore-eos", "-n", "300", "-t", "5", "--quiet"],
-    ]
-    whole = specbench(*words)
-    assert whole.wait() == 0, whole.errors
-    child = specbench(*words, "--trace-file", small.path / "trace.jsonl", limits=small.limits)
-    assert child.wait() == 1
-    assert child.output == whole.output
-    assert "is not complete" in child.errors
-    assert len(child.errors.splitlines()) == 1
-
-
 def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(models, disk, specbench):
     small = disk(65_536)
     small.make_read_only()
@@ -316,24 +277,6 @@ def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(models,
     (said,) = child.errors.splitlines()
     assert re.search(READ_ONLY, said)
     assert "--out" in said
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_stopped_while_a_slow_disk_is_waited_for(tmp_path, number):
-    """Between the writing of a line and the disk's word that it has it."""
-    out, place = tmp_path / "run", tmp_path / "child"
-    child = Child(place, fault_child.slow_disk, out, place, 0.05)
-    wait_for(lambda: lines_in(out / "generations.jsonl") >= 4, child)
-    (place / "waiting").unlink()
-    wait_for((place / "waiting").exists, child)
-    child.kill(number)
-    seen = len(rows(out))
-    assert seen >= 4
-    assert load_results(out).problems == []
-    last = Child(place, fault_child.slow_disk, out, place, 0.0)
-    assert last.wait() == 0, last.errors
-    assert [each[:5] for each in rows(out)] == [cell.key for cell in scripted_sweep().plan()]
-    assert load_results(out).problems == []
 
 
 def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path, monkeypatch):
@@ -679,13 +622,3 @@ def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub, si
     wrong = hub.load()
     assert "'model.safetensors' of org/name has the wrong hash; it was not kept" in wrong["error"]
     assert not weights.exists()
-
-
-def test_a_damaged_file_of_a_hub_that_is_out_of_reach(hub, site):
-    assert "fingerprint" in hub.load()
-    path = hub.cached("model.safetensors")
-    path.write_bytes(path.read_bytes()[:-5])
-    site.close()
-    answer = hub.load()
-    assert answer["kind"] == "RunError"
-    assert "held a damaged 'model.safetensors' of org/name, and the hub cannot be reached" in answer["error"]

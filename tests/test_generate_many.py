@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random as standard_random
-import weakref
 from functools import cache
 from typing import Any
 
@@ -304,34 +303,6 @@ def test_a_target_that_a_device_map_has_spread_serves_batches():
         assert told(found) == told(
             speculative_generate(prompt, target(), drafter("lookup"), gamma=3, max_new_tokens=NEW)
         )
-
-
-def test_memory_is_given_back_when_all_have_ended():
-    """And not when the collector comes: in a process with torch in it that is hardly ever."""
-    many = speculative_generate_many(
-        prompts()[:3], target(), drafter("model"), gamma=2, max_new_tokens=NEW, max_batch=2
-    )
-    assert many.factory is not None
-    gc.disable()
-    try:
-        next(iter(many))
-        pools = {id(each.pool): each.pool for each in many.factory._models.values() if each.pool is not None}
-        stores = [
-            store
-            for pool in pools.values()
-            for store in pool.buffers
-            if store is not None and store.is_allocated
-        ]
-        buffers = [weakref.ref(store.keys) for store in stores]
-        taken = many.factory.use
-        many.results()
-        assert buffers
-        assert not any(buffer() is not None for buffer in buffers)
-    finally:
-        gc.enable()
-    assert taken is not None
-    assert many.factory.use is not None
-    assert many.factory.use.bytes == taken.bytes
 
 
 @pytest.mark.parametrize("kind", ["paged", "slotted"])

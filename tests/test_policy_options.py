@@ -28,12 +28,7 @@ from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
-from specbench.policies import (
-    build_policy,
-    load_costs,
-    parse_costs,
-    read_costs,
-)
+from specbench.policies import build_policy, load_costs, parse_costs, read_costs
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
@@ -92,10 +87,7 @@ def names(specs: list[str], **options: Any) -> tuple[str, ...]:
             "egag:gamma=3",
             "egag has no option 'gamma'. Options of egag: min=N, max=N, beta=B, scale=H, verification=NAME.",
         ),
-        (
-            "auto:costs=x",
-            "auto has no option 'costs'. Options of auto: max=N, verification=NAME.",
-        ),
+        ("auto:costs=x", "auto has no option 'costs'. Options of auto: max=N, verification=NAME."),
         ("egag:scale", "The option 'scale' of egag needs a value."),
         ("egag:scale=much", "The option 'scale' of egag is 'much', which is no number."),
         ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
@@ -110,10 +102,6 @@ def test_what_cannot_be_read_is_refused(spec, message):
     with pytest.raises(UsageError) as caught:
         build_policy(spec)
     assert message in f"{caught.value} {caught.value.hint}"
-
-
-def test_a_specs_own_options_come_first():
-    assert build_policy("egag:max=12", gamma_max=4, gamma_min=2).name == "egag:min=2,max=12"
 
 
 def test_shared_options_go_to_the_rules_that_take_them():
@@ -221,21 +209,6 @@ def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule
     outcome = decode(engine, config_from_recipe(drafter, rule))
     assert outcome.token_ids == plain
     assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
-
-
-def test_notes_of_every_step_stand_in_the_results(engine):
-    outcome = decode(engine, config_from_recipe("small", "egag:scale=1,beta=0.5"))
-    notes = StepLists.of(outcome.steps).policy
-    assert set(notes) == {"H_norm", "H_ema", "gamma"}
-    drafted = [step.gamma for step in outcome.steps]
-    average = None
-    for h, smooth, gamma, length in zip(*notes.values(), drafted, strict=True):
-        if h is None:
-            assert length == 0  # no room
-            continue
-        average = h if average is None else 0.5 * average + 0.5 * h
-        assert smooth == pytest.approx(average, abs=1e-8)
-        assert gamma == length
 
 
 # -- costs -------------------------------------------------------------------------------------------

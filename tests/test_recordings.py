@@ -7,10 +7,7 @@ import shlex
 
 import pytest
 import recordings
-from conftest import SNAPSHOTS
 from stored_runs import kept_run
-from test_trace import ACCEPTED_ALL, REJECTION, event, header, prefill
-from test_trace import shown as trace_shown
 
 from specbench.backends.torch.kernels import huge_pages
 from specbench.cli import _command_line
@@ -27,13 +24,6 @@ MEASURED = re.compile(
     r"|\s*tokens +tokens$"
 )
 """Lines whose words depend on times, so that they may be missing another time."""
-
-
-def labels(lines: list[str]) -> set[str]:
-    """Return the names in the first column of a trace, and the headings of its table."""
-    rows = {found[1] for line in lines if (found := re.match(r"  ([a-z]+)(?: |$)", line))}
-    heads = {word for line in lines if re.match(r"i +token", line) for word in line.split()}
-    return rows | heads
 
 
 def shape(line: str) -> str:
@@ -62,26 +52,6 @@ def test_every_option_shown_exists(command, tmp_path, monkeypatch):
         if word.startswith("--"):
             options = [each for parameter in _command_line().commands[name].params for each in parameter.opts]
             assert word in options
-
-
-def test_the_recorded_trace_has_the_labels_of_today():
-    today = labels(trace_shown(header(), prefill(), *map(event, (ACCEPTED_ALL, REJECTION))).splitlines())
-    assert {"target", "corrected", "bonus", "time", "token", "p/q", "verdict"} <= labels(SHOWN["debug"])
-    assert labels(SHOWN["debug"]) <= today | {"stop"}
-
-
-def test_the_recorded_answer_of_tune_has_the_lines_of_today():
-    """Which the snapshot of `tests/test_tune.py` has."""
-    today = (
-        (SNAPSHOTS / "tune" / "the_answer_as_text_markdown_and_json.txt")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    firsts = {line.split()[0] for line in today[: today.index("---")] if line}
-    assert {"Decode:", "Deploy:"} <= {line.split()[0] for line in SHOWN["tune"] if line} & firsts
-    headline = r"[\w:+]+ .*[:,] \d\.\d\d× \[\d\.\d\d, \d\.\d\d\] over plain decoding"
-    assert re.match(headline, today[0])
-    assert re.match(headline, SHOWN["tune"][1])
 
 
 @pytest.mark.real

@@ -29,16 +29,14 @@ from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 import specbench.models.hub
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.base.files import write_text
 from specbench.bench.prompts import load_prompts
 from specbench.cli import run
-from specbench.generate import autoregressive_generate, encode_prompt
+from specbench.generate import encode_prompt
 from specbench.models import chat_templates
 from specbench.models.builtin import prepare_gguf
 from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_model
-from specbench.models.target import load_target
 from specbench.options import LoadOptions
 from specbench.results.results import load_results
 from specbench.results.store import write_csv
@@ -142,14 +140,6 @@ def test_a_model_does_not_choose_the_code_it_is_computed_by(tmp_path, settings_o
         if (config := getattr(module, "config", None)) is not None:
             assert config._attn_implementation == same.config._attn_implementation
             assert config._experts_implementation == same.config._experts_implementation
-
-
-def test_a_model_does_not_choose_how_it_hands_over_its_logits(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"return_dict": False}))
-    result = autoregressive_generate([1, 2], load_target(str(folder), CPU), max_new_tokens=4, ignore_eos=True)
-    assert len(result.token_ids) == 4
 
 
 def save_gemma3(folder: Path) -> Path:
@@ -404,19 +394,6 @@ def test_no_name_of_an_unfinished_file_can_be_prepared(theirs):
             assert run(["report", str(theirs)]) == 0
     assert mine.read_text() == "mine"
     assert len(set(opened)) == len(opened) > 4
-
-
-def test_what_is_written_has_the_rights_that_new_files_have(tmp_path):
-    (tmp_path / "new").touch()
-    write_text(tmp_path / "report.html", "")
-    assert (tmp_path / "report.html").stat().st_mode == (tmp_path / "new").stat().st_mode
-
-
-def test_a_folder_of_ones_own_may_be_a_link(theirs):
-    (theirs.parent / "elsewhere").mkdir()
-    (theirs.parent / "figures").symlink_to("elsewhere")
-    assert run(["plot", str(theirs), "--only", "speedup", "--out", str(theirs.parent / "figures")]) == 0
-    assert [path.name for path in (theirs.parent / "elsewhere").iterdir()] == ["speedup.png"]
 
 
 # -- hashes of the hub's cache ---------------------------------------------------------------------

@@ -397,24 +397,6 @@ def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
     assert len(found.predicted) == len(sweep.configs) - 1
 
 
-def test_draft_lengths_are_predicted_from_two_of_them(tmp_path):
-    found, timed, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate=RATE)
-    for name, setting in timed.settings.items():
-        if setting.family == "org/small":
-            expected = speed(setting, RATE) / speed(timed.settings[PLAIN], RATE)
-            assert found.predicted[name] == pytest.approx(expected, rel=0.2)
-
-
-def test_groups_are_compared_with_plain_decoding_beside_them(tmp_path):
-    """The machine is much slower half of the time; ratios to plain decoding stay right."""
-    found, timed, _ = search(
-        tmp_path / "run", started_engine("llama.cpp"), rate=RATE, limit=2, drift=1.0, minutes=300.0
-    )
-    race = found.race
-    expected = speed(timed.settings[race.leader], RATE) / speed(timed.settings[PLAIN], RATE)
-    assert race.ratio(race.leader, PLAIN).value == pytest.approx(expected, rel=0.15)
-
-
 def test_a_drafter_that_knows_nothing_loses(tmp_path):
     found, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate={})
     race = found.race

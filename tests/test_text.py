@@ -136,20 +136,6 @@ def test_encoded_text_comes_back(text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("character", ["é", "€", "😀"])
-def test_a_character_appears_with_its_last_byte(kind, character):
-    """With byte fallback only when the run of bytes has ended, for one more byte may spoil it."""
-    data = character.encode()
-    ids = [*ids_of(kind, "a"), *byte_ids(kind, data), *byte_ids(kind, data), *ids_of(kind, "b")]
-    released, _ = stream_of(tokenizer_of(kind), ids)
-    waiting = [""] * (len(data) - 1)
-    if kind == "bytes":
-        assert released == ["a", *waiting, character, *waiting, character, "b", ""]
-    else:
-        assert released == ["a", *waiting, "", *waiting, "", f"{character}{character}b", ""]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_make_no_character(kind):
     """They become replacement characters as soon as it is certain, and spoil nothing behind them."""
     ids = [*ids_of(kind, "a"), *byte_ids(kind, b"\xff\xf0\x9f"), *ids_of(kind, "b", "c")]
@@ -158,31 +144,6 @@ def test_bytes_that_make_no_character(kind):
     assert released[:4] == ["a", "", "", ""]
     assert released[5:] == ["c", "", "é", "a", ""] if kind == "bytes" else ["c", "", "", "éa", ""]
     assert stream.text == decode(tokenizer_of(kind), ids)
-
-
-@pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_bytes_behind_a_character_that_spoil_it_afterwards(kind):
-    """A run of byte tokens is decoded as one, all or nothing, also over tokens that decoding leaves out."""
-    for between in ([], ids_of(kind, "</s>")):
-        ids = [*byte_ids(kind, "é".encode()), *between, *byte_ids(kind, b"\xff"), *ids_of(kind, "▁a", "b")]
-        released, stream = stream_of(tokenizer_of(kind), ids)
-        assert released[-3:] == ["\ufffd\ufffd\ufffd a", "b", ""]
-        assert not any(released[:-3])
-        assert stream.text == decode(tokenizer_of(kind), ids)
-
-
-@pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_only_the_first_space_of_all_is_dropped(kind):
-    released, _ = stream_of(tokenizer_of(kind), ids_of(kind, "▁the", "▁world", "▁", "▁the", "▁▁", "▁a", "."))
-    assert released == ["the", " world", " ", " the", "  ", " a", ".", ""]
-
-
-@pytest.mark.parametrize("kind", ["llama", "metaspace"])
-def test_special_tokens_leave_no_gap(kind):
-    """Neither a space less nor one more, wherever they stand."""
-    ids = ids_of(kind, "<s>", "▁the", "</s>", "▁world", "<unk>", "<s>", "b", "<s>", "▁", "<s>", "▁a")
-    released, _ = stream_of(tokenizer_of(kind), ids)
-    assert "".join(released) == decode(tokenizer_of(kind), ids) == "the worldb  a"
 
 
 # -- stop strings ---------------------------------------------------------------------------------

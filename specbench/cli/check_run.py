@@ -281,12 +281,7 @@ class DecodingJob:
             return
         console = Console(highlight=False)
         target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
-        parts = check_parts(
-            results,
-            target,
-            dtype=header["rounding"],
-            piece=piece,
-        )
+        parts = check_parts(results, target, dtype=header["rounding"], piece=piece)
         show(console, *parts, wrap=console.is_terminal)
 
 

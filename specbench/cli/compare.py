@@ -79,10 +79,7 @@ def compare(
 
 
 def _comparison(
-    runs: list[Path],
-    a: str | None,
-    b: str | None,
-    measure: Literal["auto", "speed", "speedup"],
+    runs: list[Path], a: str | None, b: str | None, measure: Literal["auto", "speed", "speedup"]
 ) -> Compared:
     from specbench.cli.named_runs import named_runs
     from specbench.results.compare import compare_configs, compare_runs
