@@ -109,7 +109,6 @@ class Case:
     defaults: dict[str, Any] = field(default_factory=dict)
     top_k: int = 0
     conversation: bool = False
-    checkpoints: int = 0
     prompts: list[tuple[list[int], int]] = field(default_factory=list)
 
     @property
@@ -216,8 +215,6 @@ def draw(number: int, recurrent: bool = False) -> Case:
         new = r.choice((1, 2, 7, 20, 40, *((110,) if recurrent and r.random() < 0.2 else ())))
         case.prompts.append((r.choices(words, k=length), new))
     case.conversation = r.random() < 0.4
-    if recurrent and case.cache == "dynamic":
-        case.checkpoints = r.choice((0, 0, 4, 16))
     return case
 
 
@@ -275,8 +272,6 @@ def build_target(case: Case) -> Target:
         target = wrap_target(model, TOKENIZER, name="fuzzed", cache=case.cache, pack=case.pack)
     if case.hook is not None and not hook_first:
         steer(model, case.hook)
-    if case.checkpoints:
-        target.scorer.keep_checkpoints(case.checkpoints)
     return target
 
 

@@ -342,14 +342,6 @@ class CacheOptions:
         " takes some seconds. Uses the static cache.",
     )
 
-    state_checkpoints: int = _decoding(
-        0,
-        "--state-checkpoints N",
-        "Keep the states of recurrent layers every N tokens, so that other contexts can begin there: the next turn"
-        " of a conversation, or, for multiples of 16, prompts in a paged pool. 0 keeps the last states alone.",
-        min=0,
-    )
-
     @property
     def kind(self) -> CacheKind:
         """The kind of cache; "compiled" is a static cache with compiled forward passes."""

@@ -185,8 +185,7 @@ def test_a_recurrent_target_keeps_states_beside_its_layer(cli, folder):
     words = ("generate", "the thing", "--target", made.folder, "--dtype", "float32", "-n", 6, "--json")
     plain = cli(*words, "--drafter", "none").json()["token_ids"]
     for drafter in ("mtp", "lookup+mtp"):
-        kept = cli(*words, "--drafter", drafter, "--state-checkpoints", 4)
-        assert kept.json()["token_ids"] == plain, kept.err
+        assert cli(*words, "--drafter", drafter).json()["token_ids"] == plain
 
 
 def test_a_target_without_the_layers_is_refused_in_a_sentence(tmp_path):

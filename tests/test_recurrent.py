@@ -10,7 +10,6 @@ import architectures as survey
 import pytest
 import torch
 from scripted import ScriptedScorer, enumerate_outcomes, random_table
-from tiny import save_tiny, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.batch import RequestFactory
@@ -22,7 +21,6 @@ from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.schedule import Scheduler
@@ -272,43 +270,20 @@ def test_drafts_in_the_first_pass_of_a_batch_are_no_part_of_the_prompt():
     assert [list(output.token_ids) for output in results] == expected
 
 
-CHECKPOINTS = (*(kind for kind in KINDS if kind != "recurrent_gemma"), "lfm2")  # where no window slides
+RESUMED = (*(kind for kind in KINDS if kind != "recurrent_gemma"), "lfm2")  # where no window slides
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_a_context_that_begins_like_the_last_one_begins_at_a_checkpoint(kind):
-    model, expected = built(kind)
-    text = [*IDS, *expected]
-    whole = survey.one_by_one(model, text, len(IDS))
-    scorer = Scorer(model)
-    assert scorer.keep_checkpoints(8)
-    scorer.logits(IDS)  # in pieces, from one checkpoint to the next
-    found = scorer.logits(text[: len(IDS) + 1], text[len(IDS) + 1 : 43])
-    torch.testing.assert_close(found, whole[len(IDS) : 43], atol=2e-4, rtol=0)
-    scorer.rollback(37)
-    for common, kept in ((50, 37), (36, 32), (31, 24), (23, 16), (7, 0)):
-        assert scorer.most_kept(common) == kept
-        scorer.resume(common)
-        assert scorer.cached_len == kept
-        found = scorer.logits(text[: common + 1], rows=1)
-        torch.testing.assert_close(found[-1], whole[common], atol=2e-4, rtol=0)
-        scorer.rollback(common)
-
-
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_conversations_read_what_is_new(kind):
     model, expected = built(kind)
     target = wrap_target(model, name="tiny", pack=False)
     drafter = load_drafter("lookup", target)
     options = {"max_new_tokens": 12, "ignore_eos": True}
     turns = (
-        (0, [*IDS, *expected[:12], 5, 9], len(IDS) + 11),  # the end of the last turn is always kept
-        (0, [*IDS, *expected[:4], 7, 7, 7], 0),
-        (8, [*IDS, *expected[:4], 7, 7, 7], 24),
-        (8, [*IDS, *expected[:12], 5, 9], len(IDS) + 11),
+        ([*IDS, *expected[:12], 5, 9], len(IDS) + 11),  # the end of the last turn is always kept
+        ([*IDS, *expected[:4], 7, 7, 7], 0),
     )
-    for interval, prompt, kept in turns:
-        target.scorer.keep_checkpoints(interval)
+    for prompt, kept in turns:
         first = GenerationRun(IDS, target, drafter, **options)
         list(first)
         assert list(first.result().token_ids) == expected[:12]
@@ -321,54 +296,13 @@ def test_conversations_read_what_is_new(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
-def test_prompts_in_a_paged_pool_share_what_a_checkpoint_ends(kind):
+def test_the_states_of_requests_in_a_pool_are_counted(kind):
     model, _ = built(kind)
-    begin = Random(4).choices(range(3, survey.VOCABULARY), k=40)
-    prompts = [[*begin, 5, 6], [*begin, 9], [*begin[:20], 8]]
-    expected = [survey.generated(model, prompt) for prompt in prompts]
-    target = wrap_target(model, name="tiny", pack=False)
-    target.scorer.keep_checkpoints(16)
-    factory = RequestFactory(target.scorer, 512, 3)
-    scorers = [factory.open(NoDraft())[0] for _ in prompts]
-    fed = []
-    for scorer, prompt, answer in zip(scorers, prompts, expected, strict=True):
-        scorer.require(ForwardRequest(scorer, prompt, (), rows=1))
-        fed.append(scorer.cached_len)
-        found = scorer.logits([*prompt, answer[0]], answer[1:8])
-        assert found.argmax(dim=-1).tolist() == answer[1:9]
-    assert fed == [0, 32, 16]
-    use = factory.use
-    assert use.shared == 2
-    state = cache_size(model).request // (1 + MOST_SPARE)
-    assert use.bytes >= 3 * state, "the states of requests are counted"
-    scorers[0].begin()
-    scorers[1].begin()
-    assert len(factory._pool.blocks.checkpoints) == 1
-    outputs = speculative_generate_many(
-        prompts, target, "lookup", max_batch=3, pool="paged", max_new_tokens=survey.NEW, ignore_eos=True
-    )
-    assert [list(output.token_ids) for output in outputs.results()] == expected
-
-
-def test_the_command_line_keeps_checkpoints(cli, tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    built("qwen3_next", len(tokenizer))[0].save_pretrained(tmp_path / "hybrid")
-    tokenizer.save_pretrained(tmp_path / "hybrid")
-    intervals = []
-    keep = Scorer.keep_checkpoints
-    monkeypatch.setattr(
-        Scorer, "keep_checkpoints", lambda self, each: intervals.append(each) or keep(self, each)
-    )
-
-    def generate(target, *more):
-        return cli("generate", "--target", target, "--dtype", "float32", "-n", 3, *more, "Hi")
-
-    assert generate(tmp_path / "hybrid", "--state-checkpoints", 8).code == 0
-    assert intervals == [8]
-    assert generate(tmp_path / "hybrid").code == 0
-    assert intervals == [8]
-    save_tiny(tmp_path / "llama")
-    generate(tmp_path / "llama", "--state-checkpoints", 8).refused(2, "needs a target with recurrent layers")
+    factory = RequestFactory(wrap_target(model, name="tiny", pack=False).scorer, 512, 3)
+    scorers = [factory.open(NoDraft())[0] for _ in range(3)]
+    for scorer in scorers:
+        scorer.logits(IDS)
+    assert factory.use.bytes >= 3 * cache_size(model).request // (1 + MOST_SPARE)
 
 
 def test_what_is_no_longer_kept_is_read_again():

@@ -166,7 +166,6 @@ class DecodingJob:
             request.recipe.models,
             cache=request.recipe.caching.kind,
             bit_exact=request.recipe.caching.bit_exact,
-            state_checkpoints=request.recipe.caching.state_checkpoints,
             progress=progress,
             before_packing=answer,
         )

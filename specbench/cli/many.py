@@ -96,7 +96,7 @@ def decode_prompts(
 
     tokens, batch = None, many.batch or _BATCH
     if many.kv_memory is not None:
-        size = cache_size(target.language_model.model, target.scorer.checkpoints)
+        size = cache_size(target.language_model.model)
         tokens = max(1, size.tokens(many.kv_memory * 2**20, min(batch, len(prompts))))
     runs = GenerationRuns(
         [begun(prompt) for prompt in prompts],

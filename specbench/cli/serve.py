@@ -176,7 +176,7 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
     from specbench.backends.torch.pools import cache_size
     from specbench.generate_many import TREE_POSITIONS
 
-    size = cache_size(target.language_model.model, target.scorer.checkpoints)
+    size = cache_size(target.language_model.model)
     if server.kv_memory is not None:
         tokens, least = size.tokens(server.kv_memory * 2**20, server.batch), 2 * TREE_POSITIONS
         if tokens < least:

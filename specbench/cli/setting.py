@@ -71,7 +71,6 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         recipe.models,
         cache=recipe.caching.kind,
         bit_exact=recipe.caching.bit_exact,
-        state_checkpoints=recipe.caching.state_checkpoints,
         progress=progress,
     )
     transforms = target.language_model.transforms(transforms, recipe.decoding)

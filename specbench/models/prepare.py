@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
-from specbench.drafters.parts import models_of
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model
 from specbench.models.heads import TrainedHead
@@ -78,7 +76,6 @@ def prepare(
     *,
     cache: CacheKind | None = None,
     bit_exact: bool = False,
-    state_checkpoints: int = 0,
     progress: Progress | None = None,
     before_packing: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[LoadedDrafter]]:
@@ -89,7 +86,6 @@ def prepare(
         options: How to load their weights.
         cache: Kind of KV cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         bit_exact: Whether to refuse a target whose logits depend on the number of tokens in the forward pass.
-        state_checkpoints: Tokens from one stored state of recurrent layers to the next; 0 for none.
         progress: Receives the stages.
         before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. Since it can
             take long, the drafters' models are loaded and checked first.
@@ -120,25 +116,10 @@ def prepare(
     loaded_drafters = prepare_drafters(
         ready, drafters, options, cache=cache, progress=progress, loaded=loaded
     )
-    if state_checkpoints:
-        _keep_checkpoints(ready, loaded_drafters, state_checkpoints)
     for drafting in loaded.values():
         if isinstance(drafting, LanguageModel):
             language_model.notes += drafting.notes
     return ready, loaded_drafters
-
-
-def _keep_checkpoints(target: Target, drafters: Sequence[LoadedDrafter], interval: int) -> None:
-    """Keep recurrent states of the target and of drafter models; heads have none."""
-    if not target.scorer.keep_checkpoints(interval):
-        raise UsageError(
-            "--state-checkpoints needs a target with recurrent layers and --cache dynamic.", "Leave it out."
-        )
-    for each in drafters:
-        if isinstance(each.outcome, Drafter):
-            for model in models_of(each.outcome):
-                if isinstance(model.scorer, Scorer) and model.scorer.cache is not target.scorer.cache:
-                    model.scorer.keep_checkpoints(interval)
 
 
 def prepare_drafters(

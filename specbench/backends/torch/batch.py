@@ -66,10 +66,7 @@ class BatchedModel:
         cache = shared
         if cache is None:
             config = self.loaded.model.config
-            checkpoints = self.loaded.checkpoints
-            cache = (
-                make_cache("dynamic", config, checkpoints) if self.pool is None else PooledCache(self.pool)
-            )
+            cache = make_cache("dynamic", config) if self.pool is None else PooledCache(self.pool)
         batch = self if self.why_not_batched is None else None
         return self.loaded.clone_for(cache, batch, shares=shared is not None)
 
@@ -243,8 +240,7 @@ class RequestFactory:
             if is_target or loaded.cache is not self._target.cache:
                 config = loaded.model.config
                 fits = supports_pool(config)
-                checkpoints = loaded.checkpoints
-                pool = KVPool(config, self._kind, self._tokens, self._requests, checkpoints) if fits else None
+                pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
             self._models[loaded] = BatchedModel(loaded, pool, exact=is_target)
             if is_target:
                 self._pool = pool
@@ -257,4 +253,4 @@ def _cache_like(loaded: Scorer) -> KVCache:
     """
     kinds: dict[type, CacheKind] = {PreallocatedKVCache: "preallocated", NoKVCache: "none"}
     kind = kinds.get(type(loaded.cache), "dynamic")
-    return make_cache(kind, loaded.model.config, loaded.checkpoints)
+    return make_cache(kind, loaded.model.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.recurrent_cache import Checkpoint
 from specbench.base.errors import UsageError
 
 
@@ -52,9 +51,6 @@ class BlockAllocator:
         self._holders = np.zeros(count, dtype=np.int32)
         self._digests: dict[int, bytes] = {}  # of blocks that others may share
         self._by_digest: dict[bytes, int] = {}
-        self.checkpoints: dict[
-            bytes, list[Checkpoint]
-        ] = {}  # of recurrent layers, at the ends of such blocks
 
     @property
     def shared(self) -> int:
@@ -118,21 +114,6 @@ class BlockAllocator:
                 self._by_digest[digest] = block
                 self._digests[block] = digest
 
-    def publish_checkpoints(self, table: BlockTable, found: Mapping[int, list[Checkpoint]]) -> None:
-        """Let others begin with the checkpoints of a request that are at the ends of its published blocks."""
-        for length, checkpoints in found.items():
-            index, rest = divmod(length, self.size)
-            if rest == 0 and index <= len(table.digests) and table.digests[index - 1] in self._by_digest:
-                self.checkpoints.setdefault(table.digests[index - 1], checkpoints)
-
-    def share_checkpoint(self, table: BlockTable, tokens: Sequence[int]) -> tuple[int, list[Checkpoint]]:
-        """Let a new request share a prefix of ``tokens`` as ``share_prefix``, at whose end there is a checkpoint."""
-        self.share_prefix(table, tokens)
-        ends = [i for i, digest in enumerate(table.digests) if digest in self.checkpoints]
-        length = (ends[-1] + 1) * self.size if ends else 0
-        self.truncate(table, length)
-        return length, self.checkpoints[table.digests[-1]] if ends else []
-
     def share_prefix(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Let a new request share the published blocks of the longest
         prefix of ``tokens``; return the positions in them.
@@ -184,7 +165,6 @@ class BlockAllocator:
         digest = self._digests.pop(block, None)
         if digest is not None:
             del self._by_digest[digest]
-            self.checkpoints.pop(digest, None)
 
 
 class KVBuffers:

@@ -109,8 +109,8 @@ class KVCache:
         raise NotImplementedError
 
 
-def make_cache(kind: CacheKind, config: PretrainedConfig, checkpoints: int = 0) -> KVCache:
-    """Make an empty cache for a model; for ``checkpoints`` see ``DynamicKVCache``.
+def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
+    """Make an empty cache for a model.
 
     ``dynamic`` grows by concatenation (``transformers``' DynamicCache). ``preallocated`` writes by index into buffers
     that double when full. ``static`` does this for forwards with fixed tensor shapes, ``compiled`` for compiled
@@ -121,7 +121,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig, checkpoints: int = 0) 
         UsageError: The kind is unknown, or cannot hold this model's layers.
     """
     if kind == "dynamic":
-        return DynamicKVCache(config, checkpoints)
+        return DynamicKVCache(config)
     if kind == "preallocated":
         return PreallocatedKVCache(config, KEY_BLOCK if is_folded(config) else 1)
     if kind == "static":
@@ -190,30 +190,19 @@ class DynamicKVCache(KVCache):
     Native forwards replace its layers by growing ones (``LayerGroup``). ``transformers``' layers with sliding windows
     can be rolled back only if they record past positions. Recording begins after the first forward, so that a long
     prompt is not stored whole. Every rollback then crops all such layers, even by 0, which trims them to their window.
-    Recurrent layers store some states (``RecurrentCache``). A rollback to between these keeps the tokens up to the last
-    one before, and the others are fed again.
-
-    Attributes:
-        checkpoints: Tokens from one state that stays stored to the next, from the next context on; 0 for none.
+    Recurrent layers store some states (``RecurrentCache``). A rollback to before these empties the cache.
     """
 
-    def __init__(self, config: PretrainedConfig, checkpoints: int = 0) -> None:
-        self._config, self.checkpoints = config, checkpoints
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
         self.reset()
 
     def reset(self) -> None:
-        self._recurrent = (
-            RecurrentCache(self._config, self.checkpoints) if is_recurrent(self._config) else None
-        )
+        self._recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
         self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
         self._arguments = cache_arguments(self._cache, self._config)
         self._recording = False
         self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self._recurrent is not None
 
     @property
     def length(self) -> int:

@@ -61,15 +61,12 @@ class KVPool:
 
     Args:
         slots: Requests of a slotted pool, which get equal parts.
-        checkpoints: Tokens from one state of recurrent layers that stays stored to the next; 0 for none.
 
     Raises:
         UsageError: There is no room for one block, or the model has layers of unknown kinds.
     """
 
-    def __init__(
-        self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1, checkpoints: int = 0
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1) -> None:
         size = PAGE if kind == "paged" else tokens // slots
         if size < 1 or tokens < size:
             raise UsageError(
@@ -78,7 +75,7 @@ class KVPool:
             )
         self.kind = kind
         self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
-        self.config, self.is_recurrent, self.checkpoints = config, is_recurrent(config), checkpoints
+        self.config, self.is_recurrent = config, is_recurrent(config)
         self.requests: WeakSet[PooledCache] = WeakSet()
         self.buffers: list[KVBuffers | None] = []
         for layer in DynamicCache(config=config).layers:
@@ -104,13 +101,6 @@ class KVPool:
 
     def _bytes(self) -> int:
         states = [state for each in self.requests if each.recurrent for state in each.recurrent.tensors()]
-        states += [
-            state
-            for kept in self.blocks.checkpoints.values()
-            for pair in kept
-            for state in pair
-            if state is not None
-        ]
         return sum({id(state): state.nbytes for state in states}.values()) + sum(
             each.keys.nbytes + each.values.nbytes for each in self.buffers if each and each.is_allocated
         )
@@ -140,7 +130,7 @@ class CacheSize(NamedTuple):
     """The memory of a model's cache, in bytes.
 
     Attributes:
-        token: Of a token's keys and values, and its share of a checkpoint; at least 1.
+        token: Of a token's keys and values; at least 1.
         request: Of a request's recurrent states, with those after each token of a draft.
     """
 
@@ -153,8 +143,8 @@ class CacheSize(NamedTuple):
 
 
 @torch.inference_mode()
-def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
-    """Return the memory of a model's cache, found by reading a token; for ``checkpoints`` see ``KVPool``."""
+def cache_size(model: PreTrainedModel) -> CacheSize:
+    """Return the memory of a model's cache, found by reading a token."""
     recurrent = is_recurrent(model.config)
     cache = RecurrentCache(model.config) if recurrent else DynamicCache(config=model.config)
     untyped = cast("Any", model)
@@ -167,8 +157,7 @@ def cache_size(model: PreTrainedModel, checkpoints: int = 0) -> CacheSize:
     if isinstance(cache, RecurrentCache):
         cache.end_forward()
         states = sum(state.nbytes for state in cache.tensors())
-    shared = states // checkpoints if checkpoints else 0
-    return CacheSize(max(1, token + shared), states * (1 + MOST_SPARE))
+    return CacheSize(max(1, token), states * (1 + MOST_SPARE))
 
 
 class _PooledLayer(CacheLayerMixin):
@@ -228,7 +217,7 @@ class PooledCache(KVCache):
 
     def _new_cache(self) -> Cache:
         if self.pool.is_recurrent:
-            cache = self.recurrent = RecurrentCache(self.pool.config, self.pool.checkpoints)
+            cache = self.recurrent = RecurrentCache(self.pool.config)
             cache.layers = [own or layer for own, layer in zip(self.layers, cache.layers, strict=True)]
             return cache
         return Cache(layers=[DummyLayer() if layer is None else layer for layer in self.layers])
@@ -267,11 +256,6 @@ class PooledCache(KVCache):
         if not self._table.blocks and self.recurrent is None:
             shared = blocks.share_prefix(self._table, prefix)
             self._set_length(shared)
-        elif not self._table.blocks and self.recurrent is not None and self.pool.checkpoints:
-            shared, checkpoints = blocks.share_checkpoint(self._table, prefix)
-            self._set_length(shared)
-            if shared:
-                self.recurrent.begin_at(shared, checkpoints)
         copied = None
         try:
             copied = blocks.extend(self._table, self.length, max(end, self.length))
@@ -309,8 +293,6 @@ class PooledCache(KVCache):
     def publish(self, tokens: Sequence[int]) -> None:
         """Let others share what the model itself has read of a context that begins with these tokens."""
         self.pool.blocks.publish(self._table, tokens)
-        if self.recurrent is not None and self.pool.checkpoints:
-            self.pool.blocks.publish_checkpoints(self._table, self.recurrent.checkpoints())
 
     def indices(self, start: int, end: int) -> Tensor:
         """Return where positions are in the pool's buffers, [end - start], on the CPU."""

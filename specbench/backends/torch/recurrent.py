@@ -4,10 +4,10 @@
 roundings than its passes of one token, and for Mamba 1 no regard to the state before. ``keep_states`` replaces the
 chunked functions in the modules of these models. Over our caches, a pass of up to ``LONGEST_FORWARD`` tokens on top of
 a state calls the function for one token for each in turn: so there is a state after each, and a pass of n tokens has
-the recurrences of n passes of one, to the bit. First passes and longer ones call the chunked function, from one
-checkpoint to the next. In a pass over several requests, each request is computed by itself. Passes over other caches
-run as before. Where a model bounds its time steps, those of the prompt are bounded and those of outputs are not, which
-is what ``generate`` does with a pass over the prompt and one for each token, whatever passes there are.
+the recurrences of n passes of one, to the bit. First passes and longer ones call the chunked function. In a pass over
+several requests, each request is computed by itself. Passes over other caches run as before. Where a model bounds its
+time steps, those of the prompt are bounded and those of outputs are not, which is what ``generate`` does with a pass
+over the prompt and one for each token, whatever passes there are.
 
 On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels/delta_rule.py``), if a
 trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
@@ -232,7 +232,7 @@ def _run(several: Function, recurrence: _Recurrence, single: Function, *args: An
 def _run_request(
     several: Function, recurrence: _Recurrence, single: Function, given: Arguments, history: History
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the rows of one request from one stop to the next; return their output and the last state."""
+    """Run the rows of one request; return their output and the last state."""
     native = recurrence.native
     if native is not None and not (fits(given[native.key]) and _native_is_right(recurrence, single)):
         native = None
@@ -240,32 +240,22 @@ def _run_request(
     state = history.states[-1] if history.states else None
     if recurrence.state is None and state is not None and state.dim() == 4:  # a call for each group of heads
         state = state[:, len(history.kept)]
-    kept: dict[int, torch.Tensor] = {}
-    outputs, stops = [], history.stops()
-    begin = start = history.length - history.rows
-    given = recurrence.prepare(given, history.rows if history.prompt is None else history.prompt - begin)
-    for stop in stops:
-        part = given if len(stops) == 1 else recurrence.of_rows(given, start - begin, stop - start)
-        if state is None or (stop - start > LONGEST_FORWARD and recurrence.state is not None):
-            before = state.mT if turns and state is not None else state
-            output, last = several(**part if recurrence.state is None else {**part, recurrence.state: before})
-            state = (last.mT if turns else last).contiguous()
-            kept[stop] = state = state.float() if native is not None else state
-        elif native is not None:
-            states = history.memory(state, stop - start)
-            output, state = native.run(part, state, states), states[-1]
-            kept |= {start + 1 + i: each for i, each in enumerate(states)}
-        else:
-            output, states = _run_steps(
-                recurrence, single, part, state, stop - start, keeps=not history.begins
-            )
-            state = states[-1]
-            kept |= {stop - len(states) + 1 + i: each for i, each in enumerate(states)}
-        outputs.append(output)
-        start = stop
-    history.kept.append(kept)
-    assert state is not None
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=recurrence.output), state
+    rows = history.rows
+    given = recurrence.prepare(
+        given, rows if history.prompt is None else history.prompt - (history.length - rows)
+    )
+    if state is None or (rows > LONGEST_FORWARD and recurrence.state is not None):
+        before = state.mT if turns and state is not None else state
+        output, last = several(**given if recurrence.state is None else {**given, recurrence.state: before})
+        state = (last.mT if turns else last).contiguous()
+        states = [state.float() if native is not None else state]
+    elif native is not None:
+        states = history.memory(state, rows)
+        output = native.run(given, state, states)
+    else:
+        output, states = _run_steps(recurrence, single, given, state, rows, keeps=not history.begins)
+    history.kept.append(states)
+    return output, states[-1]
 
 
 def _run_steps(

@@ -2,8 +2,7 @@
 
 A recurrent layer (Mamba, gated delta rules and the like) has no keys and values to cut. It holds the last inputs of a
 convolution and a state, which every token changes. ``History`` keeps the states after each token since the last
-rollback, so that a rollback chooses among tensors: no weights are read and nothing is computed again. With
-checkpoints, it also keeps the states at regular distances, so that another context can begin there.
+rollback, so that a rollback chooses among tensors: no weights are read and nothing is computed again.
 """
 
 from __future__ import annotations
@@ -25,29 +24,22 @@ MOST_SPARE = 8
 """Memory of states that is used again: drafts are rarely longer."""
 
 
-Checkpoint = tuple[torch.Tensor | None, torch.Tensor]
-"""A recurrent state, and the last inputs of the convolution."""
-
-
 @dataclass(slots=True)
 class History:
     """The states of one recurrent layer since the last rollback.
 
     Attributes:
-        interval: Tokens from one checkpoint to the next; 0 for none.
         length: Tokens read.
-        base: Tokens after which the earliest state is kept, checkpoints aside.
+        base: Tokens after which the earliest state is kept.
         states: The recurrent states after ``base`` to ``length`` tokens; empty where there is only a convolution.
         columns: Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
         kernel: Inputs of the convolution that one output reads.
         rows: Tokens of the pass that runs.
         prompt: How many of the first tokens are the prompt; ``None`` for all.
-        kept: For each group of heads that is computed by itself, states of this pass by the tokens read until then.
-        checkpoints: States and inputs of the convolution by the tokens read until then.
+        kept: For each group of heads that is computed by itself, the states of this pass.
         spare: States that are no longer kept, whose memory is used again; ``None`` where nothing asks for it.
     """
 
-    interval: int = 0
     length: int = 0
     base: int = 0
     states: list[torch.Tensor] = field(default_factory=list)
@@ -55,19 +47,13 @@ class History:
     kernel: int = 0
     rows: int = 0
     prompt: int | None = None
-    kept: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    kept: list[list[torch.Tensor]] = field(default_factory=list)
     spare: list[torch.Tensor] | None = None
 
     @property
     def begins(self) -> bool:
         """Whether the pass keeps its last state alone, being the first one or a long one."""
         return self.base == self.length
-
-    def stops(self) -> list[int]:
-        """Return after how many tokens in all a state of this pass is needed: at checkpoints, and at its end."""
-        start, every = self.length - self.rows, self.interval
-        return [*(range(start - start % every + every, self.length, every) if every else ()), self.length]
 
     def memory(self, like: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """Return memory for the states after each row of a pass."""
@@ -82,48 +68,25 @@ class History:
         # Models make [batch, tokens, channels] in memory, which is joined fastest.
         columns = self.columns = torch.cat([before.mT, inputs.mT], dim=1).mT
         self.length += rows
-        for length in self._checkpoints():
-            end = columns.shape[-1] - (self.length - length)
-            self.checkpoints[length] = None, columns[..., end - kernel : end].clone()
         if first or rows > LONGEST_FORWARD:
             self.base, self.columns = self.length, columns[..., -kernel:]
         return inputs if first else columns[..., -(kernel + rows) :]
-
-    def _checkpoints(self) -> list[int]:
-        """Return the checkpoints within this pass."""
-        return [length for length in self.stops() if length % self.interval == 0] if self.interval else []
 
     def update(self) -> None:
         """Take over the states of this pass."""
         made = self.kept[0]
         if len(self.kept) > 1:
-            made = {length: torch.stack([group[length] for group in self.kept], dim=1) for length in made}
-        for length in self._checkpoints():
-            self.checkpoints[length] = made[length].clone(), self.checkpoints[length][1]
-        last = made[self.length]
-        self.states = [last.contiguous()] if self.begins else [*self.states, *made.values()]
+            made = [torch.stack(groups, dim=1) for groups in zip(*self.kept, strict=True)]
+        self.states = [made[-1].contiguous()] if self.begins else [*self.states, *made]
         self.kept = []
 
     def has(self, length: int) -> bool:
         """Whether the state after this many tokens is kept."""
-        return self.base <= length <= self.length or length in self.checkpoints
-
-    def begin_at(self, length: int, state: torch.Tensor | None, columns: torch.Tensor) -> None:
-        """Begin with a checkpoint of another request."""
-        self.kernel = columns.shape[-1]
-        self.checkpoints[length] = state, columns
-        self.base = length + 1  # so that it is taken from there
-        self.rollback(length)
+        return self.base <= length <= self.length
 
     def rollback(self, length: int) -> None:
-        """Keep the state after this many tokens, and the checkpoints before; ``has`` is true of it, or it is longer."""
+        """Keep the state after this many tokens; ``has`` is true of it, or it is longer."""
         self.kept = []
-        self.checkpoints = {each: kept for each, kept in self.checkpoints.items() if each <= length}
-        if length < self.base:
-            state, self.columns = self.checkpoints[length]
-            self.states = [] if state is None else [state.clone()]
-            self.length = self.base = length
-            return
         surplus = max(self.length - length, 0)
         self.length -= surplus
         if self.states:
@@ -140,7 +103,6 @@ class History:
     def tensors(self) -> list[torch.Tensor]:
         """Return everything that takes memory."""
         kept = [*self.states, *(self.spare or ()), self.columns]
-        kept += [each for pair in self.checkpoints.values() for each in pair]
         return [each for each in kept if each is not None]
 
 
@@ -215,20 +177,16 @@ class RecurrentLayers(Cache):
 class RecurrentCache(RecurrentLayers, DynamicCache):
     """``transformers``' DynamicCache whose recurrent layers can be rolled back.
 
-    Args:
-        config: The model's.
-        interval: See ``History``.
-
     Attributes:
         histories: By layer and state.
     """
 
-    def __init__(self, config: PreTrainedConfig, interval: int = 0) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         running.clear()
         self._is_unfinished = False
         self.histories = {
-            (index, state): History(interval)
+            (index, state): History()
             for index, layer in enumerate(self.layers)
             if isinstance(layer, LinearAttentionCacheLayerMixin)
             for state in range(layer.number_of_states)
@@ -258,32 +216,18 @@ class RecurrentCache(RecurrentLayers, DynamicCache):
         running.clear()
 
     def most_kept(self, length: int) -> int:
-        """Return the most tokens, up to this many, after which all states are kept; 0 if there are none."""
+        """Return how many tokens, up to this many, stay: as many as were read, or 0 where a state is not kept."""
         histories = self.histories.values()
         if self._is_unfinished and any(history.begins for history in histories):
             return 0  # the pass has failed, and some layers have no state after it
         length = min(length, *(history.length for history in histories))
-        if all(history.has(length) for history in histories):
-            return length
-        shared = set.intersection(*(set(history.checkpoints) for history in histories))
-        return max((each for each in shared if each <= length), default=0)
+        return length if all(history.has(length) for history in histories) else 0
 
     def rollback(self, length: int) -> None:
         """Cut the recurrent layers to this many tokens, or what they hold of them; the states there must be kept."""
         self.end_forward()
         for history in self.histories.values():
             history.rollback(length)
-
-    def checkpoints(self) -> dict[int, list[Checkpoint]]:
-        """Return the checkpoints of all layers by the tokens read until then."""
-        first, *others = (history.checkpoints for history in self.histories.values())
-        shared = [length for length in first if all(length in each for each in others)]
-        return {length: [each[length] for each in (first, *others)] for length in shared}
-
-    def begin_at(self, length: int, checkpoints: Sequence[Checkpoint]) -> None:
-        """Begin with checkpoints of another request after this many tokens."""
-        for history, checkpoint in zip(self.histories.values(), checkpoints, strict=True):
-            history.begin_at(length, *checkpoint)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return everything that is kept."""

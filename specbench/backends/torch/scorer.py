@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specbench.backends.torch.caches import (
-    DynamicKVCache,
     KVCache,
     NoKVCache,
     change_of_rotation,
@@ -24,7 +23,6 @@ from specbench.backends.torch.forward import HFForward, NativeForward, join_pass
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PooledCache, PoolKind
-from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -235,21 +233,6 @@ class Scorer:
             self.rollback(cached_tokens)
         else:
             self.begin()
-
-    @property
-    def checkpoints(self) -> int:
-        """Tokens from one recurrent state that stays stored to the next; 0 for none."""
-        return self.cache.checkpoints if isinstance(self.cache, DynamicKVCache) else 0
-
-    def keep_checkpoints(self, interval: int) -> bool:
-        """Keep recurrent states every ``interval`` tokens from now on; return whether the model has any."""
-        if not isinstance(self.cache, DynamicKVCache) or not self.cache.is_recurrent:
-            return False
-        if bounds_prompts(self.model.config):
-            return False
-        self.cache.checkpoints = interval
-        self.begin()
-        return True
 
     @cached_property
     def rounding(self) -> torch.dtype:

@@ -395,7 +395,6 @@ def load_engine(
         models,
         cache=base.caching.kind,
         bit_exact=base.caching.bit_exact,
-        state_checkpoints=base.caching.state_checkpoints,
         progress=progress,
     )
     reference = None
