@@ -35,7 +35,7 @@ from specbench.results.predict import predict
 from specbench.results.requests import Curve, context_curves
 from specbench.results.results import load_results
 from specbench.results.steps import Steps
-from specbench.results.summary import Categories, SummaryRow, costs_at, summarize
+from specbench.results.summary import SummaryRow, costs_at, summarize
 from specbench.show.answer import find_answers, how_far_it_pays
 from specbench.show.plots import draw_figures
 
@@ -431,7 +431,7 @@ def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
     summary = summarize(results)
     best = context_curves(summary)[0]
     assert best.sizes == [16, 64, 128]
-    (answer,) = find_answers(results, summary, Categories([], "plain decoding"))
+    (answer,) = find_answers(results, summary, [])
     assert answer.verdict == "faster"
     assert answer.headline.startswith("d γ=1: pays up to 64 tokens of context, ")
     assert "; at 128 tokens of context the interval lies below 1, 0." in answer.headline

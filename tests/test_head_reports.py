@@ -59,7 +59,7 @@ def test_heads_are_told_by_category(df):
         (f"head (int8)-g{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
     ]
     steps, rows = df.steps, df.generations
-    speedups = {(row.config.id, row.category): row.speedup for row in categorize(df).rows}
+    speedups = {(row.config.id, row.category): row.speedup for row in categorize(df)}
     for row in heads:
         chosen = rows.index[(rows["config"] == row.config.id) & (rows["category"] == row.category)]
         mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())

@@ -30,7 +30,7 @@ from stored_runs import (
 from specbench.cli import run as command
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, ranks
 from specbench.results.results import Results, load_results
-from specbench.results.summary import categorize, summarize, to_frame
+from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
 from specbench.show import plots
 from specbench.show.plots import canvas
 
@@ -193,7 +193,7 @@ class TestContent:
 
     def test_the_heat_map_shows_every_cell_with_its_interval(self, df, drawn):
         shown = texts(drawn.figures["categories"])
-        frame = categorize(df).frame
+        frame = to_frame(categorize(df), CategoryRow)
         image = drawn.figures["categories"].axes[0].images[0].get_array()
         assert np.exp(np.asarray(image).ravel()) == pytest.approx(
             frame.pivot(index="config", columns="category", values="speedup")

@@ -143,10 +143,10 @@ def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):
     categories = ("writing", "math", "qa")
     write_run(tmp_path / "run", drafters=(Drafter("lookup", 0.6, 0.01),), gammas=(2,), categories=categories)
     results = load_results(tmp_path / "run")
-    apart = {row.category: row for row in categorize(results).rows}
+    apart = {row.category: row for row in categorize(results)}
     suite = StoredSuite(name="s", source="s", sha256="0", prompts=9, tasks=MT_BENCH)
     results = replace(results, run=msgspec.structs.replace(results.run, suites=[suite]))
-    together = {row.category: row for row in categorize(results).rows}
+    together = {row.category: row for row in categorize(results)}
     assert together.keys() == {"multi-turn conversation", "qa"}
     parts = [apart[name] for name in MT_BENCH]
     both = together["multi-turn conversation"]

@@ -24,7 +24,7 @@ from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths,
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results
 from specbench.results.run import PLAIN, Environment, Run, RunConfig, TargetModel
-from specbench.results.summary import Categories, Summary, SummaryRow, categorize, summarize, to_frame
+from specbench.results.summary import CategoryRow, Summary, SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
@@ -99,11 +99,11 @@ def one(summary: Summary, config: str) -> dict[str, Any]:
     return {str(name): value for name, value in row.items()}
 
 
-def sheet(figures: Summary | Categories) -> tables.Sheet:
+def sheet(figures: Summary | list[CategoryRow]) -> tables.Sheet:
     """Return the table of a summary, or of categories without their configurations' overall figures."""
     if isinstance(figures, Summary):
         return tables.summary_sheet(figures)
-    rows = {cell.config.id: SummaryRow(cell.config) for cell in figures.rows}
+    rows = {cell.config.id: SummaryRow(cell.config) for cell in figures}
     return tables.category_sheet(figures, Summary([*rows.values()], PLAIN, None))
 
 
@@ -313,7 +313,7 @@ class TestSummary:
 
 class TestOtherFrames:
     def test_categories(self, made):
-        frame = categorize(made).frame
+        frame = to_frame(categorize(made), CategoryRow)
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
@@ -358,7 +358,7 @@ class TestOtherFrames:
         assert frame["share_iid"].sum() == pytest.approx(1.0)
 
 
-def shown(figures: Summary | Categories, width: int = 80) -> str:
+def shown(figures: Summary | list[CategoryRow], width: int = 80) -> str:
     file = io.StringIO()
     document.show(Console(file=file, width=width, color_system=None, legacy_windows=False), sheet(figures))
     return file.getvalue()
@@ -432,7 +432,7 @@ class TestRendering:
         assert (one(frame, "x")["verdict"], one(frame, "x")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
-        assert set(categorize(frame_of(*rows)).frame["verdict"]) == {"cannot tell"}
+        assert set(to_frame(categorize(frame_of(*rows)), CategoryRow)["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: other programs used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
         assert ("| fastest? |" in document.to_markdown(sheet(frame))) == (busy == 5)

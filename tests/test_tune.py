@@ -31,7 +31,7 @@ from specbench.results.lines import CostLine, TreeTimes
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
 from specbench.show.report.content import make_report
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
@@ -502,7 +502,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
     assert rows["pooled_speedup"].isna().all()
-    categories = categorize(df).frame.set_index(["category", "config"])
+    categories = to_frame(categorize(df), CategoryRow).set_index(["category", "config"])
     assert categories.loc[("chat", "d@auto"), "speedup"] == answer.categories["chat"].value
     report = make_report(df, "run", tmp_path)
     (said,) = report.answers

@@ -86,7 +86,7 @@ def training_rows(results: Results) -> list[TrainingRow]:
 def head_rows(results: Results) -> list[HeadRow]:
     """Return how well trained heads draft: a row for each category of each configuration that drafts with a head."""
     run, steps = results.run, results.steps
-    speedups = {(row.config.id, row.category): row for row in categorize(results).rows}
+    speedups = {(row.config.id, row.category): row for row in categorize(results)}
     kinds = results.generations[["config", "category"]].fillna("")
     codes, pairs = pd.factorize(pd.MultiIndex.from_frame(kinds))
     found = {tuple(pairs[code]): mine for code, mine in steps.split(codes[steps.row]).items()}

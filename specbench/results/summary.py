@@ -192,23 +192,6 @@ class CategoryRow:
     provisional: bool = False
 
 
-@dataclass(frozen=True)
-class Categories:
-    """The speedups of a run by category: a row for each category and configuration except baselines.
-
-    For the other attributes see ``Summary``.
-    """
-
-    rows: list[CategoryRow]
-    over: str
-    disturbance: str = ""
-
-    @cached_property
-    def frame(self) -> pd.DataFrame:
-        """The same as a data frame."""
-        return to_frame(self.rows, CategoryRow)
-
-
 def disturbance(results: Results) -> str:
     """Return why verdicts are provisional, if other programs used the machine most of the time; otherwise empty."""
     warnings = results.generations["warnings"]
@@ -282,8 +265,8 @@ def summarize(results: Results) -> Summary:
     return Summary(found, baseline_name(run), run.target.dtype, disturbed, withheld, stopped, fastest)
 
 
-def categorize(results: Results) -> Categories:
-    """Return the speedup of every configuration in every category; categories of one task are put together."""
+def categorize(results: Results) -> list[CategoryRow]:
+    """Return a row for each category and configuration except baselines; categories of one task are put together."""
     tuning, tasks = results.run.tuning, results.run.tasks
     tuned = {} if tuning is None or tuning.answer is None else tuning.answer.measured
     pairs = paired_generations(results)
@@ -304,10 +287,7 @@ def categorize(results: Results) -> Categories:
             rows.append(
                 CategoryRow(category, config, prompts, emitted, speedup, pooled, stats.verdict(speedup))
             )
-    disturbed = "" if tuned else disturbance(results)
-    if disturbed:
-        rows = [*map(_with_provisional_verdict, rows)]
-    return Categories(rows, baseline_name(results.run), disturbed)
+    return rows if tuned or not disturbance(results) else [*map(_with_provisional_verdict, rows)]
 
 
 def _tokens_per_step(results: Results, tasks: Mapping[str, str]) -> dict[tuple[str, str], float]:

@@ -15,16 +15,14 @@ from specbench.results.compare import side_by_side
 from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.requests import (
     Curve,
-    RequestRow,
     batch_curves,
     context_curves,
     is_closed,
-    request_rows,
     size_of,
 )
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
-from specbench.results.summary import Categories, Summary, SummaryRow
+from specbench.results.summary import CategoryRow, Summary, SummaryRow
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
 
@@ -54,7 +52,7 @@ class Answer:
 def find_answers(
     results: Results,
     summary: Summary,
-    categories: Categories,
+    categories: Sequence[CategoryRow],
     recipes: Mapping[str, Recipe] | None = None,
     more: Sequence[str] = (),
 ) -> list[Answer]:
@@ -96,7 +94,7 @@ class _Answers:
 
     results: Results
     summary: Summary
-    categories: Categories
+    categories: Sequence[CategoryRow]
     recipes: Mapping[str, Recipe]
     more: Sequence[str]
     rows: Sequence[SummaryRow]
@@ -173,7 +171,7 @@ class _Answers:
 
     def of_batches(self) -> Answer:
         """Return the answer for batches: the largest batch size at which the best configuration pays."""
-        return self._of_curves(batch_curves, [*_throughputs(self._baselines("plain")), *self._latencies()])
+        return self._of_curves(batch_curves, [*_throughputs(self._baselines("plain"))])
 
     def of_contexts(self) -> Answer:
         """Return the answer for lengths of context: the longest at which the best configuration pays."""
@@ -245,7 +243,7 @@ class _Answers:
         text = f"{_described(row)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
         cells = [
             cell
-            for cell in self.categories.rows
+            for cell in self.categories
             if by_category and cell.config.id == row.config.id and cell.speedup.low is not None
         ]
         cells.sort(key=lambda cell: cell.speedup.value)
@@ -302,33 +300,6 @@ class _Answers:
         if basis == "prompts" and len(measured) > 1:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
 
-    def _latencies(self) -> Iterator[str]:
-        """Return a sentence on the latencies of requests that arrived at random times,
-        or from more clients than the batch size.
-        """
-        temperature = self.rows[0].config.temperature
-        rows = [row for row in request_rows(self.results) if row.config.temperature == temperature]
-        for plain in rows:
-            if plain.config.kind != "plain" or is_closed(plain.config):
-                continue
-            mine = [
-                row
-                for row in rows
-                if row.config.baseline == plain.config.id and row is not plain
-                if not math.isnan(row.latency_s["p50"])
-            ]
-            if not mine:
-                continue
-            best = min(mine, key=lambda row: row.latency_s["p50"])
-            seconds = [
-                f"{stats.decimals(row.latency_s[p])} s" for p in ("p50", "p95") for row in (best, plain)
-            ]
-            yield (
-                f"{one_line(plain.config.arrivals or '')} at batch {plain.config.batch}: an answer takes {seconds[0]}"
-                f" with {_described(best)} and {seconds[1]} with plain decoding (medians; 95th percentiles"
-                f" {seconds[2]} and {seconds[3]})."
-            )
-
 
 def how_far_it_pays(curve: Curve, over: str = PLAIN) -> str:
     """Return a sentence on the batch size or context up to which speculation pays, according to the intervals.
@@ -378,7 +349,7 @@ def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
         )
 
 
-def _described(row: SummaryRow | RequestRow) -> str:
+def _described(row: SummaryRow) -> str:
     config = row.config
     if config.kind == "server":
         return one_line(config.drafter)

@@ -15,7 +15,7 @@ from specbench.results.acceptance import PositionRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
-from specbench.results.summary import Categories, Summary, SummaryRow
+from specbench.results.summary import CategoryRow, Summary, SummaryRow
 from specbench.results.turns import TurnRow
 from specbench.show.document import Sheet
 
@@ -380,11 +380,11 @@ def _columns(sheet: Sheet, kept: Sequence[int]) -> Sheet:
     return replace(sheet, headings=some(sheet.headings), rows=rows, values=values, ranks=some(sheet.ranks))
 
 
-def category_sheet(categories: Categories, summary: Summary) -> Sheet:
+def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet:
     """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
-    names = list(dict.fromkeys(row.category for row in categories.rows))
-    configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories.rows}
-    found = {(row.config.id, row.category): row for row in categories.rows}
+    names = list(dict.fromkeys(row.category for row in categories))
+    configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories}
+    found = {(row.config.id, row.category): row for row in categories}
     rows, values = [], list[list[Any]]()
     for config in configs.values():
         overall = summary.row(config.id)
@@ -396,12 +396,12 @@ def category_sheet(categories: Categories, summary: Summary) -> Sheet:
         ratios = [math.nan if each is None else each.speedup.value for each in of_each]
         values.append([config.label, *ratios, overall.speedup.value])
     said = [
-        f"Speedup over {categories.over}, geometric mean over the category's prompts, with its 95% interval; then"
+        f"Speedup over {summary.over}, geometric mean over the category's prompts, with its 95% interval; then"
         " tokens per step."
     ]
-    if any(row.speedup.low is None for row in categories.rows):
+    if any(row.speedup.low is None for row in categories):
         said.append(_too_few("prompt"))
-    if any(row.speedup.basis == "repeats" for row in categories.rows):
+    if any(row.speedup.basis == "repeats" for row in categories):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
     headings = ["configuration", *map(one_line, names), "overall"]
     return Sheet(headings, rows, values, notes=said, matrix=True)

@@ -68,7 +68,7 @@ def prediction(run: PlotData) -> Figure:
 
 @figure("categories", "speedup by category and configuration", table="By category", of_servers=True)
 def by_category(run: PlotData) -> Figure:
-    cells = [row for row in categorize(run.results).rows if not math.isnan(row.speedup.value)]
+    cells = [row for row in categorize(run.results) if not math.isnan(row.speedup.value)]
     if not cells:
         raise NoDataError(canvas.WHY_NOT["speedup"])
     rows = [run.summary.row(config) for config in dict.fromkeys(cell.config.id for cell in cells)]

@@ -14,7 +14,6 @@ from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted, one_line
-from specbench.decoding.theory import SharedCosts
 from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
@@ -253,8 +252,6 @@ def _method(results: Results) -> list[tuple[str, str]]:
         "Intervals": f"{stats.CONFIDENCE:.0%}, over {units}: what other {units} of this kind would give. Repeats never"
         f" count as {units}. Faster or slower: the interval lies wholly above or below 1.",
         "Tuning": _METHOD_OF_TUNING if _is_tuned(run) else "",
-        "Acceptance": _ACCEPTANCE_OF_SERVERS if servers else _ACCEPTANCE,
-        "Predicted": "" if servers else _PREDICTED,
         "Definitions": "All figures with formula and pitfall: docs/metrics.md of specbench.",
     }
     return [(title, text) for title, text in said.items() if text]
@@ -280,19 +277,6 @@ _METHOD_OF_TUNING = (
     "Each round of `specbench tune` measures only the candidates still in the race, so on different prompts. Speedups"
     " and verdicts are with noise correction (docs/tuning.md); 'with TTFT' and tokens/s are without."
 )
-_ACCEPTANCE = (
-    "'Accepted': accepted over drafted tokens; 'of tested': over those that do not follow a rejection; α: mean overlap"
-    " of the drafter's and the target's distribution there. 'Tokens/step' includes the correction or bonus token, and"
-    " leaves out the first token of an output, which comes from the prompt's pass."
-)
-_PREDICTED = (
-    "What theory expects from single forward passes, timed alone: 'predicted' with the measured tokens per step,"
-    " 'i.i.d.' from α. A smaller measured speedup means that something else takes time."
-)
-_ACCEPTANCE_OF_SERVERS = (
-    "'Accepted': accepted over drafted tokens, as the server reports them with its answers or counts them meanwhile."
-    " 'Tokens/step' follows from it and includes the correction or bonus token."
-)
 
 
 def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
@@ -314,23 +298,6 @@ def _costs(run: Run) -> Iterator[tuple[str, float, str, float]]:
                 yield f"drafter {one_line(name)}, each later pass of a draft", s, "c later", s / one
             for n, s in costs.rows_s.get(name, {}).items():
                 yield f"drafter {one_line(name)}, after {n} nodes", s, f"c({n})", s / one
-    if run.shared_costs is not None:
-        yield from _shared_costs(run.shared_costs)
-
-
-def _shared_costs(costs: SharedCosts) -> Iterator[tuple[str, float, str, float]]:
-    """Yield the costs of shared forward passes, relative to the target's forward with one token of each request."""
-    for requests, times in costs.target_s.items():
-        if not times.get(1):
-            continue
-        of_all = counted(requests, "request")
-        for n, s in times.items():
-            yield f"target, {of_all}, {counted(n, 'token')} each", s, f"v({n}) at {requests}", s / times[1]
-        for name, drafts in costs.drafter_s.items():
-            if requests in drafts:
-                s = drafts[requests]
-                what = f"drafter {one_line(name)}, {of_all}, 1 token each"
-                yield what, s, f"c at {requests}", s / times[1]
 
 
 _MACHINE = {
