@@ -35,7 +35,7 @@ from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.runner import CellDone, Event, run_sweep
+from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.compare import compare_configs
@@ -177,8 +177,8 @@ def run_one(
         TimeUpError: It has to stop.
     """
 
-    def watch(event: Event) -> None:
-        if isinstance(event, CellDone) and time.monotonic() > until:
+    def watch(_: SweepProgress) -> None:
+        if time.monotonic() > until:
             raise TimeUpError
 
     if RunStore.exists(folder):
@@ -187,7 +187,7 @@ def run_one(
         run = describe_run(sweep, target=target, environment=describe_environment(), sources={})
         store = RunStore.create(folder, run)
     with store:
-        run_sweep(sweep, store, WithoutCosts(engine), on_event=watch, retry_failed=True)
+        run_sweep(sweep, store, WithoutCosts(engine), on_progress=watch, retry_failed=True)
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     for name in judged:

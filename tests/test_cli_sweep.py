@@ -384,10 +384,10 @@ def test_progress_is_said_now_and_then(tmp_path, lines):
     shown: list[str] = []
     progress = SimpleNamespace(update=lambda text, done, total: shown.append(text))
     sweep = make_sweep(prompts(2, conversations=1), repeats=2)
-    display = SweepDisplay(sweep, progress, said.append, lines=lines)  # type: ignore[arg-type]
+    display = SweepDisplay("generations", progress, said.append, lines=lines)  # type: ignore[arg-type]
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine, on_event=display.handle)
+        run_sweep(sweep, store, engine, on_progress=display.show)
     assert any("warming up: d γ=1" in text for text in shown)
     assert shown[-1].startswith("30 of 30 generations, 2 failed")
     assert len(said) == (11 if lines else 0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -625,44 +624,6 @@ def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(p
     text = ENGINES["transformers"].export(setting("lookup", target=Model("smollm2-135m"))).text
     assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantized from\n" in text
     assert f"TARGET = {HUB.name!r}\n" in ENGINES["transformers"].export(setting("lookup")).text
-
-
-def command_lines(name: str) -> list[list[str]]:
-    """The arguments of every setting that an engine can express."""
-    engine = ENGINES[name]
-    fitting = [each for each in SETTINGS if isinstance(each.drafter, engine.drafters)]
-    return [words(engine.export(each).text) for each in fitting]
-
-
-@pytest.mark.slow
-def test_sglang_parses_what_is_exported():
-    arguments = pytest.importorskip(
-        "sglang.srt.server_args", reason="SGLang is not installed", exc_type=ImportError
-    )
-    parser = argparse.ArgumentParser()
-    arguments.ServerArgs.add_cli_args(parser)
-    lines = command_lines("sglang")
-    assert lines
-    for line in lines:
-        assert parser.parse_args(line[3:]).speculative_num_draft_tokens == 5
-
-
-@pytest.mark.slow
-def test_vllm_parses_what_is_exported():
-    engine = pytest.importorskip(
-        "vllm.engine.arg_utils", reason="vLLM is not installed", exc_type=ImportError
-    )
-    from vllm.config import SpeculativeConfig
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = engine.EngineArgs.add_cli_args(FlexibleArgumentParser())
-    names = {field.name for field in fields(SpeculativeConfig)}
-    lines = command_lines("vllm")
-    assert lines
-    for line in lines:
-        given = parser.parse_args(["--model", *line[2:]])
-        assert given.speculative_config["num_speculative_tokens"] == 4
-        assert set(given.speculative_config) <= names
 
 
 @pytest.mark.slow

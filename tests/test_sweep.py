@@ -33,7 +33,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.runner import CellDone, CellStarted, CostsMeasured, Event, run_sweep
+from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
@@ -199,16 +199,14 @@ def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was():
 @pytest.mark.smoke
 def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     sweep = make_sweep(warmup=1)
-    engine, events = ScriptedEngine(), list[Event]()
-    result = measure(tmp_path, sweep, engine, on_event=events.append)
+    engine, told = ScriptedEngine(), list[SweepProgress]()
+    result = measure(tmp_path, sweep, engine, on_progress=told.append)
     assert (result.measured, result.failed, result.found) == (18, 0, 0)
     assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
     assert [row["order"] for row in read_lines(tmp_path)] == [cell.order for cell in sweep.plan()]
     assert [row["warmup"] for row in read_lines(tmp_path)] == [True] * 3 + [False] * 18
-    done = [event for event in events if isinstance(event, CellDone)]
-    assert [event.done for event in done] == [0] * 3 + list(range(1, 19))
-    assert done[-1].seconds_left == 0
-    assert sum(isinstance(event, CellStarted) for event in events) == 21
+    assert [each.done for each in told] == [0] * 3 + list(range(19))
+    assert told[-1].seconds_left == 0
     assert engine.cost_calls == [(1, 2, 3)] * 6  # between the six blocks
     run = run_json(tmp_path)
     assert run["costs"] == {
@@ -352,10 +350,10 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
         def measure_costs(self, *_: Any) -> Any:
             raise RunError("no room")
 
-    events: list[Event] = []
+    told: list[SweepProgress] = []
     sweep = make_sweep(prompts(1), repeats=1)
-    assert measure(tmp_path, sweep, NoCosts(), on_event=events.append).measured == 3
-    assert CostsMeasured(None, "no room") in events
+    assert measure(tmp_path, sweep, NoCosts(), on_progress=told.append).measured == 3
+    assert [each.problem for each in told if each.problem] == ["no room"]
     assert run_json(tmp_path)["costs"] is None
 
 

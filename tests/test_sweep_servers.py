@@ -383,7 +383,7 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(sweep, plain, tmp_path, 
     assert len(frame.generations) == 16
 
 
-def test_outputs_that_part_are_found_and_judged(sweep, plain, models, tmp_path):
+def test_outputs_that_part_are_found(sweep, plain, models, tmp_path):
     with ScriptedServer(Manner(owner="llamacpp", another=True)) as server:
         target = ("--target", models / "target")
         result = sweep(*target, base=plain, a=server)
@@ -395,11 +395,7 @@ def test_outputs_that_part_are_found_and_judged(sweep, plain, models, tmp_path):
         ours, theirs = (answer_ids(bodies[0], Manner(another=another)) for another in (True, False))
         parted = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
         assert parted in {each["position"] for each in differences}
-        judged = sweep(*target, "--dtype", "float32", "--check-outputs", "--resume", base=plain, a=server)
-    assert judged.code == 0, judged.err
-    differences = run_json(tmp_path / "run")["differences"]
-    assert all(each["gap"] > 0 and each["numerical_tie"] is False for each in differences)
-    assert "compare weights, quantization and sampling" in judged.err
+    assert "check --outputs" in result.err
 
 
 @pytest.mark.parametrize(
@@ -409,19 +405,6 @@ def test_a_field_that_is_refused_is_found_before_anything_is_measured(sweep, tmp
     with ScriptedServer(Manner(wrong=lambda body: 400 if field in body else None)) as server:
         sweep(*words, a=server).refused(2, "status 400: not now", "its model and the options")
         assert sweep(a=server).code == 0
-
-
-def test_a_server_that_was_started_anew_is_told(sweep, tmp_path):
-    with ScriptedServer(Manner(owner="vllm")) as server:
-
-        def count(body: dict[str, Any]) -> None:
-            server.manner.metrics = counters(*[len(server.asked) % 6] * 3)
-
-        count({})
-        server.manner.wrong = count
-        assert sweep(a=server).code == 1
-    errors = [row["error"] for row in stored(tmp_path) if row["status"] == "failed"]
-    assert errors == ["a: The server's counters have decreased: it was restarted."]
 
 
 def test_a_key_is_read_from_the_environment_and_kept_nowhere(sweep, tmp_path, monkeypatch):
@@ -469,7 +452,6 @@ def test_servers_that_are_none(sweep, tmp_path):
         (["--gamma", "3"], "--gamma does not go with --server"),
         (["--dtype", "float32"], "--dtype does not go with --server"),
         (["--prompt-cache", "keep", "--batch", "2"], "--batch does not go with --prompt-cache"),
-        (["--check-outputs"], "--target"),
         (["--batch", "8"], "There are only 4 prompts"),
         (["--server", "nonsense"], "no name or no address"),
     ],

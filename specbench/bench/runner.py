@@ -49,43 +49,23 @@ _LATEST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class SweepStarted:
-    """Event: the plan is known. It gives the number of measurements stored already, and of all."""
+class SweepProgress:
+    """How far a sweep is.
 
-    measurements: Sequence[Measurement]
-    total: int
+    Attributes:
+        now: The configuration that decodes next.
+        done, total: The number of stored measurements, and of all, without warm-ups.
+        failed: How many of those done have failed.
+        seconds_left: An estimate; ``None`` before the first measurement.
+        problem: Why forward passes could not be timed just now; empty if they could.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class CellStarted:
-    """Event: a generation begins."""
-
-    cell: Cell
-    config: SweepConfig
-
-
-@dataclass(frozen=True, slots=True)
-class CellDone:
-    """Event: a generation has ended and is stored; ``done`` of ``total`` have, not counting warm-ups."""
-
-    cell: Cell
-    config: SweepConfig
-    measurement: Measurement
-    seconds: float
+    now: str
     done: int
     total: int
+    failed: int
     seconds_left: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class CostsMeasured:
-    """Event: forward passes have been timed again; if that failed, ``costs`` is ``None`` and ``error`` says why."""
-
-    costs: Sequence[CostLine] | None
-    error: str | None = None
-
-
-Event = SweepStarted | CellStarted | CellDone | CostsMeasured
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +84,7 @@ def run_sweep(
     engine: BenchEngine[Encoded],
     *,
     clock: Clock | None = None,
-    on_event: Callable[[Event], None] | None = None,
+    on_progress: Callable[[SweepProgress], None] = lambda _: None,
     retry_failed: bool = False,
     minutes: float | None = None,
     snapshot: Callable[[], LoadSnapshot] = load_snapshot,
@@ -119,7 +99,7 @@ def run_sweep(
         store: Where to store the measurements; existing lines are not changed.
         engine: The engine that decodes.
         clock: Clock of the estimated time left.
-        on_event: Called between the measurements.
+        on_progress: Called before each measurement, and at the end.
         retry_failed: Measure failed generations again.
         minutes: Time limit of a sweep with ``until``; ``None`` for none.
         snapshot: Reads the machine load before and after each generation.
@@ -129,52 +109,54 @@ def run_sweep(
         RunError: The store can no longer be written.
     """
     clock = clock or WallClock()
-    report: Callable[[Event], None] = on_event or (lambda _: None)
     cells = sweep.plan()
     done = store.done_keys(retry_failed=retry_failed)
     stored = store.done_keys()
-    total = sum(not cell.warmup for cell in cells)
+    planned = {cell.key for cell in cells if not cell.warmup}
     left = [cell for cell in cells if not cell.warmup and cell.key not in done]
+    found = len(planned) - len(left)
     if not left:
-        return SweepResult(0, 0, total, finish_run(sweep, store, engine))
+        return SweepResult(0, 0, found, finish_run(sweep, store, engine))
     runner = CellRunner(sweep, store, engine, snapshot)
-    waiting = Counter(cell.config for cell in left)
-    took: dict[str, deque[float]] = {}
-    failed = 0
-    planned = {cell.key for cell in cells if not cell.warmup} & done
     rule = None
     if sweep.options.until is not None:
         rule = StoppingRule(sweep.options.until, minutes, store, [cell for cell in cells if not cell.warmup])
-        if (
-            ending := rule.ending_before(left[0], 0.0)
-        ) is not None:  # it was found before, and the run resumed
+        ending = rule.ending_before(left[0], 0.0)
+        if ending is not None:  # it was found before, and the run resumed
             rule.end(ending)
-            return SweepResult(0, 0, total - len(left), finish_run(sweep, store, engine))
+            return SweepResult(0, 0, found, finish_run(sweep, store, engine))
     began_at = clock.now()
-    report(SweepStarted([each for each in store.measurements() if each.key in planned], total))
+    waiting = Counter(cell.config for cell in left)
+    took: dict[str, deque[float]] = {}
+    failed = 0
+    failed_before = sum(each.result is None for each in store.measurements() if each.key in planned & done)
 
-    def run(cell: Cell, count: int) -> None:
+    def report(now: str, problem: str = "") -> None:
+        means = {name: fmean(each) for name, each in took.items()}
+        left_s = None
+        if means:
+            usual = fmean(means.values())
+            left_s = sum(number * means.get(name, usual) for name, number in waiting.items())
+        count = len(planned) - waiting.total()
+        on_progress(SweepProgress(now, count, len(planned), failed + failed_before, left_s, problem))
+
+    def run(cell: Cell) -> None:
         nonlocal failed
-        config = runner.configs[cell.config]
-        report(CellStarted(cell, config))
+        label = runner.configs[cell.config].label
+        report(f"warming up: {label}" if cell.warmup else label)
         began = clock.now()
         measurement = runner.measure(cell)
         seconds = clock.now() - began
         if not cell.warmup or cell.key not in stored:
             measurement = store.append(measurement)
-        failed += not cell.warmup and measurement.result is None
-        left_s = None
         if not cell.warmup:
+            failed += measurement.result is None
             took.setdefault(cell.config, deque(maxlen=_LATEST)).append(seconds)
             waiting[cell.config] -= 1
-            means = {name: fmean(each) for name, each in took.items()}
-            left_s = sum(number * means.get(name, fmean(means.values())) for name, number in waiting.items())
-        report(CellDone(cell, config, measurement, seconds, count, total, left_s))
 
-    found = total - len(left)
     for cell in cells:
         if cell.warmup:
-            run(cell, found)
+            run(cell)
     # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
     kinds = {config.id: (config.batch, config.context) for config in sweep.configs}
     of_kind = Counter(kinds[cell.config] for cell in left)
@@ -189,11 +171,13 @@ def run_sweep(
         # Only between blocks: within one, configurations run back to back.
         begins = cell.order == 0 or kind != before
         if begins and timed[kind] * of_kind[kind] <= rounds * seen[kind] and runner.costs_work:
-            report(runner.measure_costs(batch, context))
+            if problem := runner.measure_costs(batch, context):
+                report("", problem)
             timed[kind] += 1
-        run(cell, found + number + 1)
+        run(cell)
         seen[kind] += 1
         before = kind
+    report("")
     if rule is not None:
         rule.end(ending)
     return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
@@ -331,9 +315,9 @@ class CellRunner(Generic[Encoded]):
             self._encoded[name] = self._engine.encode(self._prompts.prompts[name], [])
         return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
-    def measure_costs(self, batch: int | None = None, context: int | None = None) -> CostsMeasured:
-        """Time forward passes after so much context, or those that ``batch`` requests share;
-        if that fails, the sweep continues without costs.
+    def measure_costs(self, batch: int | None = None, context: int | None = None) -> str:
+        """Time forward passes after so much context, or those that ``batch`` requests share. Return why that failed;
+        the sweep then continues without costs.
         """
         stops = self._snapshot().stops
         try:
@@ -342,14 +326,14 @@ class CellRunner(Generic[Encoded]):
                 costs = self._time_passes(batch, context)
         except Exception as error:
             self.costs_work = False
-            return CostsMeasured(None, _message(error))
+            return _message(error)
         self._store.append_costs(costs)
         if batch is None:
             by_context = bool(self._sweep.options.contexts)
             self._store.update(costs=pass_costs(self._store.costs(), by_context=by_context))
         else:
             self._store.update(shared_costs=shared_costs(self._store.costs()))
-        return CostsMeasured(costs)
+        return ""
 
     def _time_passes(self, batch: int | None, context: int | None) -> list[CostLine]:
         options = self._sweep.options
@@ -447,8 +431,7 @@ def find_differences(
                 continue
             if turns != plain_turns or len(history) < turn:
                 continue
-            by_texts = turn and sweep.options.servers  # whose ids may lack tokens
-            judge = engine if in_time() and not by_texts else None
+            judge = engine if in_time() else None
             known = _judge(
                 judge, prompts.at(name, config.context), history, tokens, plain, sweep.options.decoding
             )

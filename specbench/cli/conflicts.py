@@ -44,7 +44,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "gamma", "draft_policy", "cache",
-         "bit_exact", "compiled", SharedPolicyOptions, *FORMATS),
+         "bit_exact", "compiled", SharedPolicyOptions, ModelOptions, "model_defaults", *FORMATS),
         "server",
         "it is for models",
     ),
@@ -55,7 +55,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("baseline", "cache", "bit_exact", "compiled", SharedPolicyOptions,
-         ModelOptions, "check_outputs", *FORMATS),
+         ModelOptions, *FORMATS),
         "engine",
         "it is for specbench's own decoding",
     ),
@@ -71,14 +71,13 @@ NEED = (
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
-    Row("sweep", ("check_outputs", "prompt_cache"), "server", "it is for servers"),
+    Row("sweep", ("prompt_cache",), "server", "it is for servers"),
     Row("sweep", ("engine_command", "max_servers", "start_timeout", "arguments"), "engine"),
     Row(
         "tune",
         ("engine_command", "max_servers", "start_timeout", "arguments", "api", "timeout", "batch"),
         "engine",
     ),
-    Row("sweep", ("check_outputs",), "target", "the model is loaded here"),
 )
 """The options have a meaning only with the other one."""
 

@@ -75,7 +75,7 @@ def sweep(
     if servers.server:
         from specbench.cli.sweep_servers import sweep_servers
 
-        sweep_servers(ctx, compared, servers, target, models, experiment, decoding, results, start)
+        sweep_servers(ctx, compared, servers, target, experiment, decoding, results, start)
         return
     if engines.engine is not None:
         from specbench.cli.sweep_engine import sweep_engine

@@ -110,9 +110,6 @@ class ServerOptions:
         "--prompt-cache WHAT",
         "Prompt caches of servers: avoid, or keep those of earlier turns in a conversation. keep sends all turns.",
     )
-    check_outputs: bool = _servers(
-        False, "--check-outputs", "At the end, load --target and use its logits to judge outputs that differ."
-    )
 
 
 @dataclass(frozen=True)

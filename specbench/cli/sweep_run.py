@@ -174,13 +174,13 @@ class SweepJob(RunJob):
             with StageProgress(self.quiet, animated=False) as progress:
                 self.console = progress.console
                 lines = not (self.quiet or self.console.is_terminal)
-                display = SweepDisplay(self.sweep, progress, self.say, lines=lines)
+                display = SweepDisplay(self._cells, progress, self.say, lines=lines)
                 try:
                     result = run_sweep(
                         self.sweep,
                         store,
                         self.engine,
-                        on_event=display.handle,
+                        on_progress=display.show,
                         retry_failed=self._results.retry_failed,
                         minutes=self._minutes,
                     )

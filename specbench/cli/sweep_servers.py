@@ -14,8 +14,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import context_text, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder
-from specbench.options import DecodingOptions, ModelOptions
-from specbench.recipe import Recipe
+from specbench.options import DecodingOptions
 from specbench.results.store import RunStore
 from specbench.specs.models import parse_model
 from specbench.specs.servers import parse_servers
@@ -35,23 +34,16 @@ def sweep_servers(
     compared: ComparedOptions,
     servers: ServerOptions,
     target: str,
-    models: ModelOptions,
     experiment: ExperimentOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
     start: LoadSnapshot,
 ) -> None:
     """Measure servers instead of models; for the arguments see ``specbench.cli.sweep``."""
-    from specbench.bench.engines.own import load_engine
     from specbench.models.load import load_tokenizer
 
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
-    if not servers.check_outputs and (loading := given(ctx, ModelOptions, "model_defaults")):
-        raise UsageError(
-            f"{loading[0]} does not go with --server: no model is loaded.",
-            "Leave it out, or add --check-outputs.",
-        )
     axes = compared.axes(experiment)
     if axes["turns"] is None and (servers.prompt_cache != "keep" or axes["batches"]):
         axes["turns"] = 1
@@ -70,15 +62,14 @@ def sweep_servers(
         chosen = prompts_of_sweep(experiment, options, progress)
     text = context_text(compared)
     keys = server_keys(specs)
-    local = Recipe(parse_model(target), models=models)
+    spoken = parse_model(target)
     with StageProgress(results.quiet) as progress:
-        tokenizer = load_tokenizer(local.target, progress=progress) if known else None
+        tokenizer = load_tokenizer(spoken, progress=progress) if known else None
     engine = ServerEngine(
         specs,
         keys=keys,
         api=servers.api,
         tokenizer=tokenizer,
-        local=(lambda: load_engine(local)) if servers.check_outputs else None,
         timeout_s=servers.timeout,
         decoding=decoding,
         temperature=max(options.temperatures),
@@ -94,7 +85,7 @@ def sweep_servers(
         prompts, notes = fitting(chosen.prompts, options.contexts, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
-            "tokenizer": str(local.target) if known else None,
+            "tokenizer": str(spoken) if known else None,
             **chosen.sources,
         }
         folder = run_folder(results, sources, options)
@@ -102,11 +93,7 @@ def sweep_servers(
         sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
         RunStore.check_writable(folder)
         job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
-        try:
-            job.run(sources, start, [*_server_notes(engine), *notes])
-        finally:
-            if engine.unjudged:
-                job.say(f"Outputs that differ were not judged. {engine.unjudged}")
+        job.run(sources, start, [*_server_notes(engine), *notes])
     finally:
         engine.close()
 

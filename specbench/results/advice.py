@@ -175,7 +175,7 @@ def tokens_differ(
         rounded: "int8" or "int4" if the target is quantized and its forward passes were not bit-exact.
         over: Name of the baseline: plain decoding or a server.
     """
-    found, ties, servers = [], {}, over != PLAIN
+    found, ties = [], {}
     for label, entries in differences.items():
         first = min(entries, key=lambda each: {False: 0, None: 1, True: 2}[each.numerical_tie])
         if first.numerical_tie:
@@ -187,18 +187,14 @@ def tokens_differ(
         )
         if first.numerical_tie is None:
             advice = (
-                "Add --resume --check-outputs with --target to learn whether rounding explains it."
-                if servers
+                "`specbench check --outputs` says whether rounding explains it."
+                if over != PLAIN
                 else "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
             )
         else:
             gap = f"{first.gap or 0.0:.3g}"
             message += f"; the logits of the two tokens are {gap} apart there, more than rounding explains"
-            advice = (
-                "One of the two does not decode as the target does: compare weights, quantization and sampling."
-                if servers
-                else "Please report it: the output should be the same."
-            )
+            advice = "Please report it: the output should be the same."
         data = {"differences": [*map(to_dict, entries)]}
         severe = first.numerical_tie is False
         found.append(
@@ -218,9 +214,7 @@ def tokens_differ(
                 " most processors, or use another --dtype."
             )
         else:
-            advice = "Nothing to do" + (
-                "." if servers else "; with --dtype float32 the outputs are the same."
-            )
+            advice = "Nothing to do; with --dtype float32 the outputs are the same."
         data = {"differences": [*map(to_dict, every)]}
         found.append(RunWarning("tokens-differ", "info", message, advice, data))
     return found

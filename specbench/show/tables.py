@@ -115,7 +115,7 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
     if rows[0].difference == "beyond rounding":
         return f"{share}; rounding does not explain all others: see the warnings."
     if over != PLAIN:
-        return f"{share}; --check-outputs checks whether rounding explains the others."
+        return f"{share}; `specbench check --outputs` tells whether rounding explains the others."
     return f"{share}; the end of a sweep checks whether rounding explains the others."
 
 

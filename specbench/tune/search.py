@@ -295,9 +295,8 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 if done and self._clock.now() - began > _TIMING * self._seconds:
                     break
                 self._report("timing passes", done, _COST_ROUNDS)
-                result = self._runner.measure_costs()
-                if result.costs is None:
-                    raise RunError(f"Single passes could not be timed: {result.error}")
+                if problem := self._runner.measure_costs():
+                    raise RunError(f"Single passes could not be timed: {problem}")
         return pass_costs(self._store.costs())
 
     def _no_time(self) -> RunError:

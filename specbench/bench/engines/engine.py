@@ -141,4 +141,4 @@ class BenchEngine(Protocol[Encoded]):
         self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:
         """Return where two greedy outputs first differ, and whether rounding explains this; ``None`` if unknown."""
-        ...
+        return None

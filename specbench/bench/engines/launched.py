@@ -250,11 +250,6 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     ) -> GroupOutcome:
         return self.server(config.drafter).generate_group(config, workload, decoding)
 
-    def difference(
-        self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
-    ) -> None:
-        return None
-
     def summary(self) -> str:
         """Return a sentence on the starts and the memory of the servers; empty if none was started."""
         if not self.starts:

@@ -41,8 +41,6 @@ from specbench.results.run import TargetModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.backends.torch.parity import Difference
-    from specbench.bench.engines.own import ModelEngine
     from specbench.bench.prompts import Prompt
     from specbench.specs.servers import ServerSpec
 
@@ -115,7 +113,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         specs: The servers; the first one is the baseline.
         keys: API keys by server.
         tokenizer: The target's tokenizer; ``None`` relies on the servers' token counts.
-        local: Loads the target on this machine, to explain outputs that differ; ``None`` leaves that out.
         timeout_s, transport: See ``ServerClient``.
         decoding, temperature: Options that the first request to each server tests.
         prompt_cache: Whether later turns of a conversation may find earlier ones in the prompt cache.
@@ -125,7 +122,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         servers: The connected servers, in the order of ``specs``.
         salt: How their prompt caches, or earlier conversations in them, are avoided.
         keeps_cache: Whether later turns of a conversation may find earlier ones.
-        unjudged: Why outputs that differ were not explained; empty if they were.
 
     Raises:
         RunError: A server cannot be reached, or does not speak the OpenAI protocol.
@@ -140,7 +136,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         keys: Mapping[str, str],
         api: Api = "chat",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        local: Callable[[], ModelEngine] | None = None,
         timeout_s: float = 300.0,
         decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
@@ -149,11 +144,9 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self._api, self._tokenizer, self._local = api, tokenizer, local
+        self._api, self._tokenizer = api, tokenizer
         self._clock, self._pause, self.keeps_cache = clock, pause, prompt_cache == "keep"
         self._keys = dict(keys)
-        self._judge: ModelEngine | None = None
-        self.unjudged = ""
         self._loop = asyncio.Runner()
         self._clients = {
             spec.name: ServerClient(
@@ -259,25 +252,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         return self._loop.run(self._generate_group(config, workload, decoding))
-
-    def difference(
-        self, prompt: ServerPrompt, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
-    ) -> Difference | None:
-        """Return the first difference as the local copy of the target
-        explains it; the copy is loaded when first needed.
-        """
-        if self._local is None or self._tokenizer is None or self.unjudged:
-            return None
-        if self.salt != "none":
-            self.unjudged = "Every prompt got a unique first line, so that no prompt cache had it."
-            return None
-        try:
-            self._judge = self._judge or self._local()
-        except SpecbenchError as error:
-            self.unjudged = str(error)
-            return None
-        ids = self._token_ids(self._tokenizer, prompt)
-        return self._judge.difference(ids, tokens, plain, decoding)
 
     # -- requests ------------------------------------------------------------------------------------
 
