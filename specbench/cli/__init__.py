@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typer.core import TyperGroup
 from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import to_dict
-from specbench.base.textsafe import terminal_safe
+from specbench.base.textsafe import one_line, terminal_safe
 from specbench.cli.cache import cache
 from specbench.cli.chat import chat
 from specbench.cli.check import check
@@ -242,19 +241,5 @@ def _give_up_stdout() -> None:
 
 
 def _say(message: str) -> None:
-    line = " ".join(terminal_safe(message).split())
-    _print(_wrapped(f"specbench: {line}"))
-
-
-def _print(line: str) -> None:
     with suppress(OSError):  # stderr may be closed as well
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _wrapped(line: str) -> str:
-    """Break a line between words if it goes to a terminal."""
-    try:
-        width = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):  # no terminal, or no file at all
-        return line
-    return textwrap.fill(line, max(width, 20), break_long_words=False, break_on_hyphens=False)
+        print(f"specbench: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201

@@ -19,11 +19,8 @@ _LENGTH = {"draft_policy", "gamma", *(field.name for field in fields(SharedPolic
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
     """Return defaults for the options of a command, from the named file or the one in the folder.
 
-    What is taken from a file that was not named is printed on stderr.
-
-    Args:
-        given: Options on the command line, by name.
-        lists: Options that may be repeated.
+    What is taken from a file that was not named is printed on stderr. ``given`` are the options on the command line,
+    ``lists`` those that may be repeated.
 
     Raises:
         UsageError: The file is not a valid configuration.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -22,11 +21,6 @@ def write_out(text: str) -> None:
     if text:
         sys.stdout.write(terminal_safe(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
-
-
-def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout in which names and texts are data, wherever it goes."""
-    write_out(terminal_safe("".join(f"{line}\n" for line in lines)))
 
 
 def write_json(figures: Any) -> None:

@@ -59,10 +59,7 @@ def parse_recipe(
 class RequestedPolicy:
     """A draft policy with its options checked, and costs from a file, if there is one.
 
-    Args:
-        spec: The policy.
-        costs: A file for it.
-        chained: The option that asks for bit-exact forward passes, with which drafts are chains.
+    With ``chained``, the option that asks for bit-exact forward passes, drafts are chains.
     """
 
     def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:

@@ -8,17 +8,12 @@ from typing import Annotated
 import typer
 
 from specbench.cli.console import say
-from specbench.cli.named_runs import for_each_run
+from specbench.cli.named_runs import ResultsArgument, for_each_run
 from specbench.cli.options import output
 
 
 def report(
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RESULTS...", help="Folders of runs. A folder of several runs stands for the newest one."
-        ),
-    ],
+    results: ResultsArgument,
     out: Annotated[
         Path | None,
         output(

@@ -26,13 +26,9 @@ def terminated() -> bool:
 
 
 class CtrlC:
-    """A context in which the first Ctrl-C is only noted, and the second interrupts. Main thread only.
+    """A context in which, if ``armed``, the first Ctrl-C only sets ``pressed``, and the second interrupts.
 
-    Args:
-        armed: False changes nothing.
-
-    Attributes:
-        pressed: Whether Ctrl-C was pressed once.
+    Main thread only.
     """
 
     def __init__(self, *, armed: bool = True) -> None:

@@ -57,13 +57,9 @@ def engine_target(engine: StartedEngine, text: str, *, elsewhere: bool) -> Model
 def engine_drafters(
     engine: StartedEngine, texts: Sequence[str], *, usual: bool, elsewhere: bool
 ) -> list[EngineDrafter]:
-    """Return the drafters to try with an engine.
+    """Return the drafters to try with an engine, if ``usual`` its usual kinds of n-grams too.
 
-    Args:
-        engine: The engine.
-        texts: As ``--drafter`` takes them, or names of the engine's kinds of n-grams.
-        usual: Whether the engine's usual kinds of n-grams are tried too.
-        elsewhere: Whether the server may run on another machine, so that paths need not exist here.
+    If the server may run ``elsewhere``, on another machine, paths need not exist here.
     """
     found = [EngineDrafter(name) for name in [*engine.ngrams][:2]] if usual else []
     for text in dict.fromkeys(texts):

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
+from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
-from specbench.cli.console import duration, write_json, write_lines
+from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.options import MODELS, PROMPT, ModelOptions, group, panel, quantized
 from specbench.specs.models import parse_model
@@ -169,7 +170,7 @@ def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None
         lines.append(f"Draft with it:  specbench generate --drafter {out}")
     else:
         lines.append(f"Train it further:  specbench train --start {out}  (with more --minutes or --tokens)")
-    write_lines(lines)
+    write_out(terminal_safe("".join(f"{line}\n" for line in lines)))
 
 
 class _Display(TrainingProgress):

@@ -159,10 +159,7 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
     left = f"at most {duration(max(0.0, left_s))} left"
     if race.decided:
         return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"
-    others = [labels[name] for name in race.running if name not in (race.leader, race.plain)]
-    names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-    among = f"with {names}" if others else "nobody else"
-    return f"{race.blocks} blocks, leading {lead}; {among} in the race, {left}"
+    return f"{race.blocks} blocks, leading {lead} of {len(race.running)} in the race, {left}"
 
 
 class TuneJob(RunJob):
