@@ -1,4 +1,4 @@
-"""Compute the best possible γ or tree in hindsight, and how much of it each draft policy reaches.
+"""Compute the best possible γ in hindsight, and how much of it each draft policy reaches.
 
     python benchmarks/oracle.py results/RUN                  # a sweep with several γ, 8 or more among them, and rules
     python benchmarks/oracle.py results/RUN --gamma-max 16
@@ -10,37 +10,27 @@ so do those that one step accepted and another did not (n-gram and lookup depend
 medians over the drafter's recorded steps: per drafter pass, per rest of a step by verified tokens, and the drafter's
 prefill. "fit" is that sum for the recorded steps over their actual time: near 1, the costs describe the machine.
 
-With trees there are two more bounds. "Best size of tree" picks before each step a chain, or the best tree of some
-number of nodes and depth by Sequoia's program for the sweep's acceptance by rank. "The right branch alone" drafts
-only the branch that is kept.
-
-Prints a table for each drafter and one line of JSON at the end.
+Trees are left out. Prints a table for each drafter and one line of JSON at the end.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from specbench.base.errors import SpecbenchError, UsageError
-from specbench.decoding.metrics import count_ranks, kept_by_rank
-from specbench.decoding.records import depth_of
 from specbench.decoding.theory import PassCosts, never_falling
-from specbench.policies.trees import best_shapes
 from specbench.results.results import Results, load_results
 
 Row = Mapping[str, Any]
 Unit = tuple[str, int]
 """A prompt and its turn."""
-Shape = tuple[int, ...]
-"""For each node of a draft its parent, -1 for the context."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +40,9 @@ class StepCosts:
     draft_s: float
     rest_s: Sequence[float]
 
-    def of(self, nodes: int, passes: int | None = None) -> float:
+    def of(self, gamma: int, passes: int | None = None) -> float:
         """Return the seconds of a step with that many drafts, and by default as many passes."""
-        return (nodes if passes is None else passes) * self.draft_s + self.rest_s[nodes + 1]
+        return (gamma if passes is None else passes) * self.draft_s + self.rest_s[gamma + 1]
 
     def reading(self, prefill_s: float) -> float:
         """What the drafter's first reading of a prompt, which gives a token too, takes longer than any draft."""
@@ -81,19 +71,15 @@ def first_tokens(row: Row) -> int:
     return int(row["new_tokens"]) - int(sum(row["steps_emitted"]))
 
 
-def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
-    """Return for every token of an output its rank among the drafter's candidates.
+def right_drafts(rows: Iterable[Row], output: Sequence[int]) -> list[bool | None]:
+    """Return for every token of an output whether the drafter would draft it; ``None`` where no step tells.
 
     Args:
         rows: Greedy generations of one drafter from one prompt. Where rounding parted their outputs, what they say
             holds up to there.
         output: The tokens.
-
-    Returns:
-        Its rank, from 0, which of a chain's drafts is that of a right one; -n if it is none of the first n; ``None``
-        where no step tells.
     """
-    known: list[int | None] = [None] * len(output)
+    known: list[bool | None] = [None] * len(output)
     for row in rows:
         shared = 0
         for token, other in zip(row["token_ids"], output, strict=False):
@@ -101,28 +87,17 @@ def right_ranks(rows: Iterable[Row], output: Sequence[int]) -> list[int | None]:
                 break
             shared += 1
         place = first_tokens(row)
-        for number, step in enumerate(steps_of(row)):
+        for step in steps_of(row):
             drafted, tested, accepted = (int(step[name]) for name in ("drafted", "tested", "accepted"))
-            ranks, widths = _of_tree(row, number)
-            for i in range(place, min(place + accepted, shared)):
-                known[i] = ranks[i - place] if ranks is not None else 0
+            end = place + accepted
+            known[place : min(end, shared)] = [True] * max(0, min(end, shared) - place)
             # What was rejected is wrong, and so is what a drafter could not draft although more was allowed.
             budget = len(row["token_ids"]) - place - 1
             missing = not math.isnan(row["gamma"]) and accepted == drafted < min(row["gamma"], budget)
-            end = place + accepted
             if (tested > accepted or missing) and end < shared:
-                wrong = -widths[accepted] if widths is not None else -1
-                before = known[end]
-                known[end] = wrong if before is None else before if before >= 0 else min(before, wrong)
+                known[end] = bool(known[end])
             place += int(step["emitted"])
     return known
-
-
-def _of_tree(row: Row, step: int) -> tuple[Sequence[int], Sequence[int]] | tuple[None, None]:
-    """Return ranks and widths of a step's tree; ``None`` for a chain."""
-    if not len(row["steps_widths"]):
-        return None, None
-    return row["steps_ranks"][step], row["steps_widths"][step]
 
 
 def step_costs(rows: Iterable[Row], widest: int) -> StepCosts:
@@ -148,61 +123,31 @@ def _rows(step: Mapping[str, float]) -> int:
     return int(step["nodes"]) + 1
 
 
-def chains(longest: int) -> list[Shape]:
-    """Return chains of every length up to that many tokens, the empty one first."""
-    return [tuple(range(-1, gamma - 1)) for gamma in range(longest + 1)]
-
-
-def kept(shape: Mapping[int, Sequence[int]], ranks: Sequence[int | None]) -> int:
-    """Return how many tokens a step keeps: the right candidates, while the draft has them.
-
-    Args:
-        shape: For each node, -1 for the context, its children.
-        ranks: Of the tokens to come, see ``right_ranks``. Of what is not known the next candidate counts as right.
-    """
-    node, tokens = -1, 0
-    for rank in ranks:
-        children = shape.get(node, ())
-        place = 0 if rank is None else abs(rank)
-        if place >= len(children):
-            break
-        node = children[place]
-        tokens += 1
-    return tokens
-
-
 def best_course(
-    ranks: Sequence[int | None], first: int, shapes: Sequence[Shape], room_for_all: bool, costs: StepCosts
+    right: Sequence[bool | None], first: int, longest: int, room_for_all: bool, costs: StepCosts
 ) -> list[int]:
-    """Return the shapes of the steps that end an output soonest, as indices of ``shapes``.
+    """Return the draft lengths of the steps that end an output soonest.
 
     Args:
-        ranks: See ``right_ranks``.
+        right: See ``right_drafts``; what is not known counts as right.
         first: How many tokens stand there already.
-        shapes: What may be drafted; the first one is empty.
+        longest: The longest draft.
         room_for_all: Whether the last token may be drafted (an end token may; where the length runs out the last one is
             the target's).
         costs: Of the steps.
     """
-    end = len(ranks)
-    children: list[dict[int, list[int]]] = []
-    for shape in shapes:
-        children.append({})
-        for node, parent in enumerate(shape):
-            children[-1].setdefault(parent, []).append(node)
-    depths = [depth_of(len(shape), shape) for shape in shapes]
-    seconds = [costs.of(len(shape), depth) for shape, depth in zip(shapes, depths, strict=True)]
+    end = len(right)
     best = [0.0] * (end + 1)
     choice, reached = [0] * (end + 1), [0] * (end + 1)
     for place in range(end - 1, first - 1, -1):
-        budget = end - place - (not room_for_all)
         best[place] = math.inf
-        for number, depth in enumerate(depths):
-            if depth > budget:
-                continue
-            to = min(end, place + kept(children[number], ranks[place : place + depth]) + 1)
-            if seconds[number] + best[to] < best[place]:
-                best[place], choice[place], reached[place] = seconds[number] + best[to], number, to
+        accepted = 0
+        for gamma in range(min(longest, end - place - (not room_for_all)) + 1):
+            if gamma == accepted + 1 and right[place + accepted] is not False:
+                accepted = gamma
+            to = min(end, place + accepted + 1)
+            if costs.of(gamma) + best[to] < best[place]:
+                best[place], choice[place], reached[place] = costs.of(gamma) + best[to], gamma, to
     course, place = [], first
     while place < end:
         course.append(choice[place])
@@ -218,12 +163,10 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
         gamma_max: The largest γ that the oracle may choose; ``None`` for the longest draft recorded.
 
     Returns:
-        A dict per drafter: ``drafter``, ``oracle`` (its ``speedup``, ``tokens_per_step``, ``drafted_per_token``), with
-        trees the same as ``tree_oracle`` (best size of tree) and ``branch_oracle`` (the right branch alone), else
-        ``None``; the share ``unknown`` of tokens that no step tested, ``hindsight`` and ``tree_hindsight`` (the speedup
-        with each prompt's best fixed γ, and with its best tree of a fixed size, or ``None``), and ``rows``, the same
-        figures of each configuration with ``of_oracle``, its speedup over the oracle's (of trees, the one of trees),
-        ``wasted``, the share of the drafted positions at which nothing was accepted, and ``fit``.
+        A dict per drafter: ``drafter``, ``oracle`` (its ``speedup``, ``tokens_per_step``, ``drafted_per_token``); the
+        share ``unknown`` of tokens that no step tested, ``hindsight`` (the speedup with each prompt's best fixed γ, or
+        ``None``), and ``rows``, the same figures of each configuration with ``of_oracle``, its speedup over the
+        oracle's, ``wasted``, the share of the drafted positions at which nothing was accepted, and ``fit``.
 
     Raises:
         UsageError: No drafter has a greedy generation next to one of plain decoding.
@@ -235,7 +178,7 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
             continue
         if row["kind"] == "plain":
             plain[row["prompt"], row["turn"]].append(row)
-        elif row["kind"] == "speculative":
+        elif row["kind"] == "speculative" and not len(row["steps_widths"]):
             by_drafter[row["drafter"]].append(row)
     found = []
     for drafter, rows in by_drafter.items():
@@ -256,33 +199,13 @@ def _study_drafter(
     units: Mapping[Unit, Sequence[Row]], plain: Mapping[Unit, Sequence[Row]], gamma_max: int | None
 ) -> dict[str, Any]:
     rows = [row for mine in units.values() for row in mine]
-    trees = [row for row in rows if len(row["steps_widths"])]
     recorded = int(max(max(row["steps_drafted"]) for row in rows))
     longest = gamma_max or recorded
-    verified = max(_rows(step) for row in rows for step in steps_of(row))
-    widest = max(longest + 1, verified)
     base = [row for unit in units for row in plain[unit]]
-    costs = step_costs([*rows, *base], widest)
-    # A pass over several nodes takes longer, so that each kind has its own.
-    of_chains = replace(costs, draft_s=_draft_s([row for row in rows if not len(row["steps_widths"])], costs))
-    of_trees = replace(costs, draft_s=_draft_s(trees, costs))
+    costs = step_costs([*rows, *base], max(longest, recorded) + 1)
     bases = {unit: median(map(rate, plain[unit])) for unit in units}
     known = _Known(units, bases)
-    oracle, figures = known.bound(chains(longest), of_chains)
-    bounds: dict[str, Any] = {"oracle": figures, "tree_oracle": None, "branch_oracle": None}
-    tree_oracle: Mapping[Unit, float] = {}
-    if trees:
-        counts = count_ranks(
-            pair for row in trees for pair in zip(row["steps_widths"], row["steps_ranks"], strict=True)
-        )
-        rates = list(itertools.accumulate(kept_by_rank(counts), min))
-        shape = best_shapes(rates)
-        grown = [
-            shape(nodes, depth) for nodes in range(1, widest) for depth in range(1, min(nodes, longest) + 1)
-        ]
-        shapes = list(dict.fromkeys([*chains(longest), *grown]))
-        tree_oracle, bounds["tree_oracle"] = known.bound(shapes, of_trees)
-        bounds["branch_oracle"] = known.bound(chains(longest), of_trees, candidates=len(rates))[1]
+    oracle, figures = known.bound(longest, costs)
     by_config: dict[str, dict[Unit, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for unit, mine in units.items():
         for row in mine:
@@ -291,40 +214,20 @@ def _study_drafter(
         config: {unit: median(map(rate, each)) / bases[unit] for unit, each in mine.items()}
         for config, mine in by_config.items()
     }
-    rules = {row["config"]: row["draft_policy"].partition(":")[0] for row in rows}
-    found = [
-        _figures(
-            by_config[config],
-            ratios_of[config],
-            tree_oracle if config in {row["config"] for row in trees} else oracle,
-            of_trees if config in {row["config"] for row in trees} else of_chains,
-        )
-        for config in by_config
-    ]
+    fixed = {row["config"] for row in rows if row["draft_policy"].partition(":")[0] == "fixed"}
+    found = [_figures(by_config[config], ratios_of[config], oracle, costs) for config in by_config]
     return {
         "unknown": known.unknown,
-        **bounds,
-        "hindsight": _hindsight([ratios_of[config] for config in rules if rules[config] == "fixed"], units),
-        "tree_hindsight": _hindsight(
-            [ratios_of[config] for config in rules if rules[config] in _SIZED], units
-        ),
+        "oracle": figures,
+        "hindsight": _hindsight([ratios_of[config] for config in fixed], units),
         "rows": sorted(found, key=lambda row: -row["speedup"]),
     }
-
-
-_SIZED = ("static-tree", "dynamic-tree")
-"""Rules whose trees are all of one size."""
 
 
 def _hindsight(configs: Sequence[Mapping[Unit, float]], units: Iterable[Unit]) -> float | None:
     """Return the speedup with each prompt's best configuration; ``None`` without any."""
     best = [max((each[unit] for each in configs if unit in each), default=None) for unit in units]
     return _mean(each for each in best if each is not None) if configs and None not in best else None
-
-
-def _draft_s(rows: Sequence[Row], costs: StepCosts) -> float:
-    """Return seconds per drafter pass in these generations, or in all if these have none."""
-    return step_costs(rows, 0).draft_s if rows else costs.draft_s
 
 
 class _Known:
@@ -337,44 +240,29 @@ class _Known:
 
     def __init__(self, units: Mapping[Unit, Sequence[Row]], bases: Mapping[Unit, float]) -> None:
         self._units, self._bases = units, bases
-        self._ranks = {
-            unit: {tuple(row["token_ids"]): right_ranks(mine, row["token_ids"]) for row in mine}
+        self._right = {
+            unit: {tuple(row["token_ids"]): right_drafts(mine, row["token_ids"]) for row in mine}
             for unit, mine in units.items()
         }
         later = [
-            rank
+            right
             for unit, mine in units.items()
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items()
-            for rank in self._ranks[unit][output][first_tokens(row) :]
+            for right in self._right[unit][output][first_tokens(row) :]
         ]
         self.unknown = later.count(None) / len(later)
 
-    def bound(
-        self, shapes: Sequence[Shape], costs: StepCosts, *, candidates: int = 1
-    ) -> tuple[dict[Unit, float], dict[str, float]]:
-        """Return each prompt's speedup with the best shape in every step, and the figures over all.
-
-        Args:
-            shapes: See ``best_course``.
-            costs: Of steps.
-            candidates: A right one of that many candidates counts as the first, and untested ones as right.
-        """
+    def bound(self, longest: int, costs: StepCosts) -> tuple[dict[Unit, float], dict[str, float]]:
+        """Return each prompt's speedup with the best draft length in every step, and the figures over all."""
         found: dict[Unit, float] = {}
         tokens, courses = 0, []
         for unit, mine in self._units.items():
             ratios = {}
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items():
-                ranks = self._ranks[unit][output]
-                if candidates > 1:
-                    ranks = [None if rank is None or abs(rank) < candidates else -1 for rank in ranks]
-                first = first_tokens(row)
-                course = [
-                    shapes[number]
-                    for number in best_course(ranks, first, shapes, row["finish_reason"] != "length", costs)
-                ]
+                first, room_for_all = first_tokens(row), row["finish_reason"] != "length"
+                course = best_course(self._right[unit][output], first, longest, room_for_all, costs)
                 prefill = min(sum(each["steps_draft_prefill_s"]) for each in mine) if any(course) else 0.0
-                seconds = costs.reading(prefill)
-                seconds += sum(costs.of(len(shape), depth_of(len(shape), shape)) for shape in course)
+                seconds = costs.reading(prefill) + sum(map(costs.of, course))
                 ratios[output] = (len(output) - first) / seconds / self._bases[unit]
                 courses += course
                 tokens += len(output) - first
@@ -382,7 +270,7 @@ class _Known:
         return found, {
             "speedup": _mean(found.values()),
             "tokens_per_step": tokens / len(courses),
-            "drafted_per_token": sum(map(len, courses)) / tokens,
+            "drafted_per_token": sum(courses) / tokens,
         }
 
 
@@ -418,33 +306,22 @@ def _mean(ratios: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-_BOUNDS = {
-    "oracle": "oracle",
-    "tree_oracle": "oracle: best size of tree",
-    "branch_oracle": "oracle: the right branch alone",
-}
-_HINDSIGHT = (
-    ("hindsight", "each prompt with its best fixed γ", "oracle"),
-    ("tree_hindsight", "each prompt with its best tree of a size", "tree_oracle"),
-)
-
-
 def text_of(found: Mapping[str, Any]) -> str:
     """Return the table of one drafter."""
     lines = [
         found["drafter"],
         f"  {'':40} speedup  of oracle  tokens/step  drafted/token  wasted   fit",
     ]
-    for name, what in _BOUNDS.items():
-        if (bound := found[name]) is not None:
-            lines.append(
-                f"  {what:40} {bound['speedup']:7.2f} {'':9}  {bound['tokens_per_step']:11.2f}"
-                f"  {bound['drafted_per_token']:13.2f}"
-            )
-    for name, what, of in _HINDSIGHT:
-        if found[name] is not None:
-            of_oracle = found[name] / found[of]["speedup"]
-            lines.append(f"  {what:40} {found[name]:7.2f}  {of_oracle:9.0%}")
+    bound = found["oracle"]
+    lines.append(
+        f"  {'oracle':40} {bound['speedup']:7.2f} {'':9}  {bound['tokens_per_step']:11.2f}"
+        f"  {bound['drafted_per_token']:13.2f}"
+    )
+    if found["hindsight"] is not None:
+        of_oracle = found["hindsight"] / bound["speedup"]
+        lines.append(
+            f"  {'each prompt with its best fixed γ':40} {found['hindsight']:7.2f}  {of_oracle:9.0%}"
+        )
     lines += [
         f"  {row['label']:40.40} {row['speedup']:7.2f}  {row['of_oracle']:9.0%}  {row['tokens_per_step']:11.2f}"
         f"  {row['drafted_per_token']:13.2f}  {row['wasted']:6.0%}  {row['fit']:4.2f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -69,11 +68,6 @@ def columns_of(line: dict[str, Any]) -> dict[str, Any]:
     return step_columns(StepLists(**line.pop("steps")))
 
 
-def ranks_of(right: Sequence[bool | None]) -> list[int | None]:
-    """Of drafts one at a time: the first candidate is right, or wrong."""
-    return [None if each is None else 0 if each else -1 for each in right]
-
-
 def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
     chance = random.Random(seed)
     return [chance.random() < share for _ in range(length)]
@@ -86,7 +80,7 @@ def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_course_is_faster(seed, room_for_all):
     right = random_right(seed, 8)
-    best = oracle.best_course(ranks_of(right), FIRST, oracle.chains(4), room_for_all, COSTS)
+    best = oracle.best_course(right, FIRST, 4, room_for_all, COSTS)
     reached = course_of(right, iter(best), room_for_all)
     assert sum(emitted for _, _, emitted in reached) == len(right) - FIRST
     assert [gamma for gamma, _, _ in reached] == best
@@ -105,24 +99,24 @@ def test_steps_tell_what_was_tested():
     tokens = list(range(len(right)))
     row = row_of(course_of(right, itertools.repeat(2)), tokens, 2)
     # Two drafts from token 1: one accepted, one not. Two from token 3, both accepted: token 5 was drawn untested.
-    assert oracle.right_ranks([row], tokens) == [None, 0, -1, 0, 0, None, -1, None]
+    assert oracle.right_drafts([row], tokens) == [None, True, False, True, True, None, False, None]
     longer = row_of(course_of(right, itertools.repeat(4)), tokens, 4)
-    assert oracle.right_ranks([row, longer], tokens) == [None, 0, -1, 0, 0, 0, -1, None]
+    assert oracle.right_drafts([row, longer], tokens) == [None, True, False, True, True, True, False, None]
 
 
 def test_a_drafter_that_finds_nothing_has_no_draft_there():
     tokens = [0, 1, 2, 3]
     nothing = [(0, 0, 1)] * 3
-    assert oracle.right_ranks([row_of(nothing, tokens, 4)], tokens) == [
+    assert oracle.right_drafts([row_of(nothing, tokens, 4)], tokens) == [
         None,
-        -1,
-        -1,
+        False,
+        False,
         None,
     ]  # no room at last
-    assert oracle.right_ranks([row_of(nothing, tokens)], tokens) == [None] * 4, "a rule may have wanted none"
+    assert oracle.right_drafts([row_of(nothing, tokens)], tokens) == [None] * 4, "a rule may have wanted none"
     found = row_of([(2, 2, 3)], tokens, 4)
     for rows in ([row_of(nothing, tokens, 4), found], [found, row_of(nothing, tokens, 4)]):
-        assert oracle.right_ranks(rows, tokens) == [None, 0, 0, None], "elsewhere it found something"
+        assert oracle.right_drafts(rows, tokens) == [None, True, True, None], "elsewhere it found something"
 
 
 # -- costs -------------------------------------------------------------------------------------------
@@ -154,7 +148,7 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
         config, right = line["config"], both[line["prompt"]]
         asked = itertools.repeat(gammas[config])
         if config == WISE:
-            asked = iter(oracle.best_course(ranks_of(right), FIRST, oracle.chains(8), False, COSTS))
+            asked = iter(oracle.best_course(right, FIRST, 8, False, COSTS))
         steps = course_of(right, asked)
         return measured(steps, range(40), 0.0 if config == "plain" else prefill_s)
 
@@ -176,98 +170,3 @@ def test_the_bound_is_what_one_reaches_who_knows(tmp_path, prefill_s):
     assert found["unknown"] < 0.1
     assert found["oracle"]["speedup"] == pytest.approx(rows[WISE]["speedup"], rel=0.002)
     assert found["oracle"]["tokens_per_step"] == pytest.approx(rows[WISE]["tokens_per_step"], rel=0.03)
-
-
-# -- trees -------------------------------------------------------------------------------------------
-
-SHAPES = [(), (-1,), (-1, 0), (-1, -1), (-1, -1, 0, 0, 1), (-1, -1, 0, 1, 2)]
-NOWHERE = 9
-"""The rank of a token that no drafter comes up with."""
-
-
-def random_ranks(seed: int, length: int) -> list[int]:
-    chance = random.Random(seed)
-    return chance.choices((0, 1, 2, NOWHERE), (6, 2, 1, 1), k=length)
-
-
-def grown(ranks: Sequence[int], shapes: Any) -> list[dict[str, Any]]:
-    """The steps in which one of these trees is drafted after the other, as deep as there is room."""
-    steps, place = [], FIRST
-    while place < len(ranks):
-        depths: list[int] = []
-        for parent in (asked := next(shapes)):
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        left = [node for node, depth in enumerate(depths) if depth <= len(ranks) - place - 1]
-        shape = [asked[node] for node in left]  # the deepest come last
-        node, widths, kept = -1, [], []
-        while behind := [child for child, parent in enumerate(shape) if parent == node]:
-            widths.append(len(behind))
-            rank = ranks[place + len(kept)]
-            if rank >= len(behind):
-                break
-            kept.append(rank)
-            node = behind[rank]
-        depth = max((depths[node] for node in left), default=0)
-        steps.append({
-            "drafted": depth, "tested": len(widths), "accepted": len(kept), "emitted": len(kept) + 1,
-            "nodes": len(shape), "passes": depth, "widths": widths, "ranks": kept,
-            "parents": [parent + 1 for parent in shape],
-            "draft_s": depth * DRAFT_S, "verify_s": REST_S[len(shape) + 1],
-        })  # fmt: skip
-        place += len(kept) + 1
-    return steps
-
-
-def tree_line(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The measured fields of a generation."""
-    tokens = FIRST + sum(step["emitted"] for step in steps)
-    line = measured([(0, 0, 1)] * len(steps), range(tokens))
-    line["steps"] |= {name: [step[name] for step in steps] for name in steps[0]}
-    line["steps"]["expected_acceptance"] = [[0.5] * step["tested"] for step in steps]
-    line["decode_s"] = sum(step["draft_s"] + step["verify_s"] for step in steps)
-    return line
-
-
-def test_the_oracles_of_a_run_with_trees(tmp_path, capsys):
-    truth = {"a-1": random_ranks(1, 60), "b-1": random_ranks(2, 60)}
-    rules = {"d@4": None, "d static": (-1, -1, 0, 0, 1), "d small": (-1, -1)}
-    trees = {
-        name: {
-            "gamma": None,
-            "draft_policy": f"static-tree:nodes={len(shape)}",
-            "drafter": "d",
-            "kind": "speculative",
-        }
-        for name, shape in rules.items()
-        if shape
-    }
-    path = tmp_path / "run"
-    write_exact(
-        path, {config: {prompt: [1.0] for prompt in truth} for config in ("plain", *rules)}, configs=trees
-    )
-
-    def steps_in(line: dict[str, Any]) -> dict[str, Any]:
-        ranks, shape = truth[line["prompt"]], rules.get(line["config"])
-        if shape:
-            return tree_line(grown(ranks, itertools.repeat(shape)))
-        asked = itertools.repeat(0 if line["config"] == "plain" else 4)
-        return measured(course_of([rank == 0 for rank in ranks], asked), range(60))
-
-    change_lines(path, steps_in)
-    assert oracle.main([str(path)]) == 0
-    out = capsys.readouterr().out
-    (found,) = json.loads(out.splitlines()[-1])
-    bounds = [found[name]["speedup"] for name in ("oracle", "tree_oracle", "branch_oracle")]
-    assert bounds == sorted(bounds)
-    assert bounds[0] < bounds[1] < bounds[2]
-    assert all(row["of_oracle"] < 1 and row["fit"] == pytest.approx(1.0, abs=0.02) for row in found["rows"])
-    by_config = {row["config"]: row for row in found["rows"]}
-    # One prompt each may be best with another tree.
-    assert found["tree_hindsight"] >= max(by_config[name]["speedup"] for name in trees)
-    assert found["hindsight"] == pytest.approx(by_config["d@4"]["speedup"])
-    for what in (
-        "best size of tree",
-        "the right branch alone",
-        "each prompt with its best tree of a size",
-    ):
-        assert what in out
