@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
+from test_policies import UnsteadyClock
 
-from specbench.decoding.clocks import Clock
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import SharedPass, Step, StepTimes
 from specbench.decoding.request import Request
@@ -46,8 +46,16 @@ def fair(tokens: Sequence[int]) -> Any:
 class Model:
     """Reads for several requests at once, and takes as long as it is told for so many rows, and for unequal ones."""
 
-    def __init__(self, logits: Logits, seconds: Seconds, clock: Ticking, uneven_s: float = 0.0) -> None:
-        self.logits, self.seconds, self.clock, self.uneven_s = logits, seconds, clock, uneven_s
+    def __init__(
+        self, logits: Logits, seconds: Seconds, clock: Any, uneven_s: float = 0.0, vocab: int = VOCAB
+    ) -> None:
+        self.logits, self.seconds, self.clock, self.uneven_s, self.vocab = (
+            logits,
+            seconds,
+            clock,
+            uneven_s,
+            vocab,
+        )
 
     @property
     def loaded(self) -> object:
@@ -66,7 +74,7 @@ class Seat(ScriptedScorer):
     """One request's scorer of such a model."""
 
     def __init__(self, model: Model) -> None:
-        super().__init__(model.logits, VOCAB)
+        super().__init__(model.logits, model.vocab)
         self.batch = model  # type: ignore[assignment]
 
     def score(self, asked: ForwardRequest) -> ForwardOutput:
@@ -307,7 +315,7 @@ def made(
 ) -> SharedPass:
     numbers = tuple(range(len(drafted)))
     fed = tuple(read + each for each in drafted)
-    return SharedPass(model, target, numbers, fed, tuple(drafted), 0.0, seconds, len(drafted), 0)
+    return SharedPass(model, target, numbers, fed, tuple(drafted), seconds, len(drafted), 0)
 
 
 def step(verified: int, tokens: int = 1) -> Step:
@@ -427,51 +435,22 @@ FEW = 2
 SMALL, SMALL_DRAFT = random_table(5, FEW), random_table(6, FEW)
 
 
-class Unsteady:
-    """A clock that moves on by 1 to 9 whenever it is read, in an order of its own."""
-
-    def __init__(self) -> None:
-        self.random, self.time = standard_random.Random(3), 0.0
-
-    def now(self) -> float:
-        self.time += self.random.randint(1, 9)
-        return self.time
-
-
-class Pair:
-    """Scorers of one small model, whose passes are made together."""
-
-    @property
-    def loaded(self) -> object:
-        return self
-
-    def score(self, asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:
-        return [each.scorer.score(each) for each in asked]
-
-    def seat(self, logits: Logits) -> ScriptedScorer:
-        scorer = ScriptedScorer(logits, FEW)
-        scorer.batch = self  # type: ignore[assignment]
-        return scorer
-
-
 PROMPTS = ((1, 0, 1), (0, 0, 1, 1))
 
 
 def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) -> tuple[tuple[int, ...], ...]:
     """What two requests come to, whose every event is one of the same randomness."""
-    clock: Clock = Unsteady()
-    batch_costs, target, model = BatchCosts(), Pair(), Pair()
-    known(batch_costs, lambda rows: 20.0 + rows, 2, rounds=3)
+    clock, batch_costs = UnsteadyClock(3), BatchCosts()
+    target, model = (Model(each, lambda _: 0.0, clock, vocab=FEW) for each in (SMALL, SMALL_DRAFT))
+    known(batch_costs, lambda rows: 0.02 + 0.001 * rows, 2, rounds=3)
     for _ in range(3):
-        batch_costs.observe(made(4.0, [1, 1], target=False, model=model))
+        batch_costs.observe(made(0.004, [1, 1], target=False, model=model))
 
     def request(prompt: Sequence[int]) -> Request:
         policy = build_policy(rule)
-        drafter = ModelDrafter(model.seat(SMALL_DRAFT), "model", clock)  # type: ignore[arg-type]
+        drafter = ModelDrafter(model.seat(), "model", clock)  # type: ignore[arg-type]
         share_costs(policy, batch_costs, [model])
-        return Request(
-            prompt, target.seat(SMALL), drafter, policy, Multinomial(), random, new, first_target=False
-        )
+        return Request(prompt, target.seat(), drafter, policy, Multinomial(), random, new, first_target=False)
 
     scheduler = Scheduler(max_batch=2, clock=clock, watch=batch_costs.observe)
     for prompt in PROMPTS:

@@ -164,10 +164,6 @@ class Sampling:
         """Return the transforms with greedy choice."""
         return self._copy(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
-    def untempered(self) -> Sampling:
-        """Return the transforms at temperature 1, without cutting off the tail."""
-        return self._copy(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
     def _copy(self, **changed: Any) -> Sampling:
         """Return a changed copy; subclasses have fewer arguments."""
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)} | changed)
