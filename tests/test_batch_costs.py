@@ -315,7 +315,7 @@ def made(
 ) -> SharedPass:
     numbers = tuple(range(len(drafted)))
     fed = tuple(read + each for each in drafted)
-    return SharedPass(model, target, numbers, fed, tuple(drafted), seconds, len(drafted), 0)
+    return SharedPass(model, target, numbers, fed, tuple(drafted), 0.0, seconds, len(drafted), 0)
 
 
 def step(verified: int, tokens: int = 1) -> Step:

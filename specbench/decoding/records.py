@@ -264,6 +264,7 @@ class SharedPass:
         requests: Their numbers.
         fed: Tokens of each.
         drafted: Draft tokens among these.
+        began_s: Its start by the scheduler's clock.
         seconds: Its duration.
         active, waiting: Numbers of active and queued requests.
     """
@@ -273,6 +274,7 @@ class SharedPass:
     requests: tuple[int, ...]
     fed: tuple[int, ...]
     drafted: tuple[int, ...]
+    began_s: float
     seconds: float
     active: int
     waiting: int
