@@ -427,7 +427,6 @@ def _steps(
         "rollback_s", "other_s", "nodes", "passes", "forced", "mask_s", "expected_acceptance", "closing",
     )  # fmt: skip
     steps: dict[str, Any] = {name: [] for name in names}
-    policy: dict[str, list[float]] = {"H_norm": [], "H_bar": [], "gamma": []}
     left, smooth = tokens, 0.15
     while left:
         gamma = 0
@@ -437,9 +436,6 @@ def _steps(
                 h = float(np.clip(rng.gamma(1.3, 0.12), 0, 1))
                 smooth = 0.7 * smooth + 0.3 * h
                 wanted = max(1, round(8 - 14 * smooth))
-                policy["H_norm"].append(h)
-                policy["H_bar"].append(smooth)
-                policy["gamma"].append(wanted)
             gamma = min(wanted, left - 1)
         passed = rng.random(gamma) < alpha
         accepted = int(np.cumprod(passed).sum())
@@ -463,5 +459,5 @@ def _steps(
         for name, value in values.items():
             steps.setdefault(name, []).append(value)
         left -= accepted + 1
-    steps["policy"] = policy if len(policy["H_norm"]) == len(steps["drafted"]) else {}
+    steps["policy"] = {}
     return steps

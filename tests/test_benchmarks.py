@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import aa
@@ -18,9 +17,8 @@ import passes
 import pytest
 import vs_transformers
 from scripted_engine import TARGET, ScriptedEngine
-from tiny import save_tiny, tiny_llama
+from tiny import save_tiny
 
-from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
@@ -89,14 +87,6 @@ def test_passes_are_measured_against_memory(models, capsys, monkeypatch):
     assert all(value > 0 for value in (*result["pass_ms"].values(), *result["bandwidth_gb_s"].values()))
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_weights_are_counted_once(pack):
-    model = tiny_llama(vocab_size=100)
-    if pack:
-        pack_linears(model)
-    assert passes.weight_bytes(model) == 4 * (2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 100 * 32)
-
-
 # --- Parts ----------------------------------------------------------------------------------------
 
 
@@ -145,23 +135,6 @@ def test_a_slowed_configuration_is_found_and_itself_is_not(tmp_path, share, verd
     results = load_results(tmp_path)
     assert len(results.generations) == 8 * 3 * 4
     assert set(results.generations["new_tokens"]) == {9}
-
-
-def test_aa_continues_from_its_file(models, tmp_path, capsys, monkeypatch):
-    common = ["--target", str(models / "target"), "--limit", "2", "--tokens", "5", "--repeats", "1",
-              "--resume", str(tmp_path / "aa.jsonl")]  # fmt: skip
-    assert aa.main([*common, "--sweeps", "1"]) in (0, 1)
-    first = last_json(capsys)
-    assert first["sweeps"] == 1
-    assert first["failed_generations"] == 0
-    assert aa.main([*common, "--sweeps", "2"]) in (0, 1)
-    second = last_json(capsys)
-    assert (second["sweeps"], second["complete"]) == (2, True)
-    assert second["mean_slowed"] > 0
-    monkeypatch.setattr(aa, "load", lambda _: pytest.fail("everything is measured already"))
-    assert aa.main([*common, "--sweeps", "2"]) in (0, 1)
-    assert last_json(capsys) == second
-    assert [path.name for path in tmp_path.iterdir()] == ["aa.jsonl"]
 
 
 # --- Overhead -------------------------------------------------------------------------------------
@@ -219,42 +192,6 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
 
 
 # --- auto beside fixed draft lengths ----------------------------------------------------------------
-
-
-def test_auto_is_held_against_each_length_in_rounds_that_can_be_resumed(tmp_path):
-    """A step takes 1 s without drafts; of the lengths 2 is best for prompts 0 to 2, and 4 for the last one."""
-    seconds = {None: 1.0, "auto": 0.5, "fixed:gamma=2": 0.4, "fixed:gamma=4": 0.6}
-    order: list[str | None] = []
-
-    def decode(prompt: Sequence[int], plan: Any) -> Any:
-        name = None if plan is None else plan.name
-        order.append(name)
-        slower = 2.0 if prompt == [3] and name == "fixed:gamma=2" else 1.0
-        times = SimpleNamespace(total_s=slower * seconds[name])
-        return SimpleNamespace(
-            steps=[SimpleNamespace(times=times, tokens=(1, 1), gamma=0 if plan is None else 2)]
-        )
-
-    makers = auto_regret.policies((2, 4))
-    done = parts.Parts(tmp_path / "rounds.jsonl", {})
-    auto_regret.play(done, 2, [[0], [1], [2], [3]], makers, decode, until=-math.inf)
-    assert not done.done
-    auto_regret.play(done, 1, [[0], [1], [2], [3]], makers, decode)
-    again = parts.Parts(tmp_path / "rounds.jsonl", {})
-    auto_regret.play(again, 2, [[0], [1], [2], [3]], makers, decode)
-    assert [(part["prompt"], part["repeat"]) for part in again.done] == [
-        (p, r) for r in (0, 1) for p in range(4)
-    ]
-    turns = [tuple(order[at : at + 4]) for at in range(0, len(order), 4)]
-    assert len(set(turns)) > 1, "the order differs by round"
-    assert all(set(turn) == set(seconds) for turn in turns)
-    found = auto_regret.summarize(again.done, list(makers))
-    assert found["best"] == "γ=2"
-    assert found["speedup"]["auto"].value == pytest.approx(2.0)
-    assert found["over"]["γ=4"].value == pytest.approx(1.2)
-    assert found["over_best"].value == pytest.approx((0.8**3 * 1.6) ** 0.25)
-    assert found["over_held_out"].value == pytest.approx((0.8**3 * 1.6) ** 0.25)
-    assert "auto over γ=2, the best here: 0.95" in auto_regret.text_of(found)
 
 
 def test_the_comparison_of_auto_runs_with_real_models(tmp_path, capsys):

@@ -310,6 +310,20 @@ class TestSummary:
         assert math.isnan(one(summarize(alone), "x")["speedup"])
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
 
+    def test_pooled_and_mean_are_both_told_where_they_differ(self):
+        rows = []
+        for i in range(6):
+            size, speed = (100.0, 5.0) if i == 5 else (1.0, 13.0 + 0.1 * i)
+            rows += [
+                row("plain", f"a-{i}", 10.0, decode_s=size),
+                row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
+            ]
+        frame = summarize(frame_of(*rows))
+        figures = one(frame, "x")
+        assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
+        (note,) = [note for note in tables.notes(frame) if "all tokens over all seconds" in note]
+        assert f"{figures['pooled_speedup']:.2f}" in note
+
 
 class TestOtherFrames:
     def test_categories(self, made):

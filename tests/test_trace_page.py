@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from html.parser import HTMLParser
 
 import pytest
 from msgspec import structs
+from test_report import Page
 from test_trace import ACCEPTED_ALL, HOSTILE, REJECTION, SUMMARY, TREE, event, header, hostile_events, prefill
 
 from specbench.results.trace import write_event
@@ -17,35 +17,6 @@ from specbench.show.trace_page.page import to_html
 FIRST, SECOND, THIRD = (
     structs.replace(event(step), index=i) for i, step in enumerate((REJECTION, TREE, ACCEPTED_ALL))
 )
-VOID = {"meta", "input"}
-
-
-class Page(HTMLParser):
-    """The elements of a page, with all text; fails where tags do not match."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] not in (["script"], ["style"]):
-            self.text += data
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 @pytest.mark.smoke
@@ -61,7 +32,7 @@ def test_the_page_has_every_step_and_where_its_tokens_are_from():
         "per step",
         "rejected",
     ):
-        assert words in page.text
+        assert words in "".join(page.text)
     for origin in ("accepted", "corrected", "bonus", "target"):
         assert {"class": origin} in page.all("span")
 

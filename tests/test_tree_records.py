@@ -14,7 +14,7 @@ from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter
-from specbench.policies.trees import DynamicTree, StaticTree
+from specbench.policies.trees import StaticTree
 from specbench.specs.verification import VerificationName
 
 VOCAB = 6
@@ -86,13 +86,3 @@ def test_behind_a_stop_nothing_counts():
             if last.closing is None:
                 assert sorted(last.path[: last.accepted]) == accepted
                 assert last.tested == last.accepted == len(last.tokens)
-
-
-def test_expected_acceptance_of_certain_candidates_is_all_they_have_of_p():
-    for step in steps_of(DynamicTree(2, 4, 2), Multinomial(0.9), None):
-        assert step.verdicts is not None
-        for level, node in enumerate((-1, *step.path)[: step.tested]):
-            behind = [i for i, parent in enumerate(step.parents or ()) if parent == node]
-            total = sum(step.verdicts[i].p or 0.0 for i in behind)
-            assert step.expected_acceptance[level] == pytest.approx(total, abs=1e-6)
-            assert step.widths[level] == len(behind)
