@@ -130,17 +130,24 @@ class _Answers:
             return Answer(f"No speculative generation has finished; {speed}.", None, details=details)
         top = max(measured, key=lambda row: row.speedup.value)
         best = next((row for row in measured if row.config.id in self.summary.winners), top)
-        if best.config.id in self.summary.winners:
-            headline = self._speedups(best, by_category=True)
-        elif all(row.verdict == "slower" for row in measured):
-            headline = f"Speculation does not pay here. The best measured is {self._speedups(best)}"
-        else:
-            headline = (
-                f"It is not certain that speculation pays here. The best measured is {self._speedups(best)}"
-            )
-        rivals = self._rivals(best, measured)
+        said = "Speculation does not pay here.", "It is not certain that speculation pays here."
         details = [*self._details(best, top, measured, plain), *details]
-        return Answer(self._provisionally(headline), best.verdict, rivals, self._command_for(best), details)
+        return Answer(
+            self._headline(best, measured, *said),
+            best.verdict,
+            self._rivals(best, measured),
+            self._command_for(best),
+            details,
+        )
+
+    def _headline(self, best: SummaryRow, measured: Sequence[SummaryRow], slower: str, unsure: str) -> str:
+        """Return the speedup of the best configuration; ``slower`` and ``unsure`` stand before one that is no gain."""
+        if best.verdict == "faster":
+            headline = self._speedups(best, by_category=True)
+        else:
+            why = slower if all(row.verdict == "slower" for row in measured) else unsure
+            headline = f"{why} The best measured is {self._speedups(best)}"
+        return f"{self.summary.disturbance} {headline}".strip()
 
     def of_servers(self) -> Answer:
         """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
@@ -156,18 +163,16 @@ class _Answers:
         if self._curves(batch_curves):
             return self._of_curves(batch_curves, list(_throughputs(base)))
         best = max(measured, key=lambda row: (row.verdict == "faster", row.speedup.value))
-        if best.verdict == "faster":
-            headline = self._speedups(best, by_category=True)
-        elif all(row.verdict == "slower" for row in measured):
-            headline = f"Nothing is faster than {over} here. The best measured is {self._speedups(best)}"
-        else:
-            headline = f"It is not certain that anything is faster than {over} here. {self._speedups(best)}"
+        said = (
+            f"Nothing is faster than {over} here.",
+            f"It is not certain that anything is faster than {over} here.",
+        )
         details = [
             f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(row)}." for row in base[:1]
         ]
         details += self._same_outputs(best, None)
         rivals = self._rivals(best, measured)
-        return Answer(self._provisionally(headline), best.verdict, rivals, details=details)
+        return Answer(self._headline(best, measured, *said), best.verdict, rivals, details=details)
 
     def of_batches(self) -> Answer:
         """Return the answer for batches: the largest batch size at which the best configuration pays."""
@@ -201,7 +206,7 @@ class _Answers:
         headline, *others = [
             f"{_described(each.rows[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
         ]
-        headline = self._provisionally(headline)
+        headline = f"{self.summary.disturbance} {headline}".strip()
         if len(curves) > 1 + _TIES:
             others.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
         rows = curves[0].rows
@@ -228,9 +233,6 @@ class _Answers:
         if row.verdict is None or row.verdict == "cannot tell":
             return ""
         return self._command(row, drafts=row.verdict != "slower")
-
-    def _provisionally(self, headline: str) -> str:
-        return f"{self.summary.disturbance} {headline}".strip()
 
     def _same_outputs(self, row: SummaryRow, dtype: str | None) -> Iterator[str]:
         if not math.isnan(row.identical_share):

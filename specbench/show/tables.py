@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specbench.base.record import Estimate
@@ -357,27 +357,6 @@ def summary_sheet(summary: Summary) -> Sheet:
         at = sheet.headings.index("verdict")
         sheet.rows[number][at] = sheet.rows[number][at].replace("faster", "fastest")
     return sheet
-
-
-_OF_STEPS = {"tokens/step", "accepted", "of tested", "α", "mean γ", *PARTS}
-"""Headings of the summary that a report shows in a table of their own."""
-
-
-def speed_and_steps(summary: Sheet) -> tuple[Sheet, Sheet]:
-    """Return the summary in two tables: speeds, the speedup first, and acceptance and time of steps."""
-    numbers = range(1, len(summary.headings))
-    steps = [i for i in numbers if summary.headings[i] in _OF_STEPS]
-    first = ("speedup", "verdict")
-    speed = sorted(set(numbers) - {*steps}, key=lambda i: summary.headings[i] not in first)
-    return _columns(summary, [0, *speed]), replace(_columns(summary, [0, *steps] if steps else []), notes=[])
-
-
-def _columns(sheet: Sheet, kept: Sequence[int]) -> Sheet:
-    def some(cells: Sequence[Any]) -> list[Any]:
-        return [cells[i] for i in kept]
-
-    rows, values = [*map(some, sheet.rows)] if kept else [], [*map(some, sheet.values)]
-    return replace(sheet, headings=some(sheet.headings), rows=rows, values=values, ranks=some(sheet.ranks))
 
 
 def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet:

@@ -27,7 +27,7 @@ _BY_RANK = ("-", "--", "-.", ":")  # of a node; ranks after these are seldom rig
 _RARE = 0.01  # share of steps below which the longest accepted lengths are not drawn
 
 
-@figure("acceptance", "acceptance rate and α against γ", table="Acceptance and time")
+@figure("acceptance", "acceptance rate and α against γ", table="Speed")
 def acceptance(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "acceptance_rate")
     body, (left, right) = canvas.panels(2, 2.45, "share of tokens", sharey=True)

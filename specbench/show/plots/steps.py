@@ -18,7 +18,7 @@ _PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#44BB99", "#FFAABB", "#CC
 """Light ones (Paul Tol's), for the strong ones are those of drafters."""
 
 
-@figure("time", "where the time goes", table="Acceptance and time")
+@figure("time", "where the time goes", table="Speed")
 def time(run: PlotData) -> Figure:
     rows = [row for each in run.series for row in each.rows if row.tokens_per_second.value > 0]
     rows.sort(key=lambda row: run.drafters.index(row.config.drafter))

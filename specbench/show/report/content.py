@@ -106,14 +106,12 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         )
     summary, categories = summarize(results), categorize(results)
     figures, missing = _figures(results, plots)
-    speed, steps = tables.speed_and_steps(tables.summary_sheet(summary))
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),
-        "Acceptance and time": steps,
         "Acceptance by position": tables.position_sheet(positions(results)),
     }
     folded = {
@@ -127,7 +125,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         answers=find_answers(results, summary, categories),
         warnings=_warnings(results, summary),
         summary=summary,
-        tables={"Speed": speed, **folded},
+        tables={"Speed": tables.summary_sheet(summary), **folded},
         figures=figures,
         missing=missing,
         method=_method(results),
