@@ -14,23 +14,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD, EXPERTS, CONTEXT = 2, 32, 48, 4, 2, 8, 4, 256
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
 WORDS = [
-    "in",
-    "at",
-    "th",
-    "the",
-    "he",
-    "an",
-    "Ġth",
-    "Ġthe",
-    "12",
-    "123",
-    "ĠĠ",
-    "ĠĠĠĠ",
-    "ing",
-    "er",
-    "re",
-    "on",
-]
+    "in", "at", "th", "the", "he", "an", "Ġth", "Ġthe", "12", "123", "ĠĠ", "ĠĠĠĠ", "ing", "er", "re", "on"
+]  # fmt: skip
 VOCABULARY = [*bytes_to_unicode().values(), *WORDS, "<|end|>"]
 SIZE = len(VOCABULARY)
 WORDLESS = {

@@ -310,22 +310,19 @@ def few_tokens() -> Any:
 
 def few_head(folder: Path, kind: str, target: Target) -> Any:
     """A drafter of such a target, made of a folder: of one of the kinds of heads."""
-    if kind == "medusa":
-        settings, tensors = medusa_settings(9), medusa_tensors(vocab=9)
-    elif kind in ("mtp", "mtp-3"):
-        settings, tensors = mtp_settings(9), mtp_tensors(layers=3 if kind == "mtp-3" else 1)
-    elif kind == "dflash":
-        settings, tensors = block_settings(9), block_tensors(vocab=9)
-    elif kind == "dspark":
-        settings, tensors = spark_settings(9), conditional_tensors(kind, vocab=9)
-    elif kind == "dflash2":
-        settings, tensors = flash_two_settings(9), conditional_tensors(kind, vocab=9)
-    elif kind == "peagle":
-        settings = parallel_settings(9, 2, draft_vocab_size=6)
-        tensors = parallel_tensors(vocab=9, drafted=6, layers=2)
-    elif kind == "eagle-1":
-        settings, tensors = eagle_one_settings(9), eagle_one_tensors(vocab=9)
-    else:
-        settings = speculators_settings((1, 2, 0), 9, draft_vocab_size=6)
-        tensors = eagle_tensors(2, vocab=9, drafted=6)
+    known: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+        "medusa": (medusa_settings(9), medusa_tensors(vocab=9)),
+        "mtp": (mtp_settings(9), mtp_tensors()),
+        "mtp-3": (mtp_settings(9), mtp_tensors(layers=3)),
+        "dflash": (block_settings(9), block_tensors(vocab=9)),
+        "dspark": (spark_settings(9), conditional_tensors("dspark", vocab=9)),
+        "dflash2": (flash_two_settings(9), conditional_tensors("dflash2", vocab=9)),
+        "peagle": (
+            parallel_settings(9, 2, draft_vocab_size=6),
+            parallel_tensors(vocab=9, drafted=6, layers=2),
+        ),
+        "eagle-1": (eagle_one_settings(9), eagle_one_tensors(vocab=9)),
+    }
+    eagle = speculators_settings((1, 2, 0), 9, draft_vocab_size=6), eagle_tensors(2, vocab=9, drafted=6)
+    settings, tensors = known.get(kind, eagle)
     return load_drafter(str(write_head(folder, settings, tensors)), target, LoadOptions(dtype="float32"))

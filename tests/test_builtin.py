@@ -311,13 +311,10 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "how"),
     [
-        ("config.json", "damaged"),
-        ("tokenizer.json", "removed"),
-        ("manifest.json", "shortened"),
-        ("model.safetensors", "shortened"),
-        ("model.safetensors", "damaged"),
+        ("config.json", "damaged"), ("tokenizer.json", "removed"), ("manifest.json", "shortened"),
+        ("model.safetensors", "shortened"), ("model.safetensors", "damaged"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_entry_is_made_again(tiny_gguf, file, how):
     folder = prepare_gguf(tiny_gguf)
     original = (folder / file).read_bytes()

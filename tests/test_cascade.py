@@ -333,40 +333,6 @@ def test_room_and_rule_limit_both_together():
     assert drafter.model.scorer.passes == []
 
 
-# -- what a mixed draft says of itself -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("free", [LookupDrafter(Lookup(None, 2)), NGramDrafter(NGram(min=2))])
-def test_a_mixed_draft_has_a_distribution_for_every_token(free):
-    context = [1, 2, 3, 4, 5, 6, 9]
-    scorer = scripted([2, 3, 0], len(context))
-    draft = propose(
-        CascadeDrafter(free, ModelDrafter(scorer, "model")), context, FixedLength(4), Multinomial(1.5)
-    )
-    assert draft.tokens == [2, 3, 4, 5]
-    assert draft.q is not None
-    assert draft.q.shape == (4, VOCAB)
-    assert draft.q[2:].tolist() == [[float(i == token) for i in range(VOCAB)] for token in (4, 5)]
-    assert 0.9 < float(draft.q[0, 2]) < 1.0
-    assert draft.logits is not None
-    certain = zip(draft.logits[2:], (4, 5), strict=True)
-    assert [row.log_chance(token) for row, token in certain] == [0.0, 0.0]
-    assert draft.logits[0].values[2] == 10.0
-
-
-def test_counts_that_are_drawn_from_keep_their_distribution():
-    context = [1, 2, 3, 1, 2, 4, 9, 1, 2]
-    free = NGramDrafter(NGram(order=3, min=2, sample=True, max=1))
-    drafter = CascadeDrafter(free, ModelDrafter(scripted([5], 9), "model"))
-    drafter.begin(context)
-    drafter.update(StepOutcome(context, 1, torch.zeros(1, VOCAB)))  # tells how large the vocabulary is
-    draft = run_to_end(drafter.propose(context, 9, FixedLength(2), Multinomial(1.0), Randomness(0)))
-    assert draft.q is not None
-    assert draft.q[0, [3, 4]].tolist() == [0.5, 0.5]
-    assert draft.logits is not None
-    assert draft.logits[0].values.softmax(-1)[[3, 4]].tolist() == [0.5, 0.5]
-
-
 # -- the rules read it ---------------------------------------------------------------------------------
 
 
@@ -455,49 +421,6 @@ def test_what_others_drafted_is_fed_in_one_pass():
     # Prompt and first token, two drafts; the last draft and the bonus, two drafts; then it is not needed any more.
     assert drafter.model.scorer.passes == [4, 1, 1, 2, 1, 1]
     assert [step.accepted for step in steps] == [len(step.drafted) for step in steps]
-
-
-@pytest.mark.smoke
-def test_rejected_drafts_are_taken_off_again():
-    """The model reads free drafts that turn out wrong (Careful checks what it holds in every pass)."""
-    generator = torch.Generator().manual_seed(5)
-    prompt = torch.randint(0, 4, (30,), generator=generator).tolist()
-    for seed in range(5):
-        target = ScriptedScorer(random_table(seed, 4), 4)
-        drafter = Watched(
-            NGramDrafter(NGram(order=3, min=2, max=2)),
-            ModelDrafter(Careful(random_table(seed + 9, 4), 4), "model"),
-        )
-        drafter.model.guesses = None
-        decode(prompt, target, drafter, FixedLength(5), Multinomial(1.0), 60, seed)
-        assert any("fm" in kinds(draft) for draft in drafter.drafts)
-        fed = sum(drafter.model.scorer.passes)
-        assert fed < len(prompt) + 60 + sum(len(draft.tokens) for draft in drafter.drafts)
-
-
-@pytest.mark.parametrize("first_target", [True, False])
-def test_a_self_drafter_in_a_cascade_leaves_nothing_in_the_targets_cache(first_target):
-    cycle = [4, 5, 6, 7, 8, 9]
-    target = scripted(cycle, 3, ScriptedScorer)  # asserts that it reads its own entries only
-    cheaper = scripted([4, 5, 6, 0, 8, 9], 3, ScriptedScorer, cache=target.cache, own_entries_only=False)
-    drafter = Watched(LookupDrafter(Lookup(None, 2)), SelfDrafter(cheaper, "self"))
-    tokens, _ = decode(
-        [1, 2, 3], target, drafter, FixedLength(3), max_new_tokens=26, first_target=first_target
-    )
-    assert tokens == (cycle * 5)[:26]
-    assert {"m", "f"} <= {kind for draft in drafter.drafts for kind in kinds(draft)}
-
-
-def test_behind_its_context_limit_the_free_drafter_is_alone():
-    cycle = [4, 5, 6, 7, 8, 9]
-    target = scripted(cycle, 3, ScriptedScorer)
-    drafter = cascade(cycle, 3, context_limit=6)  # the scorer asserts that it is fed no more
-    tokens, _ = decode([1, 2, 3], target, drafter, FixedLength(3), max_new_tokens=26)
-    assert tokens == (cycle * 5)[:26]
-    made = [kinds(draft) for draft in drafter.drafts]
-    assert made[0] == "mmm"
-    assert "" in made, "neither can draft: plain passes"
-    assert made[-2] == "fff"
 
 
 def test_a_free_draft_that_the_model_lacks_ends_its_part():

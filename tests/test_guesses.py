@@ -13,7 +13,6 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
-from specbench.bench.passes import time_passes
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest, run_to_end
@@ -26,7 +25,6 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.base import ChainPolicy
-from specbench.results.lines import DrafterTimes
 from specbench.specs.drafters import Lookup
 
 VOCAB = 4
@@ -233,15 +231,6 @@ def test_a_policy_can_stop_among_guesses_and_is_told_what_needs_no_pass():
     assert drafter.scorer.cached_len == len(context) + 3, "what was guessed beyond the draft is gone"
 
 
-def test_after_a_wrong_guess_the_next_pass_goes_on_from_the_drawn_token():
-    drafter, context = repeating([1, 2, 3, 4])
-    drafter.scorer.function = fixed_script([1, 2, 5, 3, 4, 1, 2, 5], 9, len(context))
-    assert propose(drafter, context, 8).tokens == [1, 2, 5, 3, 4, 1, 2, 5]
-    fed = [token for token, _ in drafter.scorer.cache.entries]
-    assert fed[: len(context)] == context
-    assert fed[len(context) :] == [1, 2, 5, 3, 4, 1, 2, 5][: len(fed) - len(context)]
-
-
 def test_guesses_that_are_never_used_end():
     """Whatever the match, its chance falls below the price of a row; the next prompt begins afresh."""
     guesses = Guesses()
@@ -295,15 +284,6 @@ def test_there_are_none_without(missing):
         drafter.scorer.batch = object()
     assert propose(drafter, context, 5).passes == 5
     assert drafter.scorer.passes == [1] * 5
-
-
-def test_passes_are_timed_without():
-    drafter, context = repeating([1, 2, 3, 4])
-    target = ScriptedScorer(fixed_script([1, 2, 3, 4], 9, 0), 9)
-    order = standard_random.Random(0)
-    lines = time_passes(target, {"model": drafter}, context, [1, 2], Ticking(), 3, order)  # type: ignore[arg-type]
-    assert [line.passes for line in lines if isinstance(line, DrafterTimes)] == [1, 4]
-    assert drafter.guesses is not None
 
 
 # -- a real model --------------------------------------------------------------------------------------

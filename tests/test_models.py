@@ -206,14 +206,6 @@ def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, ask
     assert loaded.quantize == (None if asked == "auto" else asked)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_an_explicit_dtype_is_taken(folder, dtype):
-    loaded = load_model(str(folder), LoadOptions(dtype=dtype), tokenizer=False)
-    assert loaded.tokenizer is None
-    assert {str(parameter.dtype) for parameter in loaded.model.parameters()} == {f"torch.{dtype}"}
-    assert loaded.dtype == dtype
-
-
 def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "has_bfloat16", lambda: True)
     folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)

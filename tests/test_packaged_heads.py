@@ -100,15 +100,6 @@ def test_weights_that_are_not_its_own_are_refused(packaged):
     assert "is damaged" in refusal(load_drafter, ALIAS, tiny_target(), PLAIN, kind=RunError)
 
 
-def test_the_hash_of_any_head_is_checked_where_it_is_told(tmp_path):
-    folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
-    assert load_drafter(str(folder), tiny_target(), PLAIN).takes_trees
-    (folder / TRAINING_FILE).write_text(json.dumps({"sha256": "0" * 64}))
-    assert "Copy the whole folder again" in refusal(
-        load_drafter, str(folder), tiny_target(), PLAIN, kind=RunError
-    )
-
-
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     files = find_head(ModelSpec("folder", str(folder)))
     assert files is not None

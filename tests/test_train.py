@@ -46,7 +46,7 @@ from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, tr
 from specbench.train.result import write_head
 from specbench.train.run import Training
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
-from specbench.train.state import TrainerState, read_state, write_state
+from specbench.train.state import read_state, write_state
 from specbench.train.students import Metrics, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
@@ -497,26 +497,6 @@ def test_minutes_hold_where_the_machine_becomes_slow(target, tmp_path, monkeypat
     assert clock.now <= 1.1 * 300
 
 
-def test_a_measure_that_is_cut_off_is_repeated_as_far_as_it_came(target, tmp_path, monkeypatch):
-    """So that all of them are of the same texts."""
-    Clock(monkeypatch, writing=1.0, measuring=3.0, learning=1.0)
-    watch = Watched()
-    seen: list[int] = []
-    decoded = Training._decode_held_out
-
-    def counted(self: Training, drafter: Any, state: Any) -> Any:
-        found = decoded(self, drafter, state)
-        seen.append(sum(len(step.tokens) for steps in found.values() for step in steps))
-        return found
-
-    monkeypatch.setattr(Training, "_decode_held_out", counted)
-    settings = replace(QUICK, tokens=None, minutes=5.0, patience=100)
-    training(target, tmp_path / "head", settings, progress=watch).run()
-    assert len(seen) >= 2
-    assert len({*seen}) == 1
-    assert 0 < seen[0] < 2 * 15
-
-
 def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
     untrained = Measured(0, 472, None, 1.03, (0.02, 0.0, 0.0, 0.0), step_cost=1.4)
     assert untrained.speedup("eagle") < 1  # type: ignore[operator]
@@ -569,18 +549,6 @@ def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     learner._backward(learner._read(texts))
     assert losses.grad is not None
     torch.testing.assert_close(losses.grad, torch.tensor([1.0, 0.8 * 4 / 8, 0.0]))
-
-
-def test_measures_are_spread_over_the_steps_there_are_time_for():
-    state = TrainerState(measurements=[{}])  # untrained
-    found = []
-    for steps in (100, 70, 70, 90):  # the machine becomes slower, and quicker again
-        state.plan(steps, 4)
-        found.append(state.next_measurement)
-        state.step = state.next_measurement
-        state.measurements.append({})
-    assert found == [25, 40, 55, 90]
-    assert state.measurements_left(4) == 0
 
 
 def test_wide_targets_have_heads_that_learn_at_a_lower_rate():

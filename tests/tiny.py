@@ -24,22 +24,8 @@ SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
 # Joined in this order on top of the 256 bytes; every pair's halves exist when its turn comes.
 WORDS = [
-    "the",
-    "and",
-    "ing",
-    "tion",
-    "Ġa",
-    "Ġthe",
-    "Ġof",
-    "Ġto",
-    "Ġand",
-    "Ġin",
-    "Ġis",
-    "er",
-    "re",
-    "on",
-    "en",
-]
+    "the", "and", "ing", "tion", "Ġa", "Ġthe", "Ġof", "Ġto", "Ġand", "Ġin", "Ġis", "er", "re", "on", "en"
+]  # fmt: skip
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
