@@ -143,35 +143,32 @@ def test_acceptance_is_what_the_server_tells(more, drafted, accepted, cached):
     assert (answer.drafted, answer.accepted, answer.cached_tokens) == (drafted, accepted, cached)
 
 
+def vllm(drafted: int, accepted: int, histogram: Any) -> dict[str, Any]:
+    counts = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted}
+    return {"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": histogram}}}
+
+
+def sglang(drafted: int, accepted: int, histogram: list[int]) -> dict[str, Any]:
+    counts = {"spec_draft_token_num": drafted, "spec_accept_token_num": accepted}
+    return {"meta_info": {**counts, "spec_accept_histogram": histogram}}
+
+
+NEWER = {"spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 0, "spec_correct_drafts_histogram": [3, 0]}
+
+
 @pytest.mark.parametrize(
     ("more", "places"),
     [
-        (
-            {"metrics": {"speculative_decoding": {"num_draft_tokens": 24, "num_accepted_draft_tokens": 9,
-                                                  "acceptance_histogram": [3, 2, 2, 1]}}},
-            (8, (5, 3, 1)),
-        ),
-        (
-            {"meta_info": {"spec_draft_token_num": 6, "spec_accept_token_num": 2, "spec_accept_histogram": [1, 2]}},
-            (3, (2,)),
-        ),
-        (
-            {"meta_info": {"spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 0,
-                           "spec_correct_drafts_histogram": [3, 0]}},
-            (3, (0,)),
-        ),
+        (vllm(24, 9, [3, 2, 2, 1]), (8, (5, 3, 1))),
+        (sglang(6, 2, [1, 2]), (3, (2,))),
+        ({"meta_info": NEWER}, (3, (0,))),
         # It counts something else than drafts that were kept, or nothing that can be counted.
-        (
-            {"meta_info": {"spec_draft_token_num": 6, "spec_accept_token_num": 2, "spec_accept_histogram": [0, 1, 2]}},
-            None,
-        ),
-        ({"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 1,
-                                               "acceptance_histogram": [1, "1"]}}}, None),
-        ({"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 0,
-                                               "acceptance_histogram": {"0": 2}}}}, None),
+        (sglang(6, 2, [0, 1, 2]), None),
+        (vllm(4, 1, [1, "1"]), None),
+        (vllm(4, 0, {"0": 2}), None),
         ({"meta_info": {"spec_accept_histogram": [1, 2]}}, None),
     ],
-)  # fmt: skip
+)
 def test_acceptance_by_place_is_what_the_server_tells(more, places):
     found = asked(said("x", "stop") | more, DONE).speculation
     assert (None if found is None else (found.drafts, found.kept_at)) == places

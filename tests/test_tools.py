@@ -187,7 +187,15 @@ GET: dict[str, Any] = {
         },
     },
 }
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+NOW = function(name="now")
+FORCED: dict[str, Any] = {"tools": [GET], "tool_choice": "required"}
+WRONG_CALL = {"id": "1", **function(name="now", arguments="[1]")}
 ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
@@ -283,9 +291,9 @@ def test_required_calls_may_be_several_and_other_choices_are_kept(serving, clien
         "max_tokens": 200,
     }
     several = client.chat.completions.create(**asked, tool_choice="required").choices[0]
-    one = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False).choices[
-        0
-    ]
+    (one,) = client.chat.completions.create(
+        **asked, tool_choice="required", parallel_tool_calls=False
+    ).choices
     assert len(one.message.tool_calls) == 1
     assert one.finish_reason == "tool_calls"
     assert several.message.tool_calls[0].function == one.message.tool_calls[0].function
@@ -353,35 +361,12 @@ def test_strict_functions_bind_calls_among_free_text(serving):
     [
         ({"tools": [GET, GET]}, "two functions have the same name"),
         ({"tool_choice": "required"}, "there are no tools"),
-        (
-            {"tools": [GET], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "no such function",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: "),
-        (
-            {"tools": [GET], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
-        ({"tools": [GET], "tool_choice": "required", "ignore_eos": True}, "does not go with --ignore-eos"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "odd"}}}],
-                "tool_choice": "required",
-            },
-            "tools: The grammar cannot be used",
-        ),
-        (
-            {
-                "messages": [
-                    *ASKED,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": "[1]"}}],
-                    },
-                ]
-            },
-            "are no JSON object",
-        ),
+        ({"tools": [GET], "tool_choice": function(name="x")}, "no such function"),
+        ({"tools": [function(name="a b")]}, "tools.0.function.name: "),
+        (FORCED | {"response_format": {"type": "json_object"}}, "response_format"),
+        (FORCED | {"ignore_eos": True}, "--ignore-eos"),
+        (FORCED | {"tools": [function(name="a", parameters={"type": "odd"})]}, "tools: "),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [WRONG_CALL]}]}, "no JSON object"),
     ],
 )
 def test_what_is_wrong_with_tools_is_said(serving, body, said):

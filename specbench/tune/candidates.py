@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 
@@ -135,15 +135,9 @@ class Probe:
     @classmethod
     def from_steps(cls, generations: Iterable[StepLists]) -> Probe:
         """Join the steps of several generations."""
-        found = cls([], [], [], [], [], [])
-        for steps in generations:
-            found.drafted.extend(steps.drafted)
-            found.accepted.extend(steps.accepted)
-            found.emitted.extend(steps.emitted)
-            found.passes.extend(steps.passes)
-            found.nodes.extend(steps.nodes)
-            found.forced.extend(steps.forced)
-        return found
+        joined = list(generations)
+        names = [each.name for each in fields(cls)]
+        return cls(*([n for steps in joined for n in getattr(steps, name)] for name in names))
 
     def chain_speedup(self, gamma: int, drafter: str, costs: PassCosts) -> float:
         """Return the speedup of a shorter chain, from the number of tokens accepted among the first γ of each step.
