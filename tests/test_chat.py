@@ -113,13 +113,6 @@ def test_quiet_says_nothing_but_answers(chat):
     assert told.out
 
 
-def test_the_end_of_the_lines_ends_it(chat):
-    assert chat("").code == 0
-    left = chat("/exit", "--drafter", "lookup")
-    assert left.out == ""
-    assert re.match(r"note +tiny \(float32, cpu\), drafter lookup\b", left.err), left.err
-
-
 def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat):
     told = chat("word " * 600 + "\nthe thing\n", "--quiet")
     told.refused(2, "leaves no room for an answer")

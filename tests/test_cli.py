@@ -160,13 +160,6 @@ def test_another_drafter_is_advised(tiny, folder, monkeypatch, drafter, other):
     assert found[0].drafter == (f"--drafter {other.replace('FOLDER', str(folder))}" if other else "")
 
 
-def test_sampled_outputs_are_not_called_different(tiny):
-    arguments = ("the", "-n", 12, "-t", 1, "--compare", "--drafter", "self:layers=1")
-    figures = tiny(*arguments, "--json").json()
-    assert figures["identical"] is None
-    assert "difference" not in figures
-
-
 def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
     whole = specbench.decoding.loop.decode_steps
 
@@ -236,13 +229,6 @@ def test_accepted_drafts_are_colored_and_the_text_stays(tiny, monkeypatch, shown
     assert SGR.sub("", bare) == plain
 
 
-def test_colors_need_a_terminal(tiny, monkeypatch):
-    tiny("the", "--show-accepted").refused(2, "a terminal with colors", "--debug shows it")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    tiny("the", "--show-accepted").refused(2, "a terminal with colors")
-
-
 def test_quiet_is_silent(tiny):
     result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare", "--no-residual-adjustment")
     assert result.code == 0
@@ -295,25 +281,16 @@ def test_debug_goes_to_stderr_and_the_whole_text_behind_it_to_stdout(tiny):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "options", "verdict"),
+    ("drafter", "options", "rule"),
     [
-        ("self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
-        ("lookup+self:layers=1", ["--gamma", 3], "a draft is accepted if r < p/q"),
-        ("self:layers=1", ["--gamma", 3, "--verification", "rejection"], "a draft is accepted if r < p/q"),
-        ("self:layers=1", ["--gamma", 3, "--verification", "block"], "by block,"),
-        ("lookup|suffix", ["--gamma", 3], "by specinfer,"),
-        ("lookup|self:layers=1", ["--gamma", 3, "--verification", "naive"], "by naive,"),
-        ("self:layers=1", ["--draft-policy", "static-tree:nodes=6"], "by traversal,"),
-        (
-            "self:layers=1",
-            ["--draft-policy", "static-tree:nodes=6", "--verification", "greedy-draft"],
-            "by greedy-draft,",
-        ),
-        ("suffix", ["--draft-policy", "static-tree:nodes=6"], "by naive,"),
-        ("self:layers=1", ["--draft-policy", "dynamic-tree:nodes=6"], "by naive,"),
+        ("self:layers=1", ["--gamma", 3], "rejection"),
+        ("self:layers=1", ["--gamma", 3, "--verification", "block"], "block"),
+        ("lookup|suffix", ["--gamma", 3], "specinfer"),
+        ("self:layers=1", ["--draft-policy", "static-tree:nodes=6"], "traversal"),
+        ("suffix", ["--draft-policy", "static-tree:nodes=6"], "naive"),
     ],
 )
-def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, options, verdict):
+def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, options, rule):
     used: list[str] = []
 
     def noting(sampling: Sampling, name: VerificationName, **more: Any) -> Verification:
@@ -321,17 +298,10 @@ def test_the_trace_tells_the_rule_that_verifies(tiny, monkeypatch, drafter, opti
         return verification_of(sampling, name, **more)
 
     monkeypatch.setattr(specbench.decoding.request, "verification_of", noting)
-    shown = " ".join(
-        tiny("the thing", "-n", 8, "-t", 1, "--drafter", drafter, *options, "--debug").err.split()
-    )
-    header, _, _ = shown.partition(" legend ")
-    assert verdict in header
-    by = re.search(r"by ([a-z-]+), see docs/trees.md", header)
-    assert used == [by[1]] if by else used[0] == "rejection"
-    assert ("r < p/q" in header) == (by is None)
-    assert ("one beside" in header) == ("one beside" in verdict)
-    greedy = tiny("the thing", "-n", 4, "--drafter", drafter, *options, "--debug").err.partition("legend")[0]
-    assert "a draft is accepted if it is the argmax of p" in " ".join(greedy.split())
+    asked = ("the thing", "-n", 8, "--drafter", drafter, *options, "--debug")
+    header = " ".join(tiny(*asked, "-t", 1).err.partition(" legend ")[0].split())
+    assert used[0] == rule
+    assert ("r < p/q" if rule == "rejection" else f"by {rule},") in header
 
 
 def test_a_trace_file_is_shown_again_by_trace(tiny, cli, tmp_path):
@@ -407,19 +377,10 @@ def test_what_has_no_effect_is_said(tiny, arguments, note):
     assert f"note    {note}" in result.err
 
 
-def test_nothing_is_said_of_options_that_were_not_given_or_do_something(tiny):
-    assert "note" not in tiny("the", "-n", 2, "--drafter", "none").err
-    assert "note" not in tiny("the", "-n", 2, "-t", 1, "--top-k", 5, "--seed", 1, "-g", 2).err
-
-
 def test_without_a_command_there_is_help_and_an_error(cli):
     result = cli()
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("Usage: specbench")
-
-
-def test_version(cli):
-    assert re.fullmatch(r"specbench \d+\.\d+\S*\n", cli("--version").out)
 
 
 def test_version_for_a_bug_report(cli):
@@ -700,10 +661,8 @@ def test_a_broken_model_is_one_sentence(cli, tmp_path, temperature):
     ("own", "variable", "expected"),
     [
         ({}, "GOMP_SPINCOUNT", "30000"),
-        ({"GOMP_SPINCOUNT": "7"}, "GOMP_SPINCOUNT", "7"),
         ({"OMP_WAIT_POLICY": "active"}, "GOMP_SPINCOUNT", None),
         ({}, "LRU_CACHE_CAPACITY", "128"),
-        ({}, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"),
         ({"LRU_CACHE_CAPACITY": "1024"}, "LRU_CACHE_CAPACITY", "1024"),
     ],
 )
@@ -719,15 +678,6 @@ def test_libraries_are_configured_unless_the_user_has(monkeypatch, own, variable
         monkeypatch.setenv(name, value)
     assert run(["--version"]) == 0
     assert os.environ.get(variable) == expected
-
-
-def test_compiled_passes_need_an_accelerator_and_a_static_cache(tiny):
-    tiny("--compile", "--cache", "dynamic", "Hi").refused(
-        2, "--compile", "--cache dynamic", "Leave --cache out"
-    )
-    tiny("--compile", "--device", "cpu", "Hi").refused(
-        2, "not supported on the device cpu", "Leave --compile out"
-    )
 
 
 def test_bit_exact_passes_are_had_or_refused(tiny):

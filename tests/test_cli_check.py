@@ -202,37 +202,6 @@ def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
     assert drafted[-1] == 0 < drafted[0] < drafted[1], "each with its own γ"
 
 
-def test_one_wrong_configuration_among_several_is_named(check, monkeypatch):
-    judge = GreedyVerification.judge
-
-    def off_with_two_drafts(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
-        verdict = judge(self, draft, logits, *arguments)
-        if len(draft.tokens) == 2 and verdict.accepted < len(draft.tokens):
-            verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
-        return verdict
-
-    monkeypatch.setattr(GreedyVerification, "judge", off_with_two_drafts)
-    monkeypatch.setenv("COLUMNS", "100")
-    asked = ("--drafter", "self:layers=1", "--gamma", "1,2")
-    result = check(*asked)
-    assert result.code == 1
-    assert re.search(r"^self:layers=1@1 .* identical *$", result.out, re.M)
-    assert re.search(r"^self:layers=1@2 .* wrong *$", result.out, re.M)
-    assert "Violated invariants:" in result.out
-    assert "NOT lossless: 1 of 2 configurations do not keep" in result.out
-    figures = check(*asked, "--json").json(code=1)
-    assert figures["verdict"] == "wrong"
-    assert [each["verdict"] for each in figures["configurations"]] == ["identical", "wrong"]
-
-
-def test_a_drafter_model_is_checked_too(check, tmp_path):
-    other = save_tiny(tmp_path / "other", seed=1)
-    result = check("--drafter", other, "--drafter-dtype", "float32", "-t", 0.8, "--top-k", 6)
-    assert result.code == 0, result.out + result.err
-    assert "other (float32)@" in result.out
-    assert rows(result.out)["exact"] == "sound"
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     if dtype == "int4" and not native.is_available():
@@ -379,12 +348,6 @@ def own(folder, tmp_path_factory) -> list[int]:
     return list(autoregressive_generate("the thing", target, max_new_tokens=12).token_ids)
 
 
-def test_the_targets_own_outputs_pass(check, outputs, own):
-    result = check("--outputs", outputs({"id": "x", "prompt": "the thing", "token_ids": own}))
-    assert result.code == 0, result.err
-    assert result.out == "1 output with 12 tokens: 1 identical, 0 numerical ties, 0 wrong.\n"
-
-
 def test_a_foreign_token_is_named(check, outputs, own):
     changed = [*own[:5], (own[5] + 1) % 250, *own[6:]]
     path = outputs(
@@ -405,17 +368,6 @@ def test_a_foreign_token_is_named(check, outputs, own):
     assert wrong["first"]["tokens"] == [changed[5], own[5]]
     assert wrong["first"]["gap"] == pytest.approx(wrong["first"]["logits"][1] - wrong["first"]["logits"][0])
     assert len(wrong["first"]["texts"]) == 2
-
-
-def test_prompts_may_be_token_ids_or_raw_text(check, outputs, own):
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "the thing"}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    assert check("--outputs", outputs({"prompt": list(ids), "token_ids": own})).code == 0
-    path = outputs({"prompt": "the thing", "token_ids": own})
-    assert check("--outputs", path, "--raw").code == 1
-    assert check("--outputs", path, "--system", "be brief").code == 1
 
 
 def test_bad_lines_cost_nothing_but_themselves(check, outputs, own):
@@ -463,7 +415,9 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own
 def test_outputs_come_from_standard_input_too(check, own, monkeypatch):
     line = json.dumps({"prompt": "the thing", "token_ids": own}).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
-    assert check("--outputs", "-").code == 0
+    result = check("--outputs", "-")
+    assert result.code == 0, result.err
+    assert "1 output with 12 tokens: 1 identical, 0 numerical ties, 0 wrong." in result.out
 
 
 def test_files_that_are_none_are_refused(check, outputs, tmp_path):

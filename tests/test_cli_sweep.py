@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Callable
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_runs import Cli, Result, write_prompts
-from rich.console import Console
 from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
-from stored_runs import run_json, write_exact
+from stored_runs import run_json
 from tiny import save_tiny
 
 import specbench.bench.engines.own
@@ -24,19 +21,10 @@ import specbench.results.load
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
 from specbench.bench.runner import run_sweep
-from specbench.cli import run
-from specbench.cli.console import duration
 from specbench.cli.sweep_display import SweepDisplay
 from specbench.cli.sweep_run import SweepJob
-from specbench.options import ModelOptions
-from specbench.recipe import Recipe
 from specbench.results.results import load_results
-from specbench.results.summary import categorize, summarize
-from specbench.show.answer import answer_parts, find_answers
-from specbench.show.document import show
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
-from specbench.specs.policies import parse_policy
+from specbench.results.summary import summarize
 
 
 @pytest.fixture
@@ -95,52 +83,6 @@ def test_a_sweep_from_beginning_to_end(sweep, tmp_path, models):
     assert f"specbench report results/{folder.name}" in err
     assert "few prompts" not in err
     assert "warning: 2 prompts say little about others." in err
-
-
-def test_the_answer_comes_with_a_command_that_works(sweep, models, tmp_path):
-    folder = write_exact(
-        tmp_path / "run",
-        {
-            "plain": {f"p-{n}": [10.0] for n in range(8)},
-            "small (int8)@2": {f"p-{n}": [20.0] for n in range(8)},
-        },
-    )
-    df = load_results(folder)
-    (answer,) = find_answers(
-        df,
-        summarize(df),
-        categorize(df),
-        {
-            "small (int8)@2": Recipe(
-                parse_model(str(models / "target")),
-                parse_drafter(str(models / "small")),
-                parse_policy("fixed:gamma=2"),
-                models=ModelOptions(dtype="float32"),
-            )
-        },
-    )
-    out = StringIO()
-    show(Console(file=out, width=60), *answer_parts(answer))
-    first, *_, command = (line for line in out.getvalue().splitlines() if line)
-    assert first.rstrip() == "small (int8) γ=2: 2.00× [2.00, 2.00] over plain decoding,"
-    words = shlex.split(command)
-    assert words[:2] == ["specbench", "generate"]
-    assert run([*words[1:], "-n", "3", "--quiet"]) == 0
-
-
-def test_a_sweep_of_an_int8_target_goes_by_bit_exact_passes(models, tmp_path, capsys):
-    def stored(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
-        given = ["sweep", "--target", str(models / "target"), "--dtype", "int8", "--draft-policy", "auto"]
-        given += ["-p", "chat", "--limit", "1", "-n", "4", "--repeats", "1", "--out", str(tmp_path / name)]
-        assert run([*given, *arguments]) == 0
-        return run_json(tmp_path / name), capsys.readouterr().err
-
-    own, _ = stored("own")
-    assert {config["cache"] for config in own["configs"]} == {"preallocated"}
-    assert {config["draft_policy"] for config in own["configs"]} == {"none", "auto"}
-    grown, said = stored("grown", "--cache", "dynamic")
-    assert {config["cache"] for config in grown["configs"]} == {"dynamic"}
-    assert said.count("outputs of this int8 target may differ") == 1
 
 
 def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
@@ -392,10 +334,3 @@ def test_progress_is_said_now_and_then(tmp_path, lines):
     assert shown[-1].startswith("30 of 30 generations, 2 failed")
     assert len(said) == (11 if lines else 0)
     assert not lines or (said[0].startswith("1 of 30 generations, ") and said[-1].startswith("30 of 30"))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0 s"), (59.4, "59 s"), (61, "1 min"), (7100, "118 min"), (7300, "2 h 02 min")]
-)
-def test_durations_are_said_shortly(seconds, said):
-    assert duration(seconds) == said

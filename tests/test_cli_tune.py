@@ -123,33 +123,6 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
 
 
-def test_with_a_format_forced_tokens_are_drafted_first(tune, tmp_path):
-    said = tune(
-        "--regex", "(a|the) constant text[.!]", drafters=drafters_to_try, factors={"grammar@fixed-1": 2.0}
-    )
-    assert said.code == 0, said.err
-    configs = _configs(tmp_path / "results")
-    tried = {config["drafter"] for config in configs} - {"none"}
-    assert tried >= {"grammar", "grammar+lookup", "grammar+self:int8", "grammar+lookup+self:int8"}
-    assert all(each.startswith("grammar") for each in tried)
-    assert "grammar" in said.out
-
-
-def test_small_models_are_tried_in_int4_too(tune, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "is_available", lambda: True)
-
-    def of_small(given: Any, _: object, **_options: Any) -> Any:
-        return drafters_to_try(given, ())[2:]  # without those that need no model
-
-    factors = {"lookup+small (int4)@auto": 3.0}
-    said = tune("--drafter", models / "small", drafters=of_small, factors=factors)
-    assert said.code == 0, said.err
-    assert {config["drafter"] for config in _configs(tmp_path / "results")} == {
-        "none", *(f"{front}small ({dtype})" for front in ("", "lookup+", "suffix+") for dtype in ("int8", "int4"))
-    }  # fmt: skip
-    assert said.out.startswith("lookup+small (int4) auto: 3.0")
-
-
 def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     speeds_of = {"self:int8@auto:verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)
@@ -158,12 +131,6 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:verification=block"
     configs = _configs(tmp_path / "results")
     assert not any("block" in config["draft_policy"] for config in configs if config["drafter"] == "lookup")
-
-
-def test_what_no_other_engine_has_is_served_here(tune):
-    said = tune(factors={"self:int8@auto": 2.0})
-    assert said.out.startswith("self:int8 auto: 2.00")
-    assert "Deploy:  specbench serve  (other engines support no configuration" in said.out
 
 
 def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):
@@ -277,20 +244,6 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
 
 
-def test_a_search_with_other_options_is_another_one(tune, tmp_path):
-    out = tmp_path / "run"
-    assert tune("--results", out).code == 0
-    again = ("--results", out, "--resume", "--overwrite")
-    tune(*again, "--seed", 3).refused(2, "has other options (option seed: 0 → 3)", stages=True)
-    tune(*again, "-n", 7).refused(2, "--max-new-tokens", stages=True)
-    tune(*again, "--drafter", "ngram").refused(2, "option drafters: none → ngram", stages=True)
-
-
-def test_the_time_is_kept_to(tune, monkeypatch):
-    tune("--minutes", 0.01).refused(1, "The time was too short", "--resume --minutes", stages=True)
-    tune("--minutes", 0, "--results", "other").refused(2, "--minutes is 0.")
-
-
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -308,16 +261,6 @@ def test_the_time_is_kept_to(tune, monkeypatch):
 def test_bad_input(tune, tmp_path, arguments, fragments):
     tune(*arguments).refused(2, *fragments)
     assert not (tmp_path / "results").exists()
-
-
-def test_an_int8_target_gets_chains(tune, tmp_path):
-    said = tune("--dtype", "int8")
-    assert said.code in (0, 1), said.err
-    (folder,) = (tmp_path / "results").iterdir()
-    stored = run_json(folder)
-    assert {config["draft_policy"] for config in stored["configs"]} == {"none", "auto", "fixed"}
-    assert {config["cache"] for config in stored["configs"]} == {"preallocated"}
-    assert not any("self:int8" in config["drafter"] for config in stored["configs"])
 
 
 def differing(monkeypatch: pytest.MonkeyPatch) -> None:

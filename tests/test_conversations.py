@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted_server import Manner, ScriptedServer
 
-from specbench.bench.prompts import load_prompts
 from specbench.results.results import load_results
 from specbench.results.turns import is_broken, more_often, turn_rows
 
@@ -177,11 +175,6 @@ def test_answers_that_decay_are_named(sweep):
     assert "The answers of drafting decay: 32 of 32 in later turns" in " ".join(done.err.split())
 
 
-def test_a_server_without_such_counts_is_noted(sweep):
-    with ScriptedServer() as plain, ScriptedServer() as drafting:
-        assert named(sweep(plain=plain, drafting=drafting)) == {"does not say how many"}
-
-
 def test_servers_that_are_alike_are_not_named():
     """400 comparisons of a server with itself, in which an answer of five is bad, over 12 conversations."""
     chance = np.random.default_rng(0)
@@ -215,19 +208,6 @@ def test_servers_that_are_alike_are_not_named():
 )
 def test_broken_answers(text, expects, broken):
     assert is_broken(text, expects) is broken
-
-
-def test_conversations_of_an_agent_end_in_results_of_tools():
-    prompts = load_prompts(["agent"])
-    assert len(prompts) == 8
-    for prompt in prompts:
-        assert prompt.expects == "tool call"
-        assert len(prompt.turns) >= 4
-        for turn in prompt.turns[1:]:
-            head, _, body = turn.partition(":\n")
-            assert head.startswith("Result of ")
-            assert isinstance(json.loads(body), dict)
-            assert f"- {head.removeprefix('Result of ')}(" in (prompt.system or "")
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,6 @@ def test_a_custom_drafter_drafts_what_is_accepted(name, least, text, capsys):
     assert said.startswith(text)
 
 
-def test_a_custom_policy_decides_how_many_tokens_are_drafted():
-    lengths = example("custom_policy").main()
-    assert lengths[0] == 2
-    assert 4 in lengths
-
-
 def test_a_server_answers():
     pytest.importorskip("uvicorn")
     answer = example("serve").main()

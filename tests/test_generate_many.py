@@ -24,13 +24,11 @@ from specbench import (
 )
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation, Prefill, SharedPass
-from specbench.drafters.model import ModelDrafter
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import join_cascade
 from specbench.models.target import Target, prepare_target
 from specbench.options import quantized
 from specbench.policies import build_policy
-from specbench.policies.batch_costs import BatchCosts
 from specbench.specs.drafters import Cascade, Lookup, SmallModel
 
 KINDS = ("none", "lookup", "ngram", "suffix", "model", "self:int8", "self:layers=1", "lookup+model",
@@ -230,25 +228,6 @@ def test_rules_that_read_costs_change_no_greedy_token(kind):
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
 
 
-@pytest.mark.parametrize("kind", ["model", "self:layers=1"])
-def test_later_batches_know_what_passes_cost(kind):
-    batch_costs, made = BatchCosts(), drafter(kind)
-    assert isinstance(made, ModelDrafter)
-    rounds, passes = [0], [0]
-    for _ in range(2):
-        runs = [
-            GenerationRun(prompt, target(), made, policy=build_policy("auto"), max_new_tokens=NEW)
-            for prompt in prompts()[:4]
-        ]
-        many = GenerationRuns(runs, max_batch=4, batch_costs=batch_costs)
-        many.results()
-        assert many.batch_costs is batch_costs
-        rounds.append(batch_costs.rounds)
-        passes.append(len(batch_costs.drafts(made.scorer)))
-    assert rounds[0] < rounds[1] < rounds[2]
-    assert 0 < passes[1] <= passes[2], "drafts of such a model do not pay"
-
-
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model", "lookup|self:layers=1"])
 def test_no_drafts_are_made_with_more_requests_than_that(kind):
     settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": NEW, "max_batch": 4}
@@ -326,18 +305,3 @@ def test_nothing_is_left_to_the_collector(kind):
         gc.set_debug(0)
         gc.garbage.clear()
     assert left == []
-
-
-def test_a_drafter_may_be_given_by_its_spec():
-    alone = speculative_generate([5, 6, 5, 6], target(), "lookup", gamma=2, max_new_tokens=NEW)
-    assert alone.drafter == "lookup"
-    settings: dict[str, Any] = {"gamma": 2, "max_new_tokens": NEW}
-    (beside,) = speculative_generate_many([[5, 6, 5, 6]], target(), "lookup", **settings).results()
-    assert isinstance(beside, Generation)
-    assert beside.token_ids == alone.token_ids
-    assert beside.drafter == "lookup"
-    name: Any = "smollm2-135m"
-    with pytest.raises(
-        UsageError, match=r"is a name, not a loaded model\. Load it first: load_target\('smollm2-135m'\)"
-    ):
-        speculative_generate("Hello", name, "lookup")

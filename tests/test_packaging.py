@@ -146,13 +146,6 @@ def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed
         assert sets_seen_from(folder, tmp_path) == prompt_sets()
 
 
-def test_an_editable_installation_is_the_checkout(source, tmp_path):
-    with zipfile.ZipFile(build("editable", source, tmp_path)) as archive:
-        (link,) = [name for name in archive.namelist() if ".dist-info/" not in name]
-        assert archive.read(link).decode().strip() == str(source)
-    assert sets_seen_from(source, tmp_path) == prompt_sets()
-
-
 def test_an_installed_wheel_generates_and_reports_from_another_folder(installed, tmp_path):
     specbench = [sys.executable, str(installed / "bin" / "specbench")]
     model, run = (

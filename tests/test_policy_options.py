@@ -28,7 +28,7 @@ from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
-from specbench.policies import build_policy, load_costs, parse_costs, read_costs
+from specbench.policies import build_policy, load_costs, parse_costs
 from specbench.results.lines import StepLists
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
@@ -262,13 +262,6 @@ def test_given_costs_are_those_of_the_drafter(engine):
     with pytest.raises(UsageError, match="not of lookup"):
         decode(given, config_from_recipe("lookup", "auto"))
     assert decode(given, config_from_recipe("lookup", "fixed")).token_ids == fast.token_ids
-
-
-@pytest.mark.parametrize("found", [{}, {"steps": {}}, {"steps": {"policy": {}}}, {"steps": 3}, [1]])
-def test_a_line_without_costs_has_none(tmp_path, found):
-    (tmp_path / "line.json").write_text(json.dumps(found))
-    with pytest.raises(UsageError, match="do not have the expected form"):
-        read_costs(tmp_path / "line.json")
 
 
 # -- from one prompt to the next ----------------------------------------------------------------------

@@ -14,8 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Multinomial
-from specbench.generate import GenerationRun, encode_prompt, speculative_generate
+from specbench.generate import GenerationRun, encode_prompt
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
@@ -115,25 +114,3 @@ def test_tokens_in_a_batch_are_those_of_transformers(target, batch):
     for found, tokens in zip(many.results(), expected(NEW).values(), strict=True):
         assert isinstance(found, Generation)
         assert list(found.token_ids) == tokens
-
-
-@pytest.mark.parametrize("target", ["dynamic"], indirect=True)
-def test_sampling_repeats_with_its_seed(target):
-    drafter = load_drafter("self:int8", target)
-
-    def tokens(seed: int) -> tuple[int, ...]:
-        result = speculative_generate(
-            "Tell me a story.", target, drafter, sampling=Multinomial(0.9), seed=seed, max_new_tokens=8
-        )
-        return result.token_ids
-
-    assert tokens(1) == tokens(1)
-    assert tokens(1) != tokens(2)
-
-
-@pytest.mark.parametrize("target", ["preallocated"], indirect=True)
-def test_the_answer_makes_sense(target):
-    result = speculative_generate("What is the capital of France?", target, None, max_new_tokens=24)
-    assert result.text is not None
-    assert "Paris" in result.text
-    assert result.finish_reason == "eos"

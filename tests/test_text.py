@@ -135,17 +135,6 @@ def test_encoded_text_comes_back(text):
     assert "".join(released) == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_make_no_character(kind):
-    """They become replacement characters as soon as it is certain, and spoil nothing behind them."""
-    ids = [*ids_of(kind, "a"), *byte_ids(kind, b"\xff\xf0\x9f"), *ids_of(kind, "b", "c")]
-    ids += [*byte_ids(kind, "é".encode()), *ids_of(kind, "a")]
-    released, stream = stream_of(tokenizer_of(kind), ids)
-    assert released[:4] == ["a", "", "", ""]
-    assert released[5:] == ["c", "", "é", "a", ""] if kind == "bytes" else ["c", "", "", "éa", ""]
-    assert stream.text == decode(tokenizer_of(kind), ids)
-
-
 # -- stop strings ---------------------------------------------------------------------------------
 
 
