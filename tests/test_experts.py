@@ -12,27 +12,21 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
-from stored_runs import config_from_recipe, described, finished, line_of, prompt_of, steps_of, write_stored
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.experts import expert_modules
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.pairs import predict
-from specbench.bench.passes import pass_costs, time_passes
-from specbench.decoding.clocks import WallClock
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import ExpertsRead
-from specbench.decoding.theory import PassCosts
 from specbench.generate import GenerationRun
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength
 from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.lines import StepLists
-from specbench.results.results import load_results, step_columns
-from specbench.results.summary import categorize, summarize
+from specbench.results.results import step_columns
 from specbench.results.trace import step_event
-from specbench.show.answer import find_answers
 from specbench.show.trace import TraceView
 
 FAMILIES = (
@@ -151,50 +145,6 @@ def test_traces_show_them():
     TraceView(Console(file=text, width=100)).show(event)
     total = sum(step.experts.by_layer)
     assert f"{total} read in 2 layers, {total / 4:.2f} times those of one token" in text.getvalue()
-
-
-def test_timed_passes_of_a_sweep_have_them():
-    model = built("qwen3_moe")
-    scorer = Scorer(model)
-    lines = time_passes(scorer, {}, IDS, [1, 3], WallClock(), 2, Random(0))
-    costs = pass_costs(lines)
-    text = (IDS * 20)[:256]
-    expected = [len(each[255:].unique()) for each in chosen(model, [*text, *text[:2]])]
-    assert costs.experts == {1: 1.0, 3: sum(expected) / 4.0}
-    assert not pass_costs(
-        time_passes(Scorer(built("qwen3")), {}, IDS, [1, 3], WallClock(), 2, Random(0))
-    ).experts
-
-
-def test_predictions_are_of_the_experts_that_the_text_read(tmp_path):
-    """Timed passes over five tokens read 4 times the experts of one, those of the text 2 times."""
-    line = PassCosts({1: 1.0, 2: 1.9, 5: 4.0}, {"d": 0.1}, experts={1: 1.0, 2: 1.9, 5: 4.0})
-    alphas = [[1.0, 1.0, 1.0, 0.0]] * 20
-    steps = steps_of([4] * 20, [3] * 20, [4] * 20, [0.4] * 20, [2.0] * 20, expected_acceptance=alphas)
-    plain = steps_of([0] * 80, [0] * 80, [1] * 80, [0.0] * 80, [1.0] * 80)
-    configs = [config_from_recipe("plain"), config_from_recipe("d@4")]
-    costs = {"target_pass_s": {"1": 1.0, "2": 1.9, "5": 4.0}, "drafter_pass_s": {"d": 0.1}}
-    found = []
-    for name, read in (("blind", {}), ("read", {"experts": [32] * 20, "experts_one": [16.0] * 20})):
-        done = finished(48.0, [1] * 81, {**steps, **read})
-        lines = [
-            line_of(configs[1]["id"], "a", **done),
-            line_of("plain", "a", **finished(80.0, [1] * 81, plain)),
-        ]
-        more = {"target_pass_experts": {"1": 1.0, "2": 1.9, "5": 4.0}} if read else {}
-        run = described(configs, [prompt_of("a")], costs=costs | more)
-        results = load_results(write_stored(tmp_path / name, run, lines))
-        assert results.run.costs is not None
-        (row,) = (row for row in summarize(results).rows if row.config.drafter == "d")
-        found.append(row.predicted_speedup.value)
-        if read:
-            assert results.run.costs == line
-            (answer,) = find_answers(results, summarize(results), categorize(results))
-            assert (
-                "A target pass over 5 tokens reads 2.0 times the experts of one. Experts take 100% of a pass over one"
-                " token (error of the fit: 0.0%)." in answer.details
-            )
-    assert found == pytest.approx([4.0 / 4.4, 4.0 / 2.4], rel=0.01)
 
 
 def test_reports_say_by_number_of_tokens_how_many_were_read():

@@ -89,24 +89,6 @@ def test_passes_after_the_first_one_of_a_draft_have_a_time_of_their_own():
     assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
 
 
-def test_times_follow_the_experts_that_passes_read():
-    read = {1: 1.0, 2: 1.9, 3: 2.7}
-    costs = PassCosts({n: 0.1 + 0.2 * ratio for n, ratio in read.items()} | {9: 2.0}, experts=read)
-    assert costs.experts_fit == pytest.approx((0.1, 0.2, 0.0))
-    moved = costs.reading({2: 1.4, 3: 2.7, 9: 5.0})
-    assert moved.target_s == pytest.approx({1: 0.3, 2: 0.38, 3: 0.64, 9: 2.0})
-    assert moved.experts == {1: 1.0, 2: 1.4, 3: 2.7}
-    assert costs.reading({}) == costs
-    uneven = PassCosts({1: 1.0, 2: 2.2, 3: 2.8}, experts={1: 1.0, 2: 2.0, 3: 3.0}).experts_fit
-    assert uneven.one_s == pytest.approx(0.9)
-    assert uneven.error == pytest.approx(0.0707, rel=0.01)
-    assert PassCosts({1: 1.0, 2: 0.5}, experts={1: 1.0, 2: 2.0}).experts_fit.one_s == 0.0, "noise"
-    for none in (PassCosts({1: 0.1, 2: 0.2}), PassCosts({1: 0.1, 2: 0.2}, experts={2: 1.5})):
-        assert none.experts_fit is None
-        assert none.reading({1: 1.0, 2: 2.0}) == none
-    assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
-
-
 # -- trees ----------------------------------------------------------------------------------------
 
 

@@ -70,13 +70,10 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
             least = min(draft_s[name], later_s.get(name, math.inf))
             rows.setdefault(name, {})[nodes] = max(least, fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
-    experts, reading = (
-        _experts(lines),
-        _by_context(_medians(lines, ReadingTimes, "drafter", "context_tokens")),
-    )
+    reading = _by_context(_medians(lines, ReadingTimes, "drafter", "context_tokens"))
     reading = {name: dict(sorted(times.items())) for name, times in reading.items()}
     if len(contexts) < 2:
-        return PassCosts(target, draft_s, first, rows, experts=experts, reading_s=reading, later_s=later_s)
+        return PassCosts(target, draft_s, first, rows, reading_s=reading, later_s=later_s)
     errors = [error for _, _, each in fitted.values() for error in each]
     return PassCosts(
         target,
@@ -86,7 +83,6 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
         {n: fitted[n][1] for n in targets},
         {name: fitted[name][1] for name in drafters},
         math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
-        experts,
         reading,
         later_s,
     )
@@ -110,15 +106,6 @@ def _later_passes(
             later_s = (times[context] - single[context]) / (passes - 1)
             found.setdefault(name, []).append(max(0.0, later_s - slopes[name] * (context - first)))
     return {name: fmean(each) for name, each in found.items()}
-
-
-def _experts(lines: Sequence[CostLine]) -> dict[int, float]:
-    """Return the mean counts of experts in passes of the target, by number of tokens."""
-    read: dict[int, list[float]] = {}
-    for line in lines:
-        if isinstance(line, TargetTimes) and line.experts is not None:
-            read.setdefault(line.tokens, []).append(line.experts)
-    return {n: fmean(read[n]) for n in sorted(read)}
 
 
 def _by_context(medians: Mapping[Any, float]) -> dict[Any, dict[int, float]]:
@@ -211,15 +198,13 @@ def time_passes(
     length = max(1, min(wanted, limit - max(widths)))
     text = (list(prompt) * (length // max(1, len(prompt)) + 1))[:length]
     drafters = {name: each for name, each in drafters.items() if (context_limit(each) or length) >= length}
-    experts: dict[int, float | None] = {}
 
     def target_pass(n: int) -> float:
         drafted = [text[i % length] for i in range(n - 1)]
         began = clock.now()
-        read = scorer.score(ForwardRequest(scorer, text, drafted, counts_experts=True)).experts
+        scorer.score(ForwardRequest(scorer, text, drafted))
         took = clock.now() - began
         scorer.rollback(length - 1)
-        experts[n] = None if read is None else read.ratio
         return took
 
     reading: dict[str, float] = {}
@@ -265,9 +250,7 @@ def time_passes(
     with without_guesses(drafters.values()):
         times = time_in_turn(jobs, rounds, order, progress)
     scorer.begin()
-    target = [
-        TargetTimes(tokens=n, seconds=times[n], context_tokens=length, experts=experts[n]) for n in widths
-    ]
+    target = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
     single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
     single += [
         DrafterTimes(

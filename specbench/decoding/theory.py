@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import force_setattr
 
 from specbench.base.record import Seconds, ratio
 
@@ -118,20 +118,6 @@ PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Seconds]
 """Seconds of forward passes by tokens, nodes or requests; ascending. A coarse clock measures 0."""
 
 
-class ExpertsFit(NamedTuple):
-    """The time of a pass of a target with experts: ``base_s`` + ``one_s`` · experts read over those of one token.
-
-    Attributes:
-        base_s: Seconds of everything else.
-        one_s: Seconds to read as many experts as one token does.
-        error: Root mean square of what is left, over the mean time.
-    """
-
-    base_s: float
-    one_s: float
-    error: float
-
-
 class PassCosts(
     Struct,
     frozen=True,
@@ -144,7 +130,6 @@ class PassCosts(
         "rows_s": "drafter_rows_s",
         "context_s": "target_context_s",
         "error": "context_error",
-        "experts": "target_pass_experts",
         "reading_s": "drafter_reading_s",
     },
 ):
@@ -161,7 +146,6 @@ class PassCosts(
             pass; empty if one length was timed.
         drafter_context_s: The same of drafting one token, by drafter.
         error: Root mean square of the fit's relative errors; ``None`` if one length was timed.
-        experts: Experts that the target's passes read, over those of one token, by number of tokens; empty without.
         reading_s: Seconds in which a drafter reads a context before it can draft, by drafter and tokens; empty without.
         later_s: Of each further pass of a chain, by drafter; where it was not timed, as the first.
     """
@@ -173,7 +157,6 @@ class PassCosts(
     context_s: PassSeconds = {}
     drafter_context_s: Mapping[str, Seconds] = {}
     error: float | None = None
-    experts: PassSeconds = {}
     reading_s: Mapping[str, PassSeconds] = {}
     later_s: Mapping[str, Seconds] = {}
 
@@ -200,7 +183,6 @@ class PassCosts(
                 name: {nodes: moved(seconds, slopes.get(name, 0.0)) for nodes, seconds in rows.items()}
                 for name, rows in self.rows_s.items()
             },
-            experts=self.experts,
             reading_s=self.reading_s,
             later_s={name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.later_s.items()},
         )
@@ -211,34 +193,6 @@ class PassCosts(
         Beyond the widest it follows the last two, never falling, or ``SLOPE`` after a single one.
         """
         return _prolonged(self.target_s, n)
-
-    @property
-    def experts_fit(self) -> ExpertsFit | None:
-        """The line through the times of the target's passes over the experts that they read; ``None`` without."""
-        known = [(self.experts[n], seconds) for n, seconds in self.target_s.items() if n in self.experts]
-        if len({experts for experts, _ in known}) < 2:
-            return None
-        base, slope = fit_line([(experts, seconds, 1.0) for experts, seconds in known])
-        misses = [base + slope * experts - seconds for experts, seconds in known]
-        mean = sum(seconds for _, seconds in known) / len(known)
-        error = ratio(math.sqrt(sum(miss**2 for miss in misses) / len(known)), mean)
-        return ExpertsFit(base, slope, error)
-
-    def reading(self, experts: Mapping[int, float]) -> PassCosts:
-        """Return the costs where passes of the target read other experts than the timed ones.
-
-        Args:
-            experts: What they read, as ``experts``; numbers of tokens that were not timed are left out.
-        """
-        fit = self.experts_fit
-        if fit is None:
-            return self
-        known = {n: ratio for n, ratio in experts.items() if n in self.target_s and n in self.experts}
-        moved = {
-            n: max(self.target_s[n] + fit.one_s * (ratio - self.experts[n]), self.target_s[n] / n)
-            for n, ratio in known.items()
-        }
-        return replace(self, target_s={**self.target_s, **moved}, experts={**self.experts, **known})
 
     def v(self, n: int) -> float:
         """Return v(n): the time of a target's pass with ``n`` tokens over that with one token; NaN if that is 0."""

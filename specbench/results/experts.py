@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from specbench.decoding.theory import PassCosts
-
 _NAMED = 3
 """Numbers of tokens that the sentence names."""
 
@@ -35,21 +33,12 @@ def experts_by_rows(generations: pd.DataFrame) -> dict[int, tuple[int, float]]:
     return {rows: (passes[rows], read[rows] / one[rows]) for rows in sorted(passes) if one[rows]}
 
 
-def experts_sentence(found: Mapping[int, tuple[int, float]], costs: PassCosts | None = None) -> str:
-    """Return sentences on what ``experts_by_rows`` found; empty if no pass had several tokens.
-
-    Args:
-        costs: The times of single passes, which say how long experts take.
-    """
+def experts_sentence(found: Mapping[int, tuple[int, float]]) -> str:
+    """Return a sentence on what ``experts_by_rows`` found; empty if no pass had several tokens."""
     often = sorted((rows for rows in found if rows > 1), key=lambda rows: -found[rows][0])
     if not often:
         return ""
     parts = [f"over {rows} tokens {found[rows][1]:.1f}" for rows in sorted(often[:_NAMED])]
     first, *others = [f"{part} times" for part in parts]
     more = f", {', '.join(others)}" if others else ""
-    sentence = f"A target pass {first.replace('tokens', 'tokens reads')} the experts of one{more}."
-    fit = None if costs is None else costs.experts_fit
-    if fit is not None:
-        share = fit.one_s / (fit.base_s + fit.one_s)
-        sentence += f" Experts take {share:.0%} of a pass over one token (error of the fit: {fit.error:.1%})."
-    return sentence
+    return f"A target pass {first.replace('tokens', 'tokens reads')} the experts of one{more}."

@@ -389,9 +389,6 @@ class TargetTimes(Times, tag="target"):
     """Forward passes of the target."""
 
     tokens: Annotated[Count, doc("in the pass")]
-    experts: Annotated[
-        Number | None, doc("experts that it reads, over those of one of its tokens; `null` without experts")
-    ] = None
 
 
 class DrafterTimes(Times, tag="drafter"):

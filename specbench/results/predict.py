@@ -18,7 +18,6 @@ from specbench.decoding.theory import (
     reading_seconds,
 )
 from specbench.results import stats
-from specbench.results.experts import experts_by_rows
 from specbench.results.results import Results
 from specbench.results.run import RunConfig
 from specbench.results.steps import Steps, rank_counts
@@ -53,9 +52,6 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
     drafter = config.drafter
     if not timed.target_s.get(1) or not steps["drafted"].any():
         return NO_PREDICTION
-    if timed.experts:  # the text's own tokens share other experts than those of the timed passes
-        read = experts_by_rows(results.generations.iloc[np.unique(steps.row)])
-        timed = timed.reading({rows: ratio for rows, (_, ratio) in read.items()})
     if drafter in timed.drafter_s:
         c, later = timed.c(drafter), timed.drafting(drafter, 0, 1)
     elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps

@@ -288,7 +288,7 @@ class _Answers:
             yield f"A step emits {tokens:.2f} tokens on average; {rate:.0%} of the drafted tokens are accepted."
         done = self.results.done
         read = experts_by_rows(done[done["config"] == best.config.id])
-        if experts := experts_sentence(read, self.results.run.costs):
+        if experts := experts_sentence(read):
             yield experts
         yield from self._same_outputs(best, self.summary.dtype)
         fixed = [row for row in measured if _series(row) == _series(best)]
