@@ -146,11 +146,6 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch):
     assert "of one" in (reason or "")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_single_row_in_half_precision_is_not_tried_out(dtype):
-    assert linear._single_rows_differ(torch.zeros(100, 64), dtype, 64)  # on any processor
-
-
 def test_a_single_row_in_half_precision_is_never_alone():
     if not linear.onednn_packs(torch.bfloat16):
         pytest.skip("oneDNN packs no such layers here")
@@ -162,26 +157,6 @@ def test_a_single_row_in_half_precision_is_never_alone():
     for count in (1, 2, 3, 6):
         layer(torch.randn(1, count, 64).bfloat16())
     assert rows == [2, 2, 3, 6]
-
-
-@pytest.mark.usefixtures("way")
-def test_every_pass_of_a_walk_gives_the_same_bits():
-    if not can_pack(torch.bfloat16, "cpu"):
-        pytest.skip("no packed layers here")
-    scorer = scorer_of(tiny_llama(dtype=torch.bfloat16))
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, 200, (200,), generator=generator).tolist()
-    scorer.begin()
-    scorer.logits(tokens[:50], rows=1)
-    alone = {end: scorer.logits(tokens[:end], rows=1)[0] for end in range(51, 200)}
-    scorer.begin()
-    scorer.logits(tokens[:50], rows=1)
-    end = 50
-    for width in [1, 7, 2, 31, 3, 9, 32, 5, 40]:  # the last is cut in two
-        found = scorer.logits(tokens[: end + width], rows=width)
-        assert all(torch.equal(found[i], alone[end + i + 1]) for i in range(width)), width
-        scorer.rollback(end + max(1, width // 2))
-        end = scorer.cache.length
 
 
 def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it():

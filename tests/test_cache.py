@@ -26,11 +26,8 @@ from specbench.models.cache import cache_folder, cached, remove_cached
 from specbench.models.drafters import load_drafter
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model
-from specbench.models.prepare import prepare
 from specbench.models.target import load_target
-from specbench.options import LoadOptions, ModelOptions
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
+from specbench.options import LoadOptions
 
 CPU = LoadOptions(device="cpu")
 INT8 = LoadOptions(dtype="int8", device="cpu")
@@ -216,19 +213,6 @@ def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, mon
     assert len(entries()) == 1
 
 
-@needs_native
-@pytest.mark.parametrize("kept", [True, False])
-def test_only_what_is_kept_is_said_to_be(folder, monkeypatch, kept):
-    """On processors with tiles, oneDNN packs bfloat16 in memory of its own, which is not kept."""
-    monkeypatch.setattr(module, "_packs_for_long", lambda *_: True)
-    monkeypatch.setattr(native.Panels, "is_own", property(lambda self: kept))
-    stages: list[str] = []
-    progress = SimpleNamespace(update=lambda stage, *_: stages.append(stage))
-    options = INT8 if kept else LoadOptions(dtype="bfloat16", device="cpu")
-    load_target(str(folder), options, progress=progress)
-    assert any("is kept" in stage for stage in stages) == kept == bool(entries())
-
-
 def test_a_file_in_large_pages_takes_few_faults(tmp_path, monkeypatch):
     """By a made-up count of faults: what pages a system has for files is its own matter."""
     faults = iter([100, 101, 100, 200])
@@ -343,18 +327,6 @@ def test_files_that_have_changed_and_another_version_make_it_anew(folder, roundi
     int8_logits(folder)
     assert len(roundings) == 3 * made
     assert len(entries()) == 1
-
-
-def test_notes_of_drafters_stand_with_the_target(folder, tmp_path):
-    small = save_tiny(tmp_path / "small", seed=1, layers=1)
-    asked = parse_model(str(folder)), [parse_drafter(str(small))], ModelOptions(device="cpu")
-    prepare(*asked)
-    (entry,) = entries()
-    damage_a_byte(entry)
-    ready, _ = prepare(*asked)
-    assert ready.language_model.notes == [
-        "The int8 layers stored for small are damaged, so they are made again."
-    ]
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):

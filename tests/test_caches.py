@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
 from typing import Any
@@ -16,21 +15,20 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
+from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter, run_to_end
+from specbench.decoding.protocols import Decoding, Drafter
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.drafters.model import SelfDrafter
+from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target
 from specbench.options import CacheKind
-from specbench.policies import FixedLength, build_policy
+from specbench.policies import build_policy
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT
 
@@ -87,7 +85,6 @@ SLIDING = ["mistral-sliding", "gemma2", "gemma3"]
 CASES = [
     (family, kind) for family in FAMILIES for kind in KINDS if (family, kind) != ("lfm2", "preallocated")
 ]
-ATTENTION_CASES = [(family, kind) for family, kind in CASES if family != "lfm2"]
 
 
 @cache
@@ -208,28 +205,6 @@ def test_rolling_back_to_more_than_there_is_changes_nothing(family, kind):
         assert scorer.cache.length == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision(kind):
-    """Keys keep the model's dtype, whatever the cache."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**USUAL)).bfloat16().eval().requires_grad_(False)
-    scorer = Scorer(model, kind)
-    assert scorer.logits([1, 2, 3], [4]).dtype == torch.bfloat16
-    assert cache_layers(scorer)[0].keys.dtype == torch.bfloat16
-
-
-def test_no_cache_recomputes_everything(monkeypatch):
-    scorer = Scorer(tiny("llama"), "none")
-    expected = whole(scorer.model, [1, 2, 3], [4, 5])
-    fed = count_fed_tokens(scorer, monkeypatch)
-    assert_close(scorer.logits([1, 2, 3], [4, 5]), expected)
-    scorer.rollback(3)
-    assert_close(scorer.logits([1, 2, 3, 4]), expected[1:2])
-    assert fed == [5, 4]
-    assert scorer.cache.length == 0
-
-
 def count_fed_tokens(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of tokens of every pass."""
     fed: list[int] = []
@@ -298,42 +273,10 @@ def test_a_preallocated_window_takes_the_longest_draft_back(start):
     assert seen.flatten().tolist() == list(range(start + 1 - WINDOW, start + 1))
 
 
-@pytest.mark.parametrize("family", SLIDING)
-def test_a_dynamic_layer_says_so_too_while_it_records(family):
-    scorer = Scorer(tiny(family), "dynamic")
-    walk = Walk(scorer, 40)
-    walk.step(0)
-    scorer.logits(walk.context, walk.tokens(3))
-    with pytest.raises(ValueError, match="given up"):
-        scorer.rollback(30)
-
-
-def test_convolution_states_hold_what_the_kernel_needs():
-    scorer = Scorer(tiny("lfm2"), "dynamic")
-    walk = Walk(scorer, 20)
-    for drafts in (0, 6, 0, 3):
-        walk.step(drafts)
-        assert {each.columns.shape[-1] for each in scorer.cache._cache.histories.values()} == {3}
-
-
 def dropped(scorer: Scorer) -> int:
     """Positions that every sliding layer of a preallocated cache has given up."""
     (count,) = {layer.dropped for layer in cache_layers(scorer) if layer.is_sliding}
     return int(count)
-
-
-@pytest.mark.parametrize("prompt", [20, 700])
-def test_preallocated_sliding_layers_drop_old_positions_in_bulk(prompt):
-    scorer = Scorer(tiny("mistral-sliding"), "preallocated")
-    assert not scorer.cache.separate_prefill
-    walk = Walk(scorer, prompt)
-    while not dropped(scorer):
-        walk.step(walk.random.choice([0, 30, 90]), check=walk.random.random() < 0.2)
-    assert len(walk.context) > 2 * (WINDOW + 256)
-    assert dropped(scorer) > 400
-    for drafts in (0, 5, 20, 1, 250, 3):
-        walk.step(drafts)
-    assert {layer.keys.shape[-2] for layer in cache_layers(scorer)} <= {700, 1024}  # it did not double again
 
 
 @pytest.mark.parametrize("prompt", [1, 75])
@@ -374,76 +317,7 @@ def test_preallocated_buffers_double_when_full(family):
     walk.step(3)
 
 
-def test_preallocated_buffers_are_not_copied_while_there_is_room():
-    scorer = Scorer(tiny("llama"), "preallocated")
-    walk, places = Walk(scorer, 10), []
-    for drafts in (0, 5, 0, 30, 60):
-        walk.step(drafts)
-        places.append([(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache_layers(scorer)])
-    assert all(each == places[0] for each in places)
-
-
 # -- drafting on the target's own cache -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("family", "kind"), ATTENTION_CASES)
-def test_early_exit_on_the_targets_cache(family, kind, count):
-    """Only the first layers are lengthened by the drafts, and must be as long as the others again before verifying."""
-    target = Scorer(tiny(family), kind)
-    early = Scorer(first_layers(tiny(family), count), target.cache)
-    walk = Walk(target, 11)
-    for drafts in (0, 3, 1, 12, 2):
-        verified = target.cache.length
-        drafted: list[int] = []
-        for token in walk.tokens(drafts):
-            found = early.logits(walk.context, drafted, rows=1)
-            assert_close(found, whole(early.model, [*walk.context, *drafted]))
-            drafted.append(token)
-        if drafted:
-            lengths = [layer.get_seq_length() for layer in cache_layers(target)]
-            assert lengths == [len(walk.context) + drafts - 1] * count + [verified] * (3 - count)
-            early.rollback(verified)
-        assert {layer.get_seq_length() for layer in cache_layers(target)} == {verified}
-        assert_close(target.logits(walk.context, drafted), whole(target.model, walk.context, drafted))
-        walk.rollback(drafted)
-
-
-def self_drafter(target: Scorer, form: str) -> SelfDrafter:
-    cheaper = quantized_copy(target.model) if form == "int8" else first_layers(target.model, 1)
-    return SelfDrafter(Scorer(cheaper, target.cache), form)
-
-
-@pytest.mark.parametrize("first_target", [True, False])
-@pytest.mark.parametrize(
-    ("family", "kind", "form"),
-    [
-        (family, kind, form)
-        for family in ("llama", "gpt2", "gemma3", "mistral-sliding")
-        for kind in KINDS
-        for form in ("int8", "layers")
-    ]
-    + [("lfm2", "dynamic", "int8")],
-)
-def test_a_self_drafter_leaves_no_trace(family, kind, form, first_target):
-    """What the target reads after drafting is what it would have read without."""
-    target = Scorer(tiny(family), kind)
-    drafter = self_drafter(target, form)
-    for prompt in (1, 11):
-        target.begin()
-        walk = Walk(target, prompt)
-        drafter.begin(walk.context)
-        if first_target:
-            walk.step(0)
-        for gamma in (1, 4, 9, 2):
-            draft = run_to_end(
-                drafter.propose(walk.context, 100, FixedLength(gamma), Greedy(), Randomness(0))
-            )
-            assert len(draft.tokens) == gamma
-            assert_close(
-                target.logits(walk.context, draft.tokens), whole(target.model, walk.context, draft.tokens)
-            )
-            walk.rollback(draft.tokens)
 
 
 @pytest.mark.parametrize("drafter", ["none", "self:layers=1"])
@@ -550,22 +424,6 @@ def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
         speculative_generate([*prompt, other], target, Stubborn(3), sampling=sampling, **settings)
 
 
-def test_self_drafts_are_those_of_the_cheaper_model():
-    target = Scorer(tiny("llama"), "dynamic")
-    drafter = self_drafter(target, "layers")
-    context = [3, 1, 4, 1, 5]
-    target.logits(context)
-    context.append(9)
-    target.rollback(5)
-    draft = run_to_end(drafter.propose(context, 100, FixedLength(6), Greedy(), Randomness(0)))
-    expected: list[int] = []
-    for _ in range(6):
-        # The target's own keys and values, which the first layer of both computes alike.
-        expected.append(int(whole(drafter.scorer.model, [*context, *expected]).argmax()))
-    assert draft.tokens == expected
-    assert target.cache.length == 5
-
-
 def test_recurrent_models_cannot_exit_early():
     with pytest.raises(ValueError, match="recurrent"):
         first_layers(tiny("lfm2"), 2)
@@ -600,14 +458,6 @@ def test_narrower_logits_are_padded_with_impossible_tokens_and_wider_ones_cut():
     assert_close(cut, expected[:, :-3])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_the_last_rows_alone(family, rows):
-    for kind in KINDS:
-        expected = whole(tiny(family), [1, 2, 3], [4, 5, 6])[-rows:]
-        assert_close(Scorer(tiny(family), kind).logits([1, 2, 3], [4, 5, 6], rows=rows), expected)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "none"])
 def test_the_head_is_asked_for_the_wanted_rows_alone(kind, monkeypatch):
     scorer = Scorer(tiny("llama"), kind)
@@ -635,15 +485,3 @@ def test_a_model_that_always_gives_every_row():
     scorer = Scorer(WithoutLogitsToKeep(), "dynamic")  # type: ignore[arg-type]
     assert_close(scorer.logits([1, 2, 3], [4]), whole(tiny("llama"), [1, 2, 3], [4]))
     assert scorer.logits([1, 2, 3], [4, 5], rows=1).shape == (1, VOCAB)
-
-
-# -- tuple caches ---------------------------------------------------------------------------------
-
-
-def legacy(*lengths: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    count: Iterator[int] = itertools.count(1)
-
-    def entries(length: int, size: int) -> torch.Tensor:
-        return torch.full((1, 2, length, size), float(next(count))) + torch.arange(float(length))[:, None]
-
-    return tuple((entries(length, 4), entries(length, 5)) for length in lengths)

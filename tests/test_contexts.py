@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measur
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate
 from specbench.bench.axes import parse_contexts
-from specbench.bench.contexts import ContextText, fill, fitting, load_context_text
+from specbench.bench.contexts import ContextText, fill, fitting
 from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
@@ -25,10 +24,10 @@ from specbench.decoding.reach import ContextReach, DrafterPrior
 from specbench.decoding.records import Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness
-from specbench.decoding.theory import PassCosts, fit_context, reading_seconds
+from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
-from specbench.policies import AutoLength, parse_costs, read_costs
+from specbench.policies import AutoLength, parse_costs
 from specbench.policies.costs import GivenCosts
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.predict import predict
@@ -67,19 +66,6 @@ def test_a_prompt_gets_exactly_so_many_tokens_with_its_question_at_the_end(token
     assert filled.turns[1:] == ("Later",)
     body = filled.turns[0].split()[:-2]
     assert len(set(body)) == len(body), "no part of the text is repeated"
-
-
-def test_prompts_have_passages_of_their_own_and_always_the_same_ones():
-    assert TEXT.passage("a") == TEXT.passage("a")
-    assert len({TEXT.passage(f"p{i}")[:6] for i in range(20)}) > 10
-
-
-def test_the_packaged_text_is_real_long_and_without_repeated_paragraphs():
-    text = load_context_text()
-    parts = [part for part in text.text.split("\n\n") if len(part) > 80]
-    assert len(text.text) > 120_000
-    assert len(set(parts)) == len(parts)
-    assert text.described.startswith("documentation.txt ")
 
 
 def test_a_prompt_that_cannot_be_filled_is_refused():
@@ -208,21 +194,6 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 
 
-def test_the_fits_error_is_that_of_its_points():
-    start, slope, errors = fit_context({0: 1.0, 100: 2.0, 200: 1.5})
-    assert errors == [
-        pytest.approx((start + slope * x) / y - 1) for x, y in ((0, 1.0), (100, 2.0), (200, 1.5))
-    ]
-    assert max(map(abs, errors)) > 0.1
-    assert fit_context({0: 2.0, 10: 1.0})[1] == 0.0, "never falling"
-    costs = pass_costs(
-        [line for x, y in ((1, 1.0), (101, 2.0), (201, 1.5)) for line in cost_lines({1: [y]}, {}, x)],
-        by_context=True,
-    )
-    _, _, errors = fit_context({1: 1.0, 101: 2.0, 201: 1.5})
-    assert costs.error == pytest.approx((sum(e * e for e in errors) / 3) ** 0.5)
-
-
 def test_the_reading_of_a_context_has_its_own_costs():
     lines = [
         *cost_lines({1: [1.0]}, {"d": [0.1]}, 100),
@@ -312,17 +283,6 @@ def test_auto_expects_of_a_head_what_its_training_measured():
     assert policy._upcoming.chance(2.0) == learned, "what earlier prompts taught is kept"
 
 
-def test_what_copies_reads_in_no_time_but_the_model_behind_it_does_not():
-    policy = AutoLength(8)
-    policy.start(8000, ContextReach(), 8000)
-    policy.time_prefill(5.0 / 8000)
-    policy.begin(64)
-    step = plain_step(8000, 0.04)
-    policy.observe(replace(step, passes=0, times=replace(step.times, draft_prefill_s=0.001)))
-    assert not begins(policy, 63)
-    assert policy.notes()["reading_s"] == pytest.approx(1.0)
-
-
 def test_a_drafter_that_did_not_read_is_tried_once_its_share_of_the_time_has_paid_for_it():
     policy = AutoLength(8)
     policy.start(8000, ContextReach(), 8000)
@@ -333,31 +293,6 @@ def test_a_drafter_that_did_not_read_is_tried_once_its_share_of_the_time_has_pai
         waited += 1
     # Before anything is timed, a step counts as one of a second.
     assert (0.2 - 0.015) / (0.015 * 0.04) <= waited < 0.25 / (0.015 * 0.04)
-
-
-def test_a_repeated_run_goes_by_the_reading_time_of_the_first(tmp_path):
-    policy = AutoLength(8)
-    policy.start(8000, ContextReach(), 8000)
-    policy.time_prefill(5.0 / 8000)
-    policy.begin(60)
-    policy.observe(plain_step(8000, 0.04))
-    policy.begin(59)
-    notes = {
-        "drafter_pass_s": [None, None],
-        "rest_s": [0.04, 0.04],
-        "reading_s": [None, policy.notes()["reading_s"]],
-    }
-    (tmp_path / "line.json").write_text(json.dumps({"steps": {"policy": notes}}))
-    for costs in (parse_costs(policy.costs()), read_costs(tmp_path / "line.json")):
-        again = AutoLength(8, costs)
-        again.start(8000, ContextReach(), 8000)
-        again.time_prefill(1e-9)
-        again.begin(60)
-        again.observe(plain_step(8000, 9.0))
-        assert not begins(again, 59)
-        assert again.notes() == policy.notes()
-    with pytest.raises(UsageError, match="drafter_reading_s"):
-        parse_costs({**policy.costs(), "drafter_reading_s": "x"})
 
 
 COSTS = {
@@ -474,16 +409,6 @@ def test_the_figure_of_contexts(falls, tmp_path):
         draw_figures(load_results(tmp_path), ["contexts"])
 
 
-def test_report_and_comparison_name_the_context(falls, cli, tmp_path):
-    assert cli("report", falls, "--out", tmp_path / "r").code == 0
-    page = (tmp_path / "r" / "report.html").read_text()
-    assert "Lengths of prompts: 16, 64, 128 tokens, exactly." in page
-    assert "each further 1,000 tokens of context (k(1))" in page
-    said = cli("compare", falls, "--a", "d@2,c=64", "--b", "d@2,c=16")
-    assert said.code == 0, said.err
-    assert "d γ=2, context 64" in said.out
-
-
 def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.jsonl").write_text(
@@ -493,28 +418,9 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
         )
     )
     words = [
-        "sweep",
-        "--target",
-        models / "target",
-        "--drafter",
-        models / "small",
-        "--prompts",
-        "./mine.jsonl",
-    ]
-    words += [
-        "--gamma",
-        2,
-        "--draft-policy",
-        "fixed",
-        "-n",
-        6,
-        "--repeats",
-        1,
-        "--context",
-        "32,64",
-        "--out",
-        "run",
-    ]
+        "sweep", "--target", models / "target", "--drafter", models / "small", "--prompts", "./mine.jsonl",
+        "--gamma", 2, "--draft-policy", "fixed", "-n", 6, "--repeats", 1, "--context", "32,64", "--out", "run",
+    ]  # fmt: skip
     limit = 1_000_000
     cli(*words, "--context", limit).refused(2, "leave no room for 6 new ones", "--context up to")
     result = cli(*words)
@@ -586,17 +492,6 @@ def test_a_drafter_is_blind_once_guessing_explains_its_rejections():
     assert reach.is_blind(5000)
     reach.begin(5000)
     assert not reach.is_blind(5000), "it is tried again after many prompts"
-
-
-def test_a_drafter_that_is_right_once_in_a_while_is_not_blind():
-    chances = random.Random(0)
-    found = 0
-    for _ in range(200):
-        reach = ContextReach()
-        for _ in range(100):
-            reach.learn(1000, accepted=chances.random() < 0.3)
-            found += reach.is_blind(1000)
-    assert found < 0.02 * 200 * 100
 
 
 class Noisy(ModelDrafter):

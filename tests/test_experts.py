@@ -84,14 +84,6 @@ def test_a_dense_model_has_no_experts():
     assert not expert_modules(model)
 
 
-def test_weights_without_a_router_are_watched_once():
-    scorer = Scorer(built("zamba"))  # the weights of its recurrences have three dimensions
-    for length in (8, 9):
-        assert scorer.score(ForwardRequest(scorer, IDS[:length], counts_experts=True)).experts is None
-    with scorer.watch_experts(True) as choices:
-        assert choices is None
-
-
 def decoded(model: Any, **options: Any) -> Any:
     target = wrap_target(model, name="tiny", pack=False)
     drafter = survey.Guesses(IDS, survey.generated(model, IDS), 4)

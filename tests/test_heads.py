@@ -45,7 +45,7 @@ from tiny import save_tiny, tiny_language_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from specbench.backends.torch.caches import CACHE_KINDS
-from specbench.backends.torch.head_scorers import EagleScorer, HeadBatch
+from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -68,14 +68,11 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
 from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead
-from specbench.models.prepare import prepare
 from specbench.models.target import Target, wrap_target
-from specbench.options import LoadOptions, ModelOptions
+from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
 from specbench.results.lines import DrafterTimes
-from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
@@ -462,7 +459,7 @@ def assert_rows_of_blocks(
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, kind, named, caplog):
+def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, kind, named):
     if kind == "peagle":
         settings, tensors = parallel_settings(), parallel_tensors()
     else:
@@ -470,16 +467,8 @@ def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, k
     settings.pop("eagle_aux_hidden_state_layer_ids", None)
     if named:
         settings["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
-    target = tiny_target()
-    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), target)
+    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
     assert len(drafter_notes([drafter])) == (not named)
-    run = GenerationRun(CONTEXT, target, drafter, policy=FixedLength(2), max_new_tokens=40, ignore_eos=True)
-    list(run)
-    steps = [step for step in run.result().steps if isinstance(step, Step)][:10]
-    said = [record.getMessage() for record in caplog.records if record.name == "specbench"]
-    assert len(said) == (not named)
-    accepted, drafted = sum(step.accepted for step in steps), sum(len(step.drafted) for step in steps)
-    assert named or f"{accepted} of the {drafted} tokens" in said[0]
 
 
 def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
@@ -695,40 +684,6 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     assert many.factory is not None
     assert many.factory.use is not None
     assert many.factory.use.used == 0
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle-1", "peagle", "dflash", "dspark", "medusa"])
-def test_what_several_requests_want_of_a_head_is_made_in_one(tmp_path, kind, monkeypatch):
-    loaded = few_head(tmp_path / "head", kind, wrap_target(few_tokens(), pack=False)).scorer
-    contexts = [[number % 9, *range(9), 4, 7, 1][: 4 + 3 * number] for number in range(4)]
-    beside, alone = ([loaded.clone_for() for _ in contexts] for _ in range(2))
-    for context, *scorers in zip(contexts, beside, alone, strict=True):
-        states = target_states(context[:-1], loaded.layers, few_tokens())
-        for scorer in scorers:
-            scorer.begin()
-            scorer.take_states(len(context) - 1, states)
-    made, calls = loaded.compute, []
-    monkeypatch.setattr(loaded, "compute", lambda wanted: calls.append(len(wanted)) or made(wanted))
-    drafts: list[tuple[list[int], list[int] | None]] = [
-        ([], None),
-        ([3], None),
-        ([1, 2], [-1, -1]),
-        ([5], [-1]),
-    ]
-    for drafted in ([([], None)] * 4, drafts):
-        asked = [
-            [
-                ForwardRequest(scorer, *parts)
-                for scorer, *parts in zip(scorers, contexts, *zip(*drafted, strict=True), strict=True)
-            ]
-            for scorers in (beside, alone)
-        ]
-        found = HeadBatch(loaded).score(asked[0])
-        for rows, each in zip(found, asked[1], strict=True):
-            torch.testing.assert_close(rows.logits, each.scorer.score(each).logits, atol=1e-4, rtol=1e-4)
-    # DSpark reads a block once, and then what its logits are conditioned on in both rounds.
-    once = {"peagle": [4], "dflash": [4], "dspark": [4, 4, 4]}
-    assert calls == once.get(kind, [4, 3])
 
 
 @pytest.mark.parametrize(("drafter", "tree"), [("head", False), ("head", True), ("cascade", False)])
@@ -1002,20 +957,6 @@ def test_a_llama_of_one_layer_is_no_head(tmp_path):
     assert load_drafter(str(head), tiny_target(), PLAIN, allow_pickle=True).takes_trees
     (head / "pytorch_model.bin").write_bytes(b"nonsense")
     assert find_head(parse_model(str(head))) is None
-
-
-def test_a_drafter_does_not_keep_the_weights_that_it_was_made_of(tmp_path):
-    folder = save_tiny(tmp_path / "tiny", layers=3)
-    head = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
-    options = ModelOptions(dtype="float32")
-    specs = [parse_drafter(str(head)), parse_drafter(f"lookup+{head}")]
-    _, loaded_drafters = prepare(parse_model(str(folder)), specs, options)
-    for loaded_drafter in loaded_drafters:
-        (kept,) = loaded_drafter.models
-        assert isinstance(kept, TrainedHead)
-        assert not kept.tensors
-        assert loaded_drafter.weights == kept.fingerprint
-    assert loaded_drafters[0].name == "head (int8)"
 
 
 def test_medusa_as_its_authors_write_it(tmp_path):

@@ -14,7 +14,7 @@ from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from specbench import GenerationRun, Multinomial, UsageError, load_drafter, wrap_drafter, wrap_target
+from specbench import GenerationRun, UsageError, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
@@ -148,27 +148,6 @@ def test_in_every_cache_that_keeps_its_positions(kind):
     first = run(tokens(1, 300), own, loaded_drafter)
     output(first)
     assert continue_after(first, 300, own, loaded_drafter) == 300 + NEW - 1
-
-
-@pytest.mark.parametrize("name", ["model", "self:layers=1"])
-def test_a_seed_draws_the_same(name):
-    own = target()
-    loaded_drafter = drafter(name, own)
-    settings: dict[str, Any] = {"sampling": Multinomial(0.8), "seed": 3}
-    first = run(tokens(1, 40), own, loaded_drafter, **settings)
-    output(first)
-    assert continue_after(first, 40, own, loaded_drafter, **settings) > 40
-
-
-def test_the_same_prompt_again_reads_its_last_token_only(fed):
-    own = target()
-    loaded_drafter = load_drafter("none", own)
-    first = run(tokens(1, 40), own, loaded_drafter)
-    begun = output(first)
-    fed.clear()
-    again = run(tokens(1, 40), own, loaded_drafter, after=first)
-    assert output(again) == begun
-    assert (again.cached_tokens, fed[0]) == (39, 1)
 
 
 def test_what_was_left_in_the_middle_is_taken_up():

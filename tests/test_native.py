@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -286,15 +285,6 @@ def test_products_of_12_bits_are_those_of_16(monkeypatch):
             assert torch.equal(short.product(x.bfloat16(), bias), rounded)
 
 
-def test_a_copy_of_panels_reads_its_own_memory():
-    weight, x = torch.randn(128, 64).bfloat16(), torch.randn(2, 64)
-    made = native.Panels.shorten_bfloat16(weight) or native.Panels.from_bfloat16(weight)
-    expected, copied = made.product(x), copy.deepcopy(made)
-    made.data.zero_()
-    assert torch.equal(copied.product(x), expected)
-    assert torch.equal(copied.dense(), weight)
-
-
 def test_numbers_of_too_many_sizes_are_not_shortened():
     powers = torch.randint(-60, 60, (128, 64), generator=torch.Generator().manual_seed(0))
     assert native.Panels.shorten_bfloat16((2.0**powers).bfloat16()) is None
@@ -538,23 +528,6 @@ def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, dtype,
     assert all(seen)
 
 
-@pytest.mark.parametrize("pool", ["slotted", "paged"])
-def test_drafters_read_several_requests_in_one_call(pool, monkeypatch):
-    copy = quantized_copy(build("Llama"))
-    scorer = chosen(copy)
-    batch = BatchedModel(scorer, KVPool(copy.config, pool, 512, 2), exact=False)
-    scorers, alone = [batch.open() for _ in range(2)], [chosen(copy) for _ in range(2)]
-    seen = in_one_call(monkeypatch)
-    batch.score([ForwardRequest(each, CONTEXT[:3], rows=1) for each in scorers])
-    found = batch.score([ForwardRequest(each, CONTEXT[: 5 + i], [1, 2]) for i, each in enumerate(scorers)])
-    for i, own in enumerate(alone):
-        own.score(ForwardRequest(own, CONTEXT[:3], rows=1))
-        assert (
-            relative(found[i].logits, own.score(ForwardRequest(own, CONTEXT[: 5 + i], [1, 2])).logits) < 0.05
-        )
-    assert seen == [True, True]
-
-
 def test_rows_attend_to_what_their_requests_hold(level):
     choice = torch.Generator().manual_seed(0)
     order = torch.randperm(300, generator=choice).int()
@@ -789,27 +762,6 @@ def test_long_passes_over_rounded_weights_are_those_of_short_ones(bits, level, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_it_keeps_is_what_torch_keeps(kind, dtype, level):
-    copy = quantized_copy(build(kind, dtype))
-    held = []
-    for way in (ways.HFForward, ways.NativeForward):
-        scorer = scorer_of(copy, way)
-        scorer.begin()
-        scorer.logits(CONTEXT)
-        for token in (5, 6, 7):
-            scorer.logits([*CONTEXT, token], CONTEXT[:3])
-            scorer.rollback(len(CONTEXT) + 1)
-        layers = layers_of(scorer)
-        assert {layer.keys.dtype for layer in layers} == {dtype}
-        assert {layer.get_seq_length() for layer in layers} == {len(CONTEXT) + 1}
-        held.append([torch.cat((layer.keys, layer.values))[:, :, : len(CONTEXT) + 1] for layer in layers])
-    # The first layer reads the same embeddings; those above it round to other bytes now and then.
-    assert relative(held[1][0], held[0][0]) < (1e-4 if dtype == torch.float32 else 0.02)
-    assert deviation(held[1], held[0]) < 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dynamic_cache_grows_in_steps(dtype):
     copy = quantized_copy(build("Llama", dtype))
     scorer, alone = scorer_of(copy, ways.NativeForward), scorer_of(copy, ways.NativeForward)
@@ -986,24 +938,6 @@ def test_long_readings_through_operators_give_what_a_native_call_gives(dtype, lo
         assert found.dtype == row.dtype
         assert relative(found, row) < 0.02
     assert rows == [each for each in (41, 5, 2, 3, 1) if each < longest]
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("ends", [(50, 110), (110,), (5, 45, 110)])
-def test_a_head_reads_a_context_in_parts_as_token_by_token(ends):
-    way, random_ = HeadForward(head_of(8, layers=2), torch.float32), torch.Generator().manual_seed(6)
-    embedded, features = torch.randn(2, 110, 48, generator=random_)
-
-    def read(ends: Sequence[int]) -> list[torch.Tensor]:
-        caches, found, first = [PreallocatedLayer() for _ in range(2)], list[torch.Tensor](), 0
-        for end in ends:
-            rows = slice(first, end)
-            given = HeadInput(embedded[rows], features[rows], range(first, end), None, caches, 1)
-            found.append(way([given])[0].features)
-            first = end
-        return list(torch.cat(found))
-
-    assert deviation(read(ends), read(range(1, 111))) < 1e-3
 
 
 def long_head(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, HeadDrafter, list[int]]:

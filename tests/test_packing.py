@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from test_caches import USUAL, VOCAB
 from torch import nn
 
 from specbench.backends.torch.kernels import linear as module
-from specbench.backends.torch.kernels import native, surgery
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.instructions import has_vnni
 from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import (
@@ -92,16 +92,6 @@ def test_a_packed_layer_computes_the_same(inputs, outputs, bias, dtype):
         found = packed(x)
         assert found.dtype == dtype
         torch.testing.assert_close(found, layer(x), rtol=LOOSE[dtype], atol=LOOSE[dtype])
-
-
-@needs_packing
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_weight_comes_back(dtype):
-    layer = linear(100, 257, True, dtype)
-    packed = PackedLinear(layer.weight, layer.bias)
-    assert torch.equal(packed.weight, layer.weight)
-    assert packed.weight.dtype == dtype
-    assert (packed.in_features, packed.out_features) == (100, 257)
 
 
 def test_what_cannot_be_packed():
@@ -195,15 +185,6 @@ def test_a_model_that_is_wrapped_again_is_told_for_what_it_is():
     again = wrap_target(model, name="one")
     assert not again.packed
     assert again.dtype == "int8"
-
-
-def test_without_the_operators_nothing_is_packed(monkeypatch):
-    monkeypatch.setattr(surgery, "can_pack", lambda dtype, device: False)
-    model = llama()
-    expected = logits(model)
-    assert not pack_linears(model)
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    assert torch.equal(logits(model), expected)
 
 
 class SharedInput(nn.Module):
@@ -402,40 +383,6 @@ def test_the_first_layers_share_every_weight(packed):
     pack_linears(short)
     quantize_linears(short)
     assert torch.equal(logits(model), expected)
-
-
-def families() -> Iterator[tuple[str, Callable[[int], Any]]]:
-    def usual(config: type[Any], **options: Any) -> Callable[[int], Any]:
-        return lambda layers: config(**USUAL | options | {"num_hidden_layers": layers})
-
-    without_kv_heads = {key: value for key, value in USUAL.items() if key != "num_key_value_heads"}
-    yield "llama", usual(hf.LlamaConfig)
-    yield "tied", usual(hf.LlamaConfig, tie_word_embeddings=True)
-    yield "qwen2", usual(hf.Qwen2Config)
-    yield "mistral", usual(hf.MistralConfig, sliding_window=4)
-    yield "gemma2", usual(hf.Gemma2Config, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
-    yield "gemma3", usual(hf.Gemma3TextConfig, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
-    yield "phi3", usual(hf.Phi3Config)
-    yield "gpt-neox", lambda layers: hf.GPTNeoXConfig(**without_kv_heads | {"num_hidden_layers": layers})
-    yield (
-        "gpt2",
-        lambda layers: hf.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, initializer_range=0.3, bos_token_id=None,
-            eos_token_id=None,
-        ),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("family", "config"), [pytest.param(*pair, id=pair[0]) for pair in families()])
-def test_the_first_layers_are_a_model_with_that_many(family, config, count):
-    whole: Any = seeded(lambda: hf.AutoModelForCausalLM.from_config(config(3)).eval().requires_grad_(False))
-    expected = logits(whole)
-    built: Any = hf.AutoModelForCausalLM.from_config(config(count)).eval().requires_grad_(False)
-    weights = {name: value for name, value in whole.state_dict().items() if name in built.state_dict()}
-    built.load_state_dict(weights)
-    assert torch.equal(logits(first_layers(whole, count)), logits(built))
-    assert torch.equal(logits(whole), expected)
 
 
 @pytest.mark.parametrize("count", [0, -1, 4])

@@ -1,29 +1,17 @@
-"""Forward passes over trees, and greedy decoding that walks them."""
+"""Forward passes over trees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, random_table
 from tiny import tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, Drafter, ForwardRequest
-from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.decoding.verify import GreedyVerification
 from specbench.options import CacheKind
-from specbench.policies import FixedLength
-
-VOCAB = 9
-PROMPT = (1, 4, 2)
-TARGET = random_table(0, VOCAB)
 
 
 def test_a_node_sees_its_ancestors_alone():
@@ -96,74 +84,6 @@ def test_what_a_cache_has_not_read_of_a_path_is_not_kept():
     assert scorer.cache.length == len(CONTEXT) + 2
     scorer.rollback(len(CONTEXT) + 2, [0, 5])  # and verified others beside
     assert scorer.cache.length == len(CONTEXT) + 1
-
-
-# --- Deeper trees ---------------------------------------------------------------------------------
-
-
-class Planted(Drafter):
-    """Drafts the target's own continuation, hidden in a tree of other tokens."""
-
-    def __init__(self) -> None:
-        super().__init__("planted")
-
-    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Decoding[Draft]:
-        yield from ()
-        right = list(context)
-        for _ in range(policy.begin(room)):
-            right.append(int(TARGET(right).argmax()))
-        parents, tokens, at = [], [], -1
-        for token in right[len(context) :]:
-            for other in ((token + 1) % VOCAB, token, (token + 2) % VOCAB):
-                parents.append(at)
-                tokens.append(other)
-            at = len(tokens) - 2
-        return Draft(tokens, parents=parents)
-
-    def update(self, outcome: StepOutcome) -> None:
-        emitted = list(outcome.context[-outcome.emitted :])
-        assert [int(row.argmax()) for row in outcome.deciding()] == emitted
-
-
-def test_greedy_decoding_walks_a_deeper_tree():
-    target: Any = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-    context, steps = list(PROMPT), 0
-    for record in decode_steps(
-        PROMPT, target, Planted(), policy=FixedLength(3), sampling=Greedy(), random=Randomness(0), max_new_tokens=21
-    ):  # fmt: skip
-        context += record.tokens if isinstance(record, Step) else [record.token]
-        steps += isinstance(record, Step)
-        assert [token for token, _ in target.cache.entries] == context[:-1]
-    expected = list(PROMPT)
-    for _ in range(21):
-        expected.append(int(TARGET(expected).argmax()))
-    assert context == expected
-    assert steps == 5, "each keeps three tokens of the tree, and adds one"
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_the_walk_takes_each_row_in_its_own_context(penalty):
-    sampling = Greedy(repetition_penalty=penalty)
-    tokens, parents = [3, 4, 6, 7, 5, 2], (-1, 0, 0, -1, 2, 4)
-    for seed in range(40):
-        table = random_table(seed, VOCAB)
-        paths = [branch(node, parents) for node in range(-1, len(tokens))]
-        rows = torch.stack([table([*PROMPT, *(tokens[n] for n in path)]) for path in paths])
-        context, expected, node = list(PROMPT), [], -1
-        while True:
-            token = sampling.choose(rows[node + 1 : node + 2], context)[0]
-            expected.append(token)
-            context.append(token)
-            node = next((i for i in range(6) if (parents[i], tokens[i]) == (node, token)), -2)
-            if node == -2:
-                break
-        verdict = GreedyVerification().judge(
-            Draft(tokens, parents=parents), rows, PROMPT, sampling, Randomness(0)
-        )
-        assert verdict.tokens == expected
-        before = rows[[0, *(node + 1 for node in verdict.path)]]
-        outcome = StepOutcome(expected, len(expected), rows, tokens, verdict.path)
-        assert torch.equal(outcome.deciding(), before)
 
 
 def test_caches_that_forget_take_none():
