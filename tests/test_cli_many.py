@@ -73,8 +73,6 @@ def test_texts_stand_under_their_names(many, folder):
     assert result.err.count("\n") == 1
 
 
-
-
 def test_the_pool_and_when_drafts_are_made_can_be_chosen(many, folder):
     prompts = ("--prompts", folder / "prompts.jsonl", "--json", "--drafter", "ngram", "--gamma", 2)
     usual = lines(many(*prompts))
