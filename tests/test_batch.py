@@ -335,14 +335,6 @@ def test_outputs_side_by_side_are_those_alone(batch, kind):
     assert_as_alone(kind, DRAFTERS, batch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_outputs_with_one_drafter_are_those_alone(drafter, kind):
-    for batch in (2, 5, 16):
-        assert_as_alone(kind, (drafter,) * 16, batch)
-
-
 def assert_as_alone(kind: PoolKind, drafters: tuple[str, ...], batch: int) -> None:
     side = Side(kind)
     found = outputs(side, drafters, Greedy(), max_batch=batch, max_tokens_per_pass=24)

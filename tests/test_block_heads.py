@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from head_files import (
     speculators_block_settings,
     write_head,
 )
-from tiny import tiny_language_model
+from test_heads import CONTEXT, DRAFT, rms, target_model, target_states
 
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import StepOutcome
@@ -42,22 +41,7 @@ from specbench.models.target import wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import ConfidenceHeadLength, FixedLength
 
-CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
-DRAFT = [44, 8, 61]
 Tensors = Mapping[str, torch.Tensor]
-
-
-@cache
-def target_model() -> Any:
-    model = tiny_language_model(layers=3).model
-    model.config.architectures = ["LlamaForCausalLM"]  # as if it had been loaded
-    return model
-
-
-def states_of(tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        output = target_model()(input_ids=torch.tensor([tokens]), output_hidden_states=True)
-    return torch.stack([output.hidden_states[layer][0] for layer in layers], dim=1)
 
 
 def drafter_of(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> Any:
@@ -66,10 +50,6 @@ def drafter_of(folder: Path, settings: Mapping[str, Any], tensors: Tensors) -> A
 
 
 # -- the formulas, written without anything of the package -----------------------------------------
-
-
-def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + LAYER["rms_norm_eps"]).sqrt() * weight
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -97,7 +77,7 @@ def hidden_of(
 ) -> torch.Tensor:  # fmt: skip
     """The normed outputs of a block after a context, [block, width]."""
     known = len(context) - 1
-    states = states_of(context[:-1], layers).flatten(1)
+    states = target_states(context[:-1], layers).flatten(1)
     features = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     embedding = target_model().get_input_embeddings().weight
     x = scale * embedding[[context[-1], *[MASK] * (BLOCK - 1)]]
@@ -202,7 +182,7 @@ def rows_after(drafter: Any, tokens: Sequence[int], parents: Sequence[int] | Non
     scorer = drafter.scorer
     scorer.begin()
     for end in (5, len(CONTEXT)):
-        states = states_of(CONTEXT[: end - 1], drafter.layers)
+        states = target_states(CONTEXT[: end - 1], drafter.layers)
         drafter.update(StepOutcome(CONTEXT[:end], 1, torch.empty(0), states=states))
     rows = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
     return rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked import Forked, specbench
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
@@ -349,16 +348,6 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
     assert len(left) == 2
 
 
-def test_a_clock_that_was_set_back_does_not_cost_what_was_just_made(tmp_path, monkeypatch):
-    load_target(str(save_tiny(tmp_path / "a")), INT8)
-    (earlier,) = entries()
-    monkeypatch.setattr(module, "MOST_BYTES", int(1.5 * module.folder_size(earlier)))
-    monkeypatch.setattr(module.time, "time", lambda: 0.0)
-    load_target(str(save_tiny(tmp_path / "b", seed=1)), INT8)
-    assert len(entries()) == 1
-    assert earlier not in entries()
-
-
 @pytest.mark.parametrize("problem", ["a file", "full"])
 def test_without_room_for_it_a_model_starts_as_before(folder, monkeypatch, problem):
     expected = int8_logits(folder)
@@ -413,7 +402,7 @@ def test_what_is_there_and_what_can_go(folder):
     assert [kind.folder for kind in cached() if kind.entries] == ["texts"]
 
 
-def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
+def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     """All bytes below the cache folder are of an entry, what this version does not write too."""
     load_target(str(folder), INT8)
     files = {
@@ -431,22 +420,21 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, command):
         path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    code, out, _ = command()
-    assert code == 0
-    assert "\x1b" not in out
+    shown = cli("cache")
+    assert shown.code == 0
+    assert "\x1b" not in shown.out
     for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc (half made)", "1.json", "5f", "6a", "7b.json"):
-        assert any(line.endswith(f"  {name}") for line in out.splitlines()), name
+        assert any(line.endswith(f"  {name}") for line in shown.out.splitlines()), name
     kinds = cached()
     assert sum(kind.size for kind in kinds) == module.folder_size(cache_folder())
 
-    assert command("--remove", "1.json", "--remove", "starts")[:2] == (0, "0.00 MB removed.\n")
+    removed = cli("cache", "--remove", "1.json", "--remove", "starts")
+    assert (removed.code, removed.out) == (0, "0.00 MB removed.\n")
     assert not any(
         (cache_folder() / name).exists() for name in files if "1.json" in name or "starts/" in name
     )
     assert (cache_folder() / "models/gguf-12/model.safetensors").exists()
-    code, _, err = command("--remove", "1.json")
-    assert code == 2
-    assert "'1.json'" in err
+    cli("cache", "--remove", "1.json").refused(2, "'1.json'")
     for entry in [entry for kind in cached() for entry in kind.entries]:
         assert remove_cached(entry.name) == entry.size
     assert module.folder_size(cache_folder()) == 0
@@ -475,23 +463,11 @@ def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
         remove_cached("layers")
 
 
-@pytest.fixture
-def command(tmp_path) -> Any:
-    def run(*words: str) -> tuple[int, str, str]:
-        streams = [tmp_path / name for name in ("out", "err")]
-        with streams[0].open("w") as out, streams[1].open("w") as err:
-            code = Forked(specbench, "cache", *words, stdout=out, stderr=err).wait()
-        return code, *(path.read_text() for path in streams)
-
-    return run
-
-
-def test_the_command(folder, command):
+def test_the_command(folder, cli):
     load_target(str(folder), INT8)
-    code, out, err = command()
-    lines = out.splitlines()
-    assert (code, err, lines[0].rpartition(": ")[0]) == (0, "", str(cache_folder()))
+    lines = cli("cache").out.splitlines()
+    assert lines[0].rpartition(": ")[0] == str(cache_folder())
     assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["layers", "1"]]
-    assert command("--remove", "layers")[0] == 0
+    assert cli("cache", "--remove", "layers").code == 0
     assert entries() == []
-    assert command("--all")[0] == 2
+    assert cli("cache", "--all").code == 2

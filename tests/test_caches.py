@@ -192,19 +192,6 @@ def test_a_cache_serves_one_context_after_the_other(family, kind):
             walk.step(drafts)
 
 
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_rolling_back_to_more_than_there_is_changes_nothing(family, kind):
-    scorer = Scorer(tiny(family), kind)
-    walk = Walk(scorer, 20)
-    scorer.rollback(5)  # of an empty cache
-    for drafts in (0, 6, 4):
-        walk.step(drafts)
-        before = scorer.cache.length
-        scorer.rollback(before + 7)
-        scorer.rollback(before)
-        assert scorer.cache.length == before
-
-
 def count_fed_tokens(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of tokens of every pass."""
     fed: list[int] = []

@@ -30,11 +30,9 @@ from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs
 from specbench.policies.costs import GivenCosts
 from specbench.results.lines import DrafterTimes, ReadingTimes
-from specbench.results.predict import predict
 from specbench.results.requests import Curve, context_curves
 from specbench.results.results import load_results
-from specbench.results.steps import Steps
-from specbench.results.summary import SummaryRow, costs_at, summarize
+from specbench.results.summary import SummaryRow, summarize
 from specbench.show.answer import find_answers, how_far_it_pays
 from specbench.show.plots import draw_figures
 
@@ -262,86 +260,6 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
     assert begins(policy, 62)
 
 
-def test_auto_expects_of_a_head_what_its_training_measured():
-    costs = GivenCosts(0.1, PassCosts({1: 1.0, 9: 1.1}), reading_s={8000: 15.0})
-    policy = AutoLength(8, costs)
-
-    def reads(acceptance: float | None) -> bool:
-        policy.reset()
-        policy.start(8000, ContextReach(), 8000, DrafterPrior(acceptance=acceptance))
-        return begins(policy, 100)
-
-    assert [reads(each) for each in (None, 0.9, 0.3, None)] == [True, True, False, True]
-    for known, expected in ((0.3, 0.3), (None, 0.88)):
-        policy.reset()
-        policy.start(50, ContextReach(), 0, DrafterPrior(acceptance=known))
-        assert policy._upcoming.chance(2.0) == pytest.approx(expected, abs=0.01)
-    for _ in range(5):
-        policy._upcoming.learn(2.0, outcome=False)
-    learned = policy._upcoming.chance(2.0)
-    policy.start(50, ContextReach(), 0, DrafterPrior(acceptance=0.9))
-    assert policy._upcoming.chance(2.0) == learned, "what earlier prompts taught is kept"
-
-
-def test_a_drafter_that_did_not_read_is_tried_once_its_share_of_the_time_has_paid_for_it():
-    policy = AutoLength(8)
-    policy.start(8000, ContextReach(), 8000)
-    policy.time_prefill(1.0 / 8000)
-    waited = 0
-    while not begins(policy, 20):
-        policy.observe(plain_step(8000, 0.04))
-        waited += 1
-    # Before anything is timed, a step counts as one of a second.
-    assert (0.2 - 0.015) / (0.015 * 0.04) <= waited < 0.25 / (0.015 * 0.04)
-
-
-COSTS = {
-    "target_pass_s": {"1": 1.0, "9": 1.1},
-    "drafter_pass_s": {"d": 0.05},
-    "context_tokens": 100,
-    "target_context_s": {"1": 0.0001, "9": 0.002},
-    "drafter_context_s": {"d": 0.0001},
-}
-
-
-def test_auto_reads_costs_that_follow_the_context():
-    policy = AutoLength(8, parse_costs(COSTS, "d"))
-    longest = {}
-    for context in (100, 8000):
-        policy.reset()
-        policy.start(context, ContextReach())
-        k = 0
-        policy.begin(8)
-        while k < 8 and policy._promise(k, 0.8, 0.8, policy._after(k)) > 0.0:
-            k += 1
-        longest[context] = k
-    assert longest[8000] < longest[100] == 8
-    step = Step(
-        index=0, position=8000, drafted=(), accepted=0, tested=0, tokens=(1,), closing="target",
-        expected_acceptance=(), times=StepTimes(verify_s=1.0),
-    )  # fmt: skip
-    policy.start(100, ContextReach())
-    short = policy._verify_s[9]
-    policy.observe(step)
-    assert policy._verify_s[9] > 2 * short, "within a prompt too"
-    written = json.loads(json.dumps(policy.costs()))
-    assert parse_costs(written).to_dict() == policy.costs()
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"target_context_s": [1]},
-        {"target_context_s": {"1": -1}},
-        {"context_tokens": "x"},
-        {"drafter_context_s": "x"},
-    ],
-)
-def test_costs_of_contexts_of_another_form_are_refused(changed):
-    with pytest.raises(UsageError, match=next(iter(changed))):
-        parse_costs({**COSTS, **changed}, "d")
-
-
 # -- what is shown -----------------------------------------------------------------------------------
 
 
@@ -439,25 +357,6 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     policy = parse_costs({**json.loads(Path("run/run.json").read_text())["costs"]}, name)
     assert policy.to_dict()["target_context_s"].keys() == {"1", "2", "3"}
     assert policy.to_dict()["drafter_reading_s"].keys() == {"32", "64"}, "a model reads the context"
-    # A reading that takes as long as a pass, in which it drafts as well, changes nothing; a longer one does.
-    (row,) = [
-        each for each in summarize(results).rows if each.config.gamma == 2 and each.config.context == 32
-    ]
-    timed = costs_at(results.run, row.config)
-    pass_s = timed.drafter_s[name]
-    steps = Steps.of(results.generations[results.generations["config"] == row.config.id])
-    mine = results.generations[results.generations["config"] == row.config.id].reset_index(drop=True)
-    found = [
-        predict(
-            steps,
-            row.config,
-            msgspec.structs.replace(timed, reading_s=each),
-            replace(results, generations=mine),
-        )
-        for each in ({}, {name: {32: pass_s}}, {name: {32: pass_s + 100 * timed.target_s[1]}})
-    ]
-    assert found[0].speedup.value == pytest.approx(found[1].speedup.value)
-    assert found[2].speedup.value < 0.5 * found[0].speedup.value
     assert cli(*words, "--resume").code == 0
 
 

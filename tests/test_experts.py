@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from io import StringIO
 from random import Random
 from typing import Any
 
 import architectures as survey
-import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.experts import expert_modules
@@ -23,11 +20,7 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import speculative_generate_many
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength
-from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.lines import StepLists
-from specbench.results.results import step_columns
-from specbench.results.trace import step_event
-from specbench.show.trace import TraceView
 
 FAMILIES = (
     "qwen3_moe", "olmoe", "mixtral", "granitemoe", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "phimoe",
@@ -128,35 +121,3 @@ def test_trees_and_batches_count_each_request_alone():
     assert scorer.score(tree).experts.by_layer[0] == len(
         torch.cat([each.flatten() for each in branches]).unique()
     )
-
-
-def test_traces_show_them():
-    step = decoded(built("qwen3_moe"), trace=True).steps[0]
-    event = step_event(step, str)
-    text = StringIO()
-    TraceView(Console(file=text, width=100)).show(event)
-    total = sum(step.experts.by_layer)
-    assert f"{total} read in 2 layers, {total / 4:.2f} times those of one token" in text.getvalue()
-
-
-def test_reports_say_by_number_of_tokens_how_many_were_read():
-    steps = {"draft_s": [0.0] * 5, "expected_acceptance": [[]] * 5}
-    steps |= {f"{name}_s": [0.0] * 5 for name in ("draft_prefill", "verify", "accept", "rollback", "other")}
-    steps |= {"passes": [0] * 5, "forced": [0] * 5, "mask_s": [0.0] * 5}
-    counts = {
-        "nodes": [0, 1, 1, 4, 4],
-        "drafted": [0, 1, 1, 4, 4],
-        "tested": [0] * 5,
-        "accepted": [0] * 5,
-        "emitted": [1] * 5,
-    }
-    lists = StepLists(**counts, **steps, experts=[16, 30, 31, 50, 54], experts_one=[16.0] * 5)
-    found = experts_by_rows(pd.DataFrame([step_columns(lists), step_columns(StepLists.of([]))]))
-    assert found == {1: (1, 1.0), 2: (2, 61 / 32), 5: (2, 104 / 32)}
-    assert experts_sentence(found) == (
-        "A target pass over 2 tokens reads 1.9 times the experts of one, over 5 tokens 3.2 times."
-    )
-    assert not experts_sentence({1: (7, 1.0)})
-    assert not experts_sentence({})
-    with pytest.raises(ValueError, match="experts of passes"):
-        StepLists(**counts, **steps, experts=[1] * 5)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -49,11 +47,9 @@ from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.bench.passes import time_passes
 from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli.setting import drafter_notes
-from specbench.decoding.clocks import WallClock
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, run_to_end
@@ -72,7 +68,6 @@ from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTree
-from specbench.results.lines import DrafterTimes
 from specbench.specs.models import parse_model
 
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
@@ -731,26 +726,6 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
     assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
 
 
-def test_timed_passes_are_real_ones(tmp_path, monkeypatch):
-    target = wrap_target(few_tokens(), pack=False)
-    for kind, name in {
-        "eagle": "read",
-        "peagle": "read",
-        "dflash": "guess",
-        "dspark": "guess",
-        "medusa": "logits",
-    }.items():
-        head = few_head(tmp_path / kind, kind, target)
-        made: list[int] = []
-        module = head.scorer.heads if kind == "medusa" else head.scorer.head
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, real=real, made=made: made.append(0) or real(*given))
-        lines = time_passes(target.scorer, {kind: head}, PROMPT, [1], WallClock(), 3, Random(0))
-        longer = max(line.passes for line in lines if isinstance(line, DrafterTimes))
-        # To read the context; and twice, for drafts of one token and of four, to meet the machine, and timed.
-        assert len(made) == 1 + (1 + 3) * (1 + longer)
-
-
 # -- the check -------------------------------------------------------------------------------------
 
 
@@ -1011,15 +986,3 @@ def test_heads_on_the_command_line(cli, folder):
     assert shown.code == 0
     assert "eagle (int8)" in shown.err
     tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "always runs on its target's device")
-
-
-def test_heads_in_the_check(cli, folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        json.dumps({"id": "one", "category": "a", "turns": ["the thing"]}) + "\n", encoding="utf-8"
-    )
-    done = cli(
-        "check", "--target", folder / "tiny", "--dtype", "float32", "--drafter", folder / "eagle", "-n", 4, "-t", 1,
-        "--prompts", prompts, "--json",
-    )  # fmt: skip
-    assert done.json()["verdict"] == "identical"

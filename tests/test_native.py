@@ -42,20 +42,14 @@ from specbench.backends.torch.kernels.surgery import (
     quantize_linears,
     quantized_copy,
 )
-from specbench.backends.torch.pools import KVPool, PoolKind
+from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
-from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardRequest
+from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Greedy, Randomness
-from specbench.decoding.theory import PassCosts
 from specbench.decoding.tree import tree_mask
-from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
@@ -63,9 +57,6 @@ from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
 from specbench.options import CacheKind
-from specbench.policies import AutoLength, FixedLength
-from specbench.policies.costs import GivenCosts
-from specbench.specs.drafters import Lookup
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native library here")
 
@@ -443,26 +434,6 @@ def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
     assert form in COPIES or scorer.why_not_bit_exact() is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_hidden_states_are_those_of_the_model(kind, dtype, level):
-    model, exact = target_of(kind, dtype), build(kind, dtype, intermediate_size=128).double()
-    found = []
-    for scorer in (chosen(model), scorer_of(model, ways.HFForward), Scorer(exact)):
-        scorer.begin()
-        scorer.logits(CONTEXT)
-        hidden = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1))).hidden
-        assert hidden is not None
-        found.append(hidden)
-        scorer.rollback(len(CONTEXT))
-        again = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(0, 3, 0, 1, 3))).hidden
-        assert again is not None
-        assert torch.equal(again, hidden[:, [1, 0, 1, 2, 0]])
-    assert found[0].shape == (3, 3, 48)
-    assert found[0].dtype == dtype
-    assert relative(found[0], found[2]) < 1.5 * relative(found[1], found[2]) + 1e-6
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_outputs_are_those_of_generate(kind):
@@ -600,35 +571,6 @@ def test_attention_of_many_rows_takes_bounded_memory(rows, heads, shared, size, 
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("pool", ["slotted", "paged"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_few_rows_beside_a_long_part_of_a_prompt_attend_natively(dtype, pool, monkeypatch):
-    monkeypatch.setattr(native, "most_rows", lambda _: 128)
-    scorer = chosen(target_of("Qwen3", dtype))
-    batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
-    scorers = [batch.open() for _ in range(4)]
-    contexts = [CONTEXT[:20], CONTEXT[5:], CONTEXT[:33], CONTEXT[:7]]
-    drafts: list[tuple[list[int], list[int] | None]] = [
-        ([5, 6], None), ([], None), ([7, 8, 9], [-1, 0, 0]), ([4], None),
-    ]  # fmt: skip
-    batch.score([ForwardRequest(scorers[i], contexts[i][:-1], rows=1) for i in (0, 2, 3)])
-    rows, real = list[int](), native.Attention.__call__
-
-    def noticed(self: native.Attention, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        rows.append(len(query))
-        return real(self, query, *rest)
-
-    monkeypatch.setattr(native.Attention, "__call__", noticed)
-    asked = zip(scorers, contexts, drafts, strict=True)
-    found = batch.score([ForwardRequest(each, context, *drafted) for each, context, drafted in asked])
-    assert sum(rows) == 3 * (3 + 4 + 2), "a layer's calls take all but those of the long part"
-    limit = 1e-4 if dtype == torch.float32 else 0.1
-    for i, each in enumerate(found):
-        own = scorer_of(scorer.model, ways.HFForward)
-        own.score(ForwardRequest(own, contexts[i][:-1], rows=1))
-        assert relative(each.logits, own.score(ForwardRequest(own, contexts[i], *drafts[i])).logits) < limit
-
-
 def causal_mask(queries: int, keys: int, window: int = 0) -> torch.Tensor:
     own, seen = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
     return (seen <= own) & (seen > own - (window or keys))
@@ -712,24 +654,6 @@ def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, 
             held[i] = len(asked[i].context) - 1
             scorers[i].rollback(held[i])
     assert seen == [True] * 3
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_many_requests_of_a_rounded_target_are_what_they_are_alone(bits):
-    target = rounded_target("Llama", bits)
-    prompts = [CONTEXT[:70], CONTEXT[:9], [5, 6, 7] * 30, CONTEXT[20:60], [9]]
-    for spec, pool in (("lookup", "slotted"), ("lookup+self:layers=2", "paged")):
-        drafter = load_drafter(spec, target)
-        many = speculative_generate_many(
-            prompts, target, drafter, gamma=3, max_new_tokens=24, max_batch=3, max_tokens_per_pass=40,
-            pool=cast("PoolKind", pool),
-        )  # fmt: skip
-        assert many.factory is not None
-        assert many.factory.why_not_batched is None
-        for found, prompt in zip(many.results(), prompts, strict=True):
-            assert isinstance(found, Generation)
-            alone = speculative_generate(prompt, target, None, max_new_tokens=24)
-            assert found.token_ids == alone.token_ids
 
 
 def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
@@ -967,35 +891,6 @@ def test_after_a_long_prompt_the_output_is_the_targets_own(monkeypatch):
     many = speculative_generate_many(prompts, target, head, gamma=2, max_new_tokens=12)
     assert [cast("Generation", each).token_ids for each in many.results()] == plain
     assert sorted(read) == [90, 150, 150]
-
-
-@pytest.mark.parametrize("kind", ["head", "model", "lookup+model"])
-def test_a_drafter_that_did_not_read_the_prompt_drafts_in_a_later_turn(kind, monkeypatch):
-    target, drafter, _ = long_head(monkeypatch)
-    if kind != "head":
-        small = ModelDrafter(Scorer(build("Qwen2")), "small")
-        drafter = small if kind == "model" else CascadeDrafter(make_free(Lookup()), small)
-    never = AutoLength(4, GivenCosts(0.01, PassCosts({1: 1.0, 9: 1.1}), reading_s={1: 1e6}))
-
-    def decode(
-        prompt: list[int], drafter: Drafter, policy: DraftPolicy, cached: int = 0
-    ) -> tuple[list[int], int]:
-        steps = [*decode_steps(
-            prompt, target.scorer, drafter, policy=policy, sampling=Greedy(), random=Randomness(0),
-            max_new_tokens=12, cached_tokens=cached,
-        )]  # fmt: skip
-        tokens = [token for step in steps[1:] for token in step.tokens]
-        return [steps[0].token, *tokens], sum(step.passes or 0 for step in steps[1:])
-
-    first, passes = decode(CONTEXT, drafter, never)
-    assert passes == 0
-    second = [*CONTEXT, *first, 7, 8, 9]
-    found, passes = decode(second, drafter, FixedLength(3), cached=len(CONTEXT))
-    assert passes > 0
-    third = [*second, *found, 3]
-    again, _ = decode(third, drafter, FixedLength(3), cached=len(second))
-    for tokens, prompt in ((first, CONTEXT), (found, second), (again, third)):
-        assert tokens == decode(prompt, NoDraft(), FixedLength(1))[0]
 
 
 @pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])

@@ -120,47 +120,6 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
     assert not plain.blocks._by_digest
 
 
-@pytest.mark.parametrize("slotted", [False, True])
-def test_ten_thousand_requests_and_their_cancellations_leave_nothing(slotted):
-    choice = random.Random(0)
-    blocks = BlockAllocator(64, 64 if slotted else 8, 1 if slotted else None)
-    beginnings = [[choice.randrange(50) for _ in range(24)] for _ in range(4)]
-    live: list[tuple[BlockTable, list[int]]] = []
-    begun = adopted = put_back = 0
-    while begun < 10_000 or live:
-        if begun < 10_000 and (not live or choice.random() < 0.4):
-            table = BlockTable()
-            fresh = [choice.randrange(50) for _ in range(choice.randrange(1, 20))]
-            tokens = choice.choice(beginnings) + fresh
-            held = blocks.share_prefix(table, tokens[:-1])
-            adopted += held > 0
-            begun += 1
-            if blocks.extend(table, held, len(tokens)) is None:
-                blocks.truncate(table, 0)
-                put_back += 1
-                continue
-            blocks.publish(table, tokens)
-            live.append((table, tokens))
-            continue
-        place = choice.randrange(len(live))
-        table, tokens = live[place]
-        drafted = len(tokens) + choice.randrange(1, 8)
-        ended = choice.random() < 0.3 or drafted > 60 or blocks.extend(table, len(tokens), drafted) is None
-        if ended:
-            blocks.truncate(table, 0)
-            live.pop(place)
-        else:
-            tokens += [choice.randrange(50) for _ in range(choice.randrange(drafted - len(tokens)))]
-            blocks.truncate(table, len(tokens))
-            blocks.publish(table, tokens)
-    assert (blocks.free, blocks.shared) == (64, 0)
-    assert not blocks._holders.any()
-    assert not blocks._by_digest
-    assert blocks.peak == 64
-    assert put_back
-    assert bool(adopted) is not slotted
-
-
 def test_neighbors_are_taken_as_long_as_there_are_any():
     blocks = BlockAllocator(32, 4)
     tables = [BlockTable() for _ in range(4)]
