@@ -81,7 +81,7 @@ class LoadOptions:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
             processor computes in it, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
-        device_map: A strategy of accelerate, or a JSON file from module names to devices; excludes ``device``.
+        device_map: A strategy of accelerate, which places layers on several devices; excludes ``device``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
 
     Example:
@@ -158,7 +158,7 @@ class ModelOptions:
     device_map: str | None = _model(
         None,
         "--device-map MAP",
-        "Device map instead of --device: accelerate's auto, balanced, balanced_low_0, sequential, or a JSON file.",
+        "Device map instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential.",
     )
     drafter_dtype: DtypeName = _model(
         "auto", "--drafter-dtype DTYPE", "Drafter dtype; auto is int8 on a CPU."

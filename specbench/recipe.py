@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -134,13 +134,11 @@ def _model_of(data: Mapping[str, Any]) -> ModelSpec:
 
 
 def _changed(group: Any) -> dict[str, Any]:
-    """Return the fields of a group that are not at their defaults; paths are left out."""
+    """Return the fields of a group that are not at their defaults."""
     found = {each.name: getattr(group, each.name) for each in fields(group)}
     found = {each.name: found[each.name] for each in fields(group) if found[each.name] != each.default}
     for name, value in found.items():
-        if name.endswith("device_map"):
-            found[name] = PurePath(value).name
-        elif name == "stop":
+        if name == "stop":
             found[name] = list(value)
     return found
 

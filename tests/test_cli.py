@@ -442,7 +442,7 @@ def test_errors_quote_text_without_its_power(cli):
         (("--device", "tpu"), "Unknown device 'tpu'"),
         (("--device", "cuda:999"), "The device cuda:999 is"),
         (("--device", "cpu", "--device-map", "auto"), "exclude each other"),
-        (("--device-map", "nowhere"), "'nowhere' is neither a strategy nor a readable file"),
+        (("--device-map", "nowhere"), "device map 'nowhere'"),
         (("--gamma", 0), "'--gamma'"),
         (("--gamma", 10**8), "Give 1 to 256"),
         (("--max-new-tokens", 0), "'--max-new-tokens'"),

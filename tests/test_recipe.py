@@ -28,9 +28,7 @@ RECIPES = {
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
         Path("/secret/place/costs.json"),
-        ModelOptions(
-            dtype="int8", drafter_dtype="int4", device_map="/secret/place/map.json", allow_pickle=True
-        ),
+        ModelOptions(dtype="int8", drafter_dtype="int4", device_map="auto", allow_pickle=True),
         CacheOptions(cache="preallocated", bit_exact=True),
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
@@ -58,7 +56,7 @@ def test_words():
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
-        "--device-map", "/secret/place/map.json", "--drafter-dtype", "int4", "--allow-pickle",
+        "--device-map", "auto", "--drafter-dtype", "int4", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip

@@ -73,18 +73,11 @@ def describe_run(
 
 def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, Any]:
     """Return where models come from, without paths, as ``run.json`` keeps it among the options."""
-
-    def loading(load_options: Any) -> dict[str, Any]:
-        values = asdict(load_options)
-        if values["device_map"]:
-            values["device_map"] = Path(values["device_map"]).name
-        return values
-
     return {
         "target": str(base.target),
         "drafters": [str(spec) for spec in drafters],
-        "target_options": loading(base.models.target),
-        "drafter_options": loading(base.models.drafter),
+        "target_options": asdict(base.models.target),
+        "drafter_options": asdict(base.models.drafter),
     }
 
 

@@ -128,5 +128,5 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
         return None
     if quantization_of(scorer.model) is not None:
         return why_unavailable()
-    is_known = scorer.model.dtype != torch.float16 and family_name(scorer.model) is not None
+    is_known = family_name(scorer.model) is not None and scorer.model.dtype != torch.float16
     return why_unavailable() if is_known else None

@@ -14,15 +14,6 @@ from specbench.models.checkpoints import read_any_config, text_config
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types of assistants."""
 
-_BESIDE = "-assistant"
-"""What the name of an assistant has after the name of its target."""
-
-
-def assistant_beside(folder: Path) -> Path | None:
-    """Return the folder of an assistant next to its target's; ``None`` if there is none."""
-    beside = folder.with_name(folder.name + _BESIDE)
-    return beside if (beside / "config.json").is_file() else None
-
 
 def make_assistant(folder: Path, name: str) -> Assistant:
     """Make an assistant without weights; raise ``RunError`` if its configuration is damaged."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
-import msgspec
 import psutil
 import torch
-from msgspec import Meta
 
 from specbench.base.errors import UsageError
 from specbench.options import DtypeName, LoadOptions
 
 DTYPES = get_args(DtypeName)
 
-_Places = Annotated[dict[str, int | str], Meta(min_length=1)]
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -28,8 +25,10 @@ def check_options(options: LoadOptions) -> None:
         resolve_device(options.device)
     elif options.device != "auto":
         raise UsageError("A device and a device map exclude each other.", "Give one of the two.")
-    else:
-        read_device_map(options.device_map)
+    elif options.device_map not in DEVICE_MAPS:
+        raise UsageError(
+            f"Unknown device map {options.device_map!r}.", f"Choose one of {', '.join(DEVICE_MAPS)}."
+        )
 
 
 def resolve_device(name: str) -> torch.device:
@@ -60,30 +59,6 @@ def resolve_device(name: str) -> torch.device:
 def _has_mps() -> bool:
     mps: Any = torch.backends.mps
     return bool(mps.is_available())
-
-
-def read_device_map(text: str) -> str | dict[str, Any]:
-    """Return a device map read from a JSON file, or the name of a strategy of accelerate unchanged."""
-    if text in DEVICE_MAPS:
-        return text
-    hint = f"Give one of {', '.join(DEVICE_MAPS)}, or a JSON file from module names to devices."
-    try:
-        places = msgspec.json.decode(Path(text).expanduser().read_bytes(), type=_Places)
-    except (OSError, RuntimeError) as error:
-        raise UsageError(
-            f"The device map {text!r} is neither a strategy nor a readable file.", hint
-        ) from error
-    except msgspec.ValidationError as error:
-        raise UsageError(f"The device map {text!r} does not map module names to devices.", hint) from error
-    except ValueError as error:
-        raise UsageError(f"The device map {text!r} is not valid JSON.", hint) from error
-    for module, place in places.items():
-        if place == "disk":
-            raise UsageError(
-                f"The device map {text!r} leaves {module!r} on disk, which cannot be decoded from.", hint
-            )
-        resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
-    return places
 
 
 def available_memory(device: torch.device | None = None) -> int:

@@ -38,7 +38,7 @@ from specbench.models.checkpoints import (
     weight_files,
     weight_memory,
 )
-from specbench.models.devices import available_memory, check_options, read_device_map, resolve_device
+from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.hub import HubModel
 from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
@@ -382,7 +382,7 @@ def _placement(
             available_memory(torch.device("cuda", index)) for index in range(torch.cuda.device_count())
         )
         check_memory(numbers * loaded.itemsize, name=name, available=available)
-        return read_device_map(options.device_map)
+        return options.device_map
     device = resolve_device(options.device)
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)

@@ -16,30 +16,24 @@ from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
-from specbench.models.assistant import assistant_beside
 from specbench.models.checkpoints import check_memory, fingerprint, text_config
-from specbench.models.head_files import HeadFiles, find_head
+from specbench.models.head_files import HeadFiles
 from specbench.models.heads import TrainedHead, draft_tokens, load_head, widened
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
 from specbench.models.training_metadata import check_weights
-from specbench.specs.models import ModelSpec
 
 _OTHER = "Choose another drafter."
 _FAMILIES = ", ".join(layout.families for layout in LAYOUTS)
 
 
 def checkpoint_files(folder: Path, config: PreTrainedConfig, name: str) -> HeadFiles:
-    """Return the MTP layers of a target's checkpoint as the files of a head, or an assistant next to it.
+    """Return the MTP layers of a target's checkpoint as the files of a head.
 
     Raises:
         UsageError: There are none.
     """
     text = text_config(config)
     if find_mtp_tensors(folder, text.num_hidden_layers) is None:
-        beside = assistant_beside(folder)
-        found = None if beside is None else find_head(ModelSpec("folder", str(beside)))
-        if found is not None:
-            return found
         gemma = text.model_type.startswith("gemma4")
         raise UsageError(
             f"The checkpoint of {name} has no MTP layer in a known layout ({_FAMILIES}).",
