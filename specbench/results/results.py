@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -139,25 +137,12 @@ def load_results(path: str | Path) -> Results:
             f"There are {len(folders)} runs in {str(path)!r}.", "Name one of them, or read each by itself."
         )
     folder, problems = folders[0], list[str]()
-    with _without_garbage_collection():
-        run = read_run(folder, problems)
-        tables = _Tables(run)
-        tables.read(folder, problems)
-        columns = (tables.generations, tables.groups, tables.answers)
-        generations, groups, answers = (pd.DataFrame(each) for each in columns)
+    run = read_run(folder, problems)
+    tables = _Tables(run)
+    tables.read(folder, problems)
+    columns = (tables.generations, tables.groups, tables.answers)
+    generations, groups, answers = (pd.DataFrame(each) for each in columns)
     return Results(run, generations, groups, answers.set_index("generation"), problems)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector: parsed JSON has no cycles, and searching millions of lists for them is slow."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # -- filling them ---------------------------------------------------------------------------------

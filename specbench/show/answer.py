@@ -78,7 +78,7 @@ def find_answers(
         elif rows[0].config.kind == "server":
             answer = answers.of_servers()
         elif any(row.config.batch is not None for row in rows):
-            answer = answers.of_batches()
+            answer = answers.of_curves(batch_curves, list(_throughputs(answers.baselines("plain"))))
         else:
             answer = answers.of_one_request()
         if len(temperatures) > 1:
@@ -113,7 +113,7 @@ class _Answers:
 
     def of_one_request(self) -> Answer:
         """Return the answer for prompts decoded one after the other."""
-        plain = self._baselines("plain")
+        plain = self.baselines("plain")
         measured = [row for row in self.rows if row.config.kind == "speculative" and row.measured]
         references = [
             f"{one_line(row.config.label)} {stats.ratio_text(row.speedup)}"
@@ -151,7 +151,7 @@ class _Answers:
 
     def of_servers(self) -> Answer:
         """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
-        over, base = self.summary.over, self._baselines("server")
+        over, base = self.summary.over, self.baselines("server")
         measured = [row for row in self.rows if row.measured]
         if not measured:
             speeds = [
@@ -161,7 +161,7 @@ class _Answers:
             runs = f"{over} runs at {', '.join(speeds)}."
             return Answer(runs if base else f"No generation of {over} has finished.", None)
         if self._curves(batch_curves):
-            return self._of_curves(batch_curves, list(_throughputs(base)))
+            return self.of_curves(batch_curves, list(_throughputs(base)))
         best = max(measured, key=lambda row: (row.verdict == "faster", row.speedup.value))
         said = (
             f"Nothing is faster than {over} here.",
@@ -174,10 +174,6 @@ class _Answers:
         rivals = self._rivals(best, measured)
         return Answer(self._headline(best, measured, *said), best.verdict, rivals, details=details)
 
-    def of_batches(self) -> Answer:
-        """Return the answer for batches: the largest batch size at which the best configuration pays."""
-        return self._of_curves(batch_curves, [*_throughputs(self._baselines("plain"))])
-
     def of_contexts(self) -> Answer:
         """Return the answer for lengths of context: the longest at which the best configuration pays."""
         costs, details = self.results.run.costs, []
@@ -187,13 +183,13 @@ class _Answers:
                 f" token ({costs.context_s[1] / costs.target_s[1]:.1%} of it); times by rows and context fit within"
                 f" {costs.error:.1%}."
             )
-        return self._of_curves(context_curves, details)
+        return self.of_curves(context_curves, details)
 
     def _curves(self, find: Callable[[Summary], Sequence[Curve]]) -> list[Curve]:
         temperature = self.rows[0].config.temperature
         return [each for each in find(self.summary) if each.rows[0].config.temperature == temperature]
 
-    def _of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
+    def of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
         """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
         curves, over = self._curves(find), self.summary.over
         if not curves:
@@ -220,7 +216,7 @@ class _Answers:
         same = self._same_outputs(row, None if server else self.summary.dtype)
         return Answer(headline, verdict, command=command, details=[*others, *details, *same])
 
-    def _baselines(self, kind: str) -> list[SummaryRow]:
+    def baselines(self, kind: str) -> list[SummaryRow]:
         return [row for row in self.rows if row.config.kind == kind and row.is_baseline and row.generations]
 
     def _command(self, row: SummaryRow, *, drafts: bool) -> str:

@@ -18,7 +18,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
-from PIL import Image
 
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, write_bytes
@@ -115,13 +114,4 @@ def figure_bytes(figure: Figure, kind: str, dpi: float | None = None, *, letters
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         content = BytesIO()
         figure.savefig(content, format=kind, metadata={**title, **undated}, dpi=dpi or "figure")
-    return _with_palette(content) if kind == "png" else content.getvalue()
-
-
-def _with_palette(png: BytesIO) -> bytes:
-    """Return a PNG with at most 256 colors, a third of the size; figures have few more."""
-    drawn = Image.open(png)
-    few = drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    smaller = BytesIO()
-    few.save(smaller, "png", optimize=True, dpi=drawn.info["dpi"])
-    return smaller.getvalue()
+    return content.getvalue()
