@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -105,14 +105,9 @@ def best_threshold(accepted: Sequence[float], rejected: Sequence[float]) -> floa
         accepted: Confidences of accepted drafts, at least one, ascending.
         rejected: Those of rejected ones, likewise.
     """
-    best, least = accepted[-1], float("inf")
-    a, r = len(accepted), len(rejected)
-    for threshold in sorted({*accepted, *rejected}, reverse=True):
-        while a and accepted[a - 1] >= threshold:
-            a -= 1
-        while r and rejected[r - 1] >= threshold:
-            r -= 1
-        cost = (len(rejected) - r) / len(rejected) + 3 * a / len(accepted)
-        if cost < least:
-            best, least = threshold, cost
-    return best
+
+    def cost(threshold: float) -> float:
+        kept, lost = bisect_left(rejected, threshold), bisect_left(accepted, threshold)
+        return (len(rejected) - kept) / len(rejected) + 3 * lost / len(accepted)
+
+    return min(sorted({*accepted, *rejected}, reverse=True), key=cost)
