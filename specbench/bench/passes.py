@@ -71,20 +71,22 @@ def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCo
             rows.setdefault(name, {})[nodes] = max(least, fit_context(times)[0] - draft_s[name])
     target = {n: fitted[n][0] for n in sorted(targets)}
     reading = _by_context(_medians(lines, ReadingTimes, "drafter", "context_tokens"))
-    reading = {name: dict(sorted(times.items())) for name, times in reading.items()}
-    if len(contexts) < 2:
-        return PassCosts(target, draft_s, first, rows, reading_s=reading, later_s=later_s)
-    errors = [error for _, _, each in fitted.values() for error in each]
-    return PassCosts(
+    costs = PassCosts(
         target,
         draft_s,
         first,
         rows,
-        {n: fitted[n][1] for n in targets},
-        {name: fitted[name][1] for name in drafters},
-        math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
-        reading,
-        later_s,
+        reading_s={name: dict(sorted(times.items())) for name, times in reading.items()},
+        later_s=later_s,
+    )
+    if len(contexts) < 2:
+        return costs
+    errors = [error for _, _, each in fitted.values() for error in each]
+    return msgspec.structs.replace(
+        costs,
+        context_s={n: fitted[n][1] for n in targets},
+        drafter_context_s={name: fitted[name][1] for name in drafters},
+        error=math.sqrt(sum(error**2 for error in errors) / max(1, len(errors))),
     )
 
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -317,14 +317,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             requests=tuple(outcomes[number] for number in range(own)),
             seconds=seconds,
             tokens=sum(outcome.tokens for outcome in outcomes.values()),
-            speculation=None
-            if meanwhile is None
-            else Speculation(
-                drafted=meanwhile.drafted,
-                accepted=meanwhile.accepted,
-                drafts=meanwhile.drafts,
-                kept_at=list(meanwhile.kept_at),
-            ),
+            speculation=None if meanwhile is None else Speculation(**asdict(meanwhile)),
         )
 
     async def _answer(
