@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,9 +85,7 @@ class Config:
 
 
 def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """Return the configuration of a recipe,
-    and a note if the target is left out; raise ``UsageError`` for bad values.
-    """
+    """Return the configuration of a recipe, and a note if the target is left out."""
     policy, models = recipe.policy, recipe.models
     target = model_argument(recipe.target)
     config = Config(
@@ -105,9 +104,7 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
 
 
 def read_config(path: Path) -> Config:
-    """Read a configuration; raise ``UsageError`` if the file is unreadable,
-    of another version, or sets other options.
-    """
+    """Read a configuration; a file that is none, or sets other options, is refused by a ``UsageError``."""
     shown = visible(str(path))
     try:
         data = path.read_bytes()
@@ -172,19 +169,16 @@ def _check_drafter(text: str) -> None:
         _check_model(str(model) if model.kind == "hub" else model.source)
 
 
-def _one_of(what: str, words: tuple[str, ...]) -> Callable[[str], None]:
-    def check(text: str) -> None:
-        if text not in words:
-            raise UsageError(f"There is no {what} {text!r}.", f"Choose {', '.join(words)}.")
-
-    return check
+def _check_word(what: str, words: tuple[str, ...], text: str) -> None:
+    if text not in words:
+        raise UsageError(f"There is no {what} {text!r}.", f"Choose {', '.join(words)}.")
 
 
 _CHECKS: Mapping[str, Callable[[str], object]] = {
     "target": _check_model,
     "drafter": _check_drafter,
     "draft_policy": parse_policy,
-    "cache": _one_of("cache", get_args(CacheName)),
-    "dtype": _one_of("dtype", get_args(DtypeName)),
-    "drafter_dtype": _one_of("dtype", get_args(DtypeName)),
+    "cache": partial(_check_word, "cache", get_args(CacheName)),
+    "dtype": partial(_check_word, "dtype", get_args(DtypeName)),
+    "drafter_dtype": partial(_check_word, "dtype", get_args(DtypeName)),
 }

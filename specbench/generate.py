@@ -54,17 +54,12 @@ def encode_prompt(
         [19556]
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    chat = has_template if chat is None else chat
-    if system is not None and not has_template:
-        raise UsageError(
-            "A system message needs a chat template, and the target's tokenizer has none.",
-            f"Leave --system{' and --chat' if chat else ''} out, and begin the prompt with what it says.",
-        )
-    if chat and not has_template:
+    if not has_template and (chat or system is not None):
         raise UsageError(
             "The target's tokenizer has no chat template.",
-            "Leave --chat out, and the prompt is continued as it is.",
+            "Leave --chat and --system out, and begin the prompt with what the model should know.",
         )
+    chat = has_template if chat is None else chat
     if system is not None and not chat:
         raise UsageError(
             "A system message needs the chat template, which --raw leaves out.",

@@ -195,13 +195,13 @@ class GenerationRuns:
         """Finish all generations and return their results in order."""
         for _ in self:
             pass
-        return [self._result(index) for index in range(len(self.runs))]
-
-    def _result(self, index: int) -> Generation | Exception:
-        try:
-            return self.result(index)
-        except Exception as error:  # say of a tokenizer that cannot decode these tokens
-            return error
+        found: list[Generation | Exception] = []
+        for index in range(len(self.runs)):
+            try:
+                found.append(self.result(index))
+            except Exception as error:  # say of a tokenizer that cannot decode these tokens
+                found.append(error)
+        return found
 
 
 def _observe(

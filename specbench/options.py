@@ -35,9 +35,7 @@ def _check_seed(seed: int) -> int:
 
 
 def quantized(dtype: str) -> QuantizedName | None:
-    """Return the type that a dtype quantizes a model's linear layers to,
-    such as int8; ``None`` if it does not quantize.
-    """
+    """Return the type that a dtype quantizes a model's linear layers to; ``None`` if it does not quantize."""
     return "int8" if dtype == "int8" else "int4" if dtype == "int4" else None
 
 
@@ -96,9 +94,7 @@ class LoadOptions:
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
-    """Return the first flag of a field, such as ``--max-new-tokens``;
-    with ``on=False`` the flag that switches it off.
-    """
+    """Return the first flag of a field, such as ``--max-new-tokens``; without ``on`` the one that switches it off."""
     first = next(each.metadata["flags"] for each in fields(group) if each.name == name).split()[0]
     return str(first.split("/")[0 if on else 1])
 

@@ -144,9 +144,7 @@ def _changed(group: Any) -> dict[str, Any]:
 
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:
-    """Return a group of options from stored data. Unknown options are left out;
-    a value of a wrong type raises ``UsageError``.
-    """
+    """Return a group of options from stored data, without unknown ones; a wrong value raises ``UsageError``."""
     known = {each.name: data[each.name] for each in fields(kind) if each.name in data}
     try:
         return msgspec.convert(known, kind)

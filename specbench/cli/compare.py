@@ -60,8 +60,18 @@ def compare(
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
+    from specbench.results.compare import to_json
+    from specbench.show.compare import render_terminal, to_markdown
+
     compared = _comparison(runs, a, b, measure)
-    _show(compared, markdown=markdown, as_json=as_json, fail_below=fail_below)
+    if as_json:
+        typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
+    elif markdown:
+        typer.echo(to_markdown(compared), nl=False)
+    else:
+        from rich.console import Console
+
+        render_terminal(compared, Console(highlight=False))
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)
@@ -112,17 +122,3 @@ def _comparison(
             "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
         )
     return compare_configs(measured[0], a, b)
-
-
-def _show(compared: Compared, *, markdown: bool, as_json: bool, fail_below: float | None) -> None:
-    from specbench.results.compare import to_json
-    from specbench.show.compare import render_terminal, to_markdown
-
-    if as_json:
-        typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
-    elif markdown:
-        typer.echo(to_markdown(compared), nl=False)
-    else:
-        from rich.console import Console
-
-        render_terminal(compared, Console(highlight=False))

@@ -72,13 +72,10 @@ _FIRST = 10
 
 
 class Fields:
-    """Which fields of a group a command takes, with which help and defaults; next to the group in its signature.
+    """Which fields of a group a command takes; next to the group in its signature.
 
-    Args:
-        names: The fields, in the order of the help; all if none is named. The others keep their defaults.
-        without: Fields that it does not take.
-        words: Other help, by field.
-        defaults: Other defaults, by field.
+    ``names`` are those fields, in the order of the help; all but those of ``without`` if none is named. ``words`` and
+    ``defaults`` replace help and defaults.
     """
 
     def __init__(

@@ -28,9 +28,7 @@ from specbench.options import (
 )
 
 if TYPE_CHECKING:
-    from specbench.cli.setting import LoadedRecipe
     from specbench.models.target import Target
-    from specbench.serve.engine import Engine
 
 _MOST_TOKENS = 1024
 _KV_MEMORY = 1024
@@ -90,11 +88,18 @@ def serve(
         with starting(quiet) as progress:
             from specbench.cli.setting import facts, load_recipe
             from specbench.serve.app import RequestDefaults
+            from specbench.serve.engine import Engine
             from specbench.serve.server import Server
 
             stack.enter_context(quiet_transformers())
             setting = load_recipe(recipe, progress)
-            engine = _engine(setting, server)
+            engine = Engine(
+                setting.target,
+                setting.drafter,
+                max_batch=server.batch,
+                max_waiting=server.queue,
+                pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
+            )
         policy_given = any((drafting.draft_policy, drafting.gamma, length.costs, length.given))
         defaults = RequestDefaults(
             policy=setting.policy if policy_given else None,
@@ -153,18 +158,6 @@ def _bound(host: str, port: int) -> socket.socket:
             f"Nothing can listen on port {port} of {host!r}: {reason}.", "Give another --port or --host."
         ) from error
     return bound
-
-
-def _engine(setting: LoadedRecipe, server: _ServerOptions) -> Engine:
-    from specbench.serve.engine import Engine
-
-    return Engine(
-        setting.target,
-        setting.drafter,
-        max_batch=server.batch,
-        max_waiting=server.queue,
-        pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
-    )
 
 
 def _pool_tokens(target: Target, server: _ServerOptions) -> int:
