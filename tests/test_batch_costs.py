@@ -422,9 +422,9 @@ def test_what_the_drafter_lacks_is_weighed():
     assert selfish.catching_up_s == 0.0
     costs.observe(step(1, 5), True, 0)
     assert costs.catching_up_s == pytest.approx(21.0)
-    batch_costs.may_look(True)
+    batch_costs.may_test(True)
     batch_costs.observe(made(10.0, [0, 0]))
-    assert (costs.may_look(False), costs.may_look(True), selfish.may_look(False)) == (False, True, True)
+    assert (costs.may_test(False), costs.may_test(True), selfish.may_test(False)) == (False, True, True)
     costs.observe(step(2, 1), True, 1)
     assert costs.catching_up_s == 0.0
 

@@ -24,7 +24,7 @@ from specbench.decoding.protocols import ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.records import Prefill, SharedPass, Step
 from specbench.decoding.request import Request
 
-_NAP = 0.001
+_POLL_S = 0.001
 """Seconds between two checks while no request has arrived."""
 
 Event: TypeAlias = Prefill | Step | Exception
@@ -205,7 +205,7 @@ class Scheduler:
     def step(self) -> list[tuple[int, Event]]:
         """Admit requests, run one forward pass and return its events; wait for the next arrival if idle."""
         while self._waiting and not self._active and self._waiting[0].arrived > self.now():
-            time.sleep(_NAP)
+            time.sleep(_POLL_S)
         events: list[tuple[int, Event]] = []
         self._admit(events)
         parts = self._chosen(events)
@@ -217,7 +217,7 @@ class Scheduler:
 
     def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]], events: list[tuple[int, Event]]) -> None:
         """Run one forward pass and continue its requests."""
-        fed = tuple(_lack(part) for _, part in parts)
+        fed = tuple(_new_tokens(part) for _, part in parts)
         began = 0.0 if self._watch is None else self._clock.now()
         try:
             outputs = _run([part for _, part in parts])
@@ -352,14 +352,14 @@ class Scheduler:
         found: list[tuple[_Job, ForwardRequest]] = []
         for job in sorted(group, key=_turn):
             part = job.due
-            lack = _lack(part)
-            if lack > left and part.scorer.reads_in_parts:
+            new = _new_tokens(part)
+            if new > left and part.scorer.reads_in_parts:
                 part = _beginning(part, left)
-                lack = _lack(part)
-            job.passed_over = lack > left and bool(found)
+                new = _new_tokens(part)
+            job.passed_over = new > left and bool(found)
             if not job.passed_over:
                 found.append((job, part))
-                left = max(0, left - lack)
+                left = max(0, left - new)
         return found
 
     # -- continuing after it ---------------------------------------------------------------------------
@@ -414,13 +414,13 @@ def loaded_of(scorer: Scorer) -> object:
     return scorer if scorer.batch is None else scorer.batch.loaded
 
 
-def _lack(request: ForwardRequest) -> int:
+def _new_tokens(request: ForwardRequest) -> int:
     """Return how many tokens a pass feeds."""
     return len(request.context) + len(request.tokens) - request.scorer.cached_len
 
 
 def _turn(job: _Job) -> tuple[bool, int, int, int]:
-    return not job.passed_over, _lack(job.due), job.since, job.number
+    return not job.passed_over, _new_tokens(job.due), job.since, job.number
 
 
 def _beginning(asked: ForwardRequest, most: int) -> ForwardRequest:

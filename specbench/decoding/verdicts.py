@@ -103,10 +103,10 @@ def naive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _
     A candidate is accepted with probability p(all candidates). EAGLE-2, Token Recycling and suffix decoding need this
     method. It costs one draw.
     """
-    return match(p, [Draws(tokens) for tokens, _ in candidates], random)
+    return rejection(p, [Draws(tokens) for tokens, _ in candidates], random)
 
 
-def match(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
+def rejection(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
     """Test a drawn candidate, if any; then draw a token, and accept it if it is a certain candidate.
 
     With one candidate this is rejection sampling (Leviathan et al. 2023). If one is drawn from the tail and others are
@@ -280,11 +280,11 @@ class Method:
 
 
 METHODS: Mapping[str, Method] = {
-    "rejection": Method(_walked(match), without_replacement, chains_only=True),
+    "rejection": Method(_walked(rejection), without_replacement, chains_only=True),
     "block": Method(traverse, without_replacement, chains_only=True),
     "traversal": Method(traverse, without_replacement),
     "naive": Method(_walked(naive), top, several_drafters=True),
-    "greedy-draft": Method(_walked(match), top_and_tail),
+    "greedy-draft": Method(_walked(rejection), top_and_tail),
     "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }

@@ -242,12 +242,12 @@ class ModelDrafter(Drafter):
 
         It is reused, as allocating takes longer than a softmax.
         """
-        held, end = self._distributions, place + rows
-        if held.shape[-1] != width or held.device != device:
-            held = self._distributions = torch.empty(_FEW, width, device=device)
-        if end > held.shape[0]:
+        memory, end = self._distributions, place + rows
+        if memory.shape[-1] != width or memory.device != device:
+            memory = self._distributions = torch.empty(_FEW, width, device=device)
+        if end > memory.shape[0]:
             self._distributions = torch.empty(2 * end, width, device=device)
-            self._distributions[: held.shape[0]] = held
+            self._distributions[: memory.shape[0]] = memory
         return self._distributions[place:end]
 
     def _propose_unread(self, context: Sequence[int], length: int) -> Decoding[Draft]:
@@ -363,11 +363,11 @@ class ModelDrafter(Drafter):
         """
         draft.passes = (draft.passes or 0) + 1
         asked = self._asked(context, draft.tokens)
-        held = self.scorer.cached_len
-        catching_up = held > 0 and len(asked.context) + len(asked.tokens) - held > _FEW
+        cached = self.scorer.cached_len
+        catching_up = cached > 0 and len(asked.context) + len(asked.tokens) - cached > _FEW
         if guesses:
             asked = asked._replace(tokens=[*asked.tokens, *guesses], rows=1 + len(guesses))
-        if (self._has_read or held > 0) and not catching_up:
+        if (self._has_read or cached > 0) and not catching_up:
             return (yield asked).logits
         self._has_read = True
         began = self._clock.now()

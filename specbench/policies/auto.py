@@ -33,7 +33,7 @@ _PROBING = 0.015
 _PROBING_BLIND = 0.004
 """The same where the drafter guesses, see ``ContextReach``."""
 
-_CURIOUS = 10
+_NEIGHBOR_EVERY = 10
 """If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
 
 _NEARLY_ALL = 0.8
@@ -44,7 +44,7 @@ _MEMORY = 0.98
 _NEW = 0.1
 """The weight of a step's last tested token in the mean of such tokens."""
 
-_ASKED = 0.97
+_LEAST_SHARE = 0.97
 """The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""
 
 _PRIOR_STEPS = 3.0
@@ -155,7 +155,7 @@ class AutoLength(ChainPolicy):
         self._limit = int(min(super().begin(budget), self.cost_source.reach))
         if self._limit > 0 and self._blind:
             self._idle += 1
-            self._probing = self._credit >= self._look_s
+            self._probing = self._credit >= self._test_s
             self._paused = not self._probing
         elif (
             (self.cost_source.timings > 0 or self._reading_s > 0)
@@ -165,11 +165,11 @@ class AutoLength(ChainPolicy):
         ):
             self._idle += 1
             if self._reading_s > 0:  # a test would read the whole prompt
-                self._probing = self._credit >= self._look_s
+                self._probing = self._credit >= self._test_s
             else:
                 self._probing = (
                     self.cost_source.timings < TIMINGS
-                    or self.cost_source.may_look(self._credit >= self._probe_s or self._unsure(budget))
+                    or self.cost_source.may_test(self._credit >= self._probe_s or self._unsure(budget))
                     or self._pays(self._upcoming.upper_chance(self._last), budget)
                 )
             self._paused = not self._probing  # except for tokens without a forward pass
@@ -186,7 +186,7 @@ class AutoLength(ChainPolicy):
         return not self._copies and self._reach.was_blind(self._context)
 
     @property
-    def _look_s(self) -> float:
+    def _test_s(self) -> float:
         """What a test costs, with the reading of a prompt that the drafter has not read."""
         return self._probe_s + max(self._reading_s, self._unread_s if self._blind else 0.0)
 
@@ -220,7 +220,7 @@ class AutoLength(ChainPolicy):
 
     def _untimed_length(self) -> int | None:
         """Return a draft length to try, as another one may be faster."""
-        if self._step % _CURIOUS or not self._widths:
+        if self._step % _NEIGHBOR_EVERY or not self._widths:
             return None
         width = max(self._widths, key=self._widths.__getitem__)
         if self._widths[width] < _NEARLY_ALL * sum(self._widths.values()):
@@ -321,13 +321,13 @@ class AutoLength(ChainPolicy):
             self._usual += _NEW * (self._last - self._usual)
         else:  # what was tested before the last step says nothing of the next one
             self._last = self._usual
-        look_s = self._look_s
+        test_s = self._test_s
         self._learn_reach(step, passes)
         if not self._asked:
             share = _PROBING_BLIND if self._blind else _PROBING
-            self._credit = min(self._credit + share * self._verify_s[1], look_s)
+            self._credit = min(self._credit + share * self._verify_s[1], test_s)
         elif self._probing and passes > 0:
-            self._credit += min(step.accepted, passes) / self._rate - look_s
+            self._credit += min(step.accepted, passes) / self._rate - test_s
         self._asked = True
         self._learn_passes(passes)
         self._start_step()
@@ -394,7 +394,7 @@ class AutoLength(ChainPolicy):
         reached = (self._tokens + _PRIOR_STEPS * tokens[gamma]) / (spent + _PRIOR_STEPS * steps_s[gamma])
         if self._reading_s > 0:  # plain steps so far say nothing of what drafts will reach
             reached = max(reached, tokens[gamma] / steps_s[gamma])
-        self._rate = self.cost_source.rate(_ASKED * reached, 1.0 / v[1])
+        self._rate = self.cost_source.rate(_LEAST_SHARE * reached, 1.0 / v[1])
 
     def notes(self) -> Mapping[str, float]:
         notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}

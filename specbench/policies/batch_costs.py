@@ -95,7 +95,7 @@ class BatchCosts:
         self._in_round: Counter[object] = Counter()  # by model
         self._scout: ReferenceType[object] | None = None
         self._scouting = 0  # in which round its last step ended, or it became it
-        self._looking = -1  # the round in which everybody may
+        self._test_round = -1  # the round in which everybody may
         self._forgot = False  # whether a drafter's passes were known before
         self._asked_at = 0  # the round of a drafter's last pass
         self._known: dict[int, float] = {}  # of the target's passes, by rows, until there is another one
@@ -216,12 +216,12 @@ class BatchCosts:
             self._scout, self._scouting = ref(request), self.rounds
         return self._scout() is request
 
-    def goes_on(self, request: object) -> None:
+    def finished_step(self, request: object) -> None:
         """Note that a request has finished a step."""
         if self._scout is not None and self._scout() is request:
             self._scouting = self.rounds
 
-    def may_look(self, due: bool) -> bool:
+    def may_test(self, due: bool) -> bool:
         """Return whether requests that draft nothing may test in this round if it pays again: all of them, or none.
 
         A pass costs about the same for one as for all, and each pays its share.
@@ -229,9 +229,9 @@ class BatchCosts:
         Args:
             due: One of them has saved enough; all test in the next round.
         """
-        now = self._looking == self.rounds
+        now = self._test_round == self.rounds
         if due and not now:
-            self._looking = self.rounds + 1
+            self._test_round = self.rounds + 1
         return now
 
 
@@ -267,7 +267,7 @@ class RequestCosts(CostSource):
 
     def reset(self) -> None:
         self._rows, self._longest = 1, 0
-        self._lacks = self._prompt
+        self._unread = self._prompt
         self._steps = self._tokens = _PRIOR_STEPS
 
     @property
@@ -310,9 +310,9 @@ class RequestCosts(CostSource):
 
     @property
     def catching_up_s(self) -> float:
-        if self._lacks <= _CATCHING_UP:
+        if self._unread <= _CATCHING_UP:
             return 0.0
-        return self._lacks * sum(map(self._load.read_s, self._models))
+        return self._unread * sum(map(self._load.read_s, self._models))
 
     def samples(self, n: int) -> float:  # noqa: ARG002
         return math.inf  # widths differ by the others' rows
@@ -330,8 +330,8 @@ class RequestCosts(CostSource):
     def rate(self, reached: float, plain: float) -> float:  # noqa: ARG002
         return plain * max(1.0, self._tokens / self._steps / self._load.stretch)
 
-    def may_look(self, due: bool) -> bool:
-        return self._load.may_look(due) and (due or not self.catching_up_s)
+    def may_test(self, due: bool) -> bool:
+        return self._load.may_test(due) and (due or not self.catching_up_s)
 
     def observe(
         self,
@@ -343,8 +343,8 @@ class RequestCosts(CostSource):
         self._tokens = _MEMORY * self._tokens + len(step.tokens)
         self._rows = step.verified
         self._longest = max(self._longest, step.verified - 1)
-        self._lacks = 0 if (step.gamma if passes is None else passes) else self._lacks + len(step.tokens)
-        self._load.goes_on(self)
+        self._unread = 0 if (step.gamma if passes is None else passes) else self._unread + len(step.tokens)
+        self._load.finished_step(self)
 
     def to_dict(self) -> Json:
         seconds = self.verify_s(self._longest + 1)

@@ -123,7 +123,7 @@ class CostSource:
         """
         return max(reached, plain)
 
-    def may_look(self, due: bool) -> bool:
+    def may_test(self, due: bool) -> bool:
         """Return whether a step may test if drafting pays again; ``due``: this request has saved enough time."""
         return due
 

@@ -79,9 +79,9 @@ class StaticTree(Tree):
 
     def _lay_out(self, parents: Sequence[int]) -> None:
         self.parents = tuple(parents)
-        self._behind: dict[int, list[int]] = {}
+        self._children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
-            self._behind.setdefault(parent, []).append(node)
+            self._children.setdefault(parent, []).append(node)
         self._shape: dict[int, int] = {}
 
     def begin(self, budget: int) -> int:
@@ -91,13 +91,13 @@ class StaticTree(Tree):
     def num_children(
         self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
-        return [len(self._behind.get(self._shape[node], ())) for node in nodes]
+        return [len(self._children.get(self._shape[node], ())) for node in nodes]
 
     def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
-            self._shape[node] = self._behind[self._shape[tree.parents[node]]][tree.ranks[node]]
+            self._shape[node] = self._children[self._shape[tree.parents[node]]][tree.ranks[node]]
         return [
-            node for node in fresh if tree.depths[node] < self._room and self._shape[node] in self._behind
+            node for node in fresh if tree.depths[node] < self._room and self._shape[node] in self._children
         ]
 
 
