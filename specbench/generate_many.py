@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,8 +31,7 @@ class GenerationRuns:
     """A batch of generations: iterate over their records as they come, or ask for all results.
 
     Iterating yields the index of a generation in ``runs`` with its next record, or with the exception that ended it.
-    A batch can be iterated once, with ``for`` or ``async for`` (forward passes then run in a thread). Leaving the
-    iteration ends all generations.
+    A batch can be iterated once. Leaving the iteration ends all generations.
 
     Args:
         runs: Generations of one target; an exception in place of a generation that could not begin.
@@ -166,23 +163,6 @@ class GenerationRuns:
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:
         return self._events
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                while True:
-                    coming = loop.run_in_executor(thread, next, self._events, None)
-                    try:
-                        event = await asyncio.shield(coming)
-                    except asyncio.CancelledError:
-                        await coming  # a pass cannot be broken off
-                        raise
-                    if event is None:
-                        return
-                    yield event
-            finally:
-                self.close()
 
     def cancel(self, index: int) -> None:
         self._scheduler.cancel(index)

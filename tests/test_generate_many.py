@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import random as standard_random
 from functools import cache
@@ -190,29 +189,6 @@ def test_records_come_as_they_are_made_and_what_is_there_can_be_asked_for():
     assert first.finish_reason is None
     assert 0 < len(first.token_ids) < NEW
     assert [len(told(each)[0]) for each in (second, third)] == [NEW, NEW]
-
-
-def test_async_iteration_gives_the_same_and_can_be_left():
-    async def gathered(most: int) -> tuple[GenerationRuns, int]:
-        many = speculative_generate_many(
-            prompts()[:4], target(), drafter("lookup"), gamma=2, max_new_tokens=NEW
-        )
-        count = 0
-        async for _ in many:
-            count += 1
-            if count == most:
-                break
-        return many, count
-
-    many, count = asyncio.run(gathered(-1))
-    expected = speculative_generate_many(
-        prompts()[:4], target(), drafter("lookup"), gamma=2, max_new_tokens=NEW
-    )
-    assert [told(each) for each in many.results()] == [told(each) for each in expected.results()]
-    assert count == sum(1 + len(each.steps) for each in expected.results() if isinstance(each, Generation))
-    many, count = asyncio.run(gathered(5))
-    assert count == 5
-    assert len(list(many)) == 0
 
 
 @pytest.mark.parametrize("kind", ["lookup", "model", "self:layers=1", "lookup+model"])
