@@ -359,26 +359,6 @@ def test_a_pass_that_only_catches_up_counts_the_request_itself_among_those_that_
     assert found[3] > found[2] > 0
 
 
-def test_time_is_worth_to_each_what_a_round_gives_it():
-    """A plain round takes 10 seconds, one with drafts 15."""
-    batch_costs = BatchCosts()
-    slow, fast = (RequestCosts(batch_costs, []) for _ in range(2))
-    assert slow.rate(0.0, 0.4) == fast.rate(0.0, 0.4) == 0.4
-    for _ in range(300):
-        batch_costs.observe(made(10.0, [0] * 4))
-    for _ in range(300):
-        batch_costs.observe(made(2.0, [1] * 4, target=False, model=Model))
-        batch_costs.observe(made(13.0, [1] * 4))
-        slow.observe(step(1, 1), True)
-        fast.observe(step(4, 3), True)
-    assert batch_costs.stretch == pytest.approx(1.5, rel=0.03)
-    plain = 4 / 10.0
-    assert slow.rate(0.0, plain) == plain
-    assert fast.rate(0.0, plain) == pytest.approx(3 * 4 / 15.0, rel=0.03)
-    fast.reset()
-    assert fast.rate(0.0, plain) == slow.rate(0.0, plain)
-
-
 def test_given_costs_stay_as_they_are():
     policy = build_policy("auto", costs=GivenCosts(3.0, PassCosts({1: 11.0, 101: 111.0})))
     before = policy.costs()

@@ -19,8 +19,6 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, run_to_end
-from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
@@ -177,20 +175,6 @@ def test_the_reading_of_the_prompt_is_timed_once():
     drafter = SuffixDrafter(clock=Ticking())
     assert drafted(drafter, [1, 2]).prefill_s == 1.0
     assert chain(drafter, [1, 2]).prefill_s == 0.0
-
-
-def test_the_loop_tells_of_rejected_drafts():
-    target = ScriptedScorer(TARGET, VOCAB)
-    drafter = SuffixDrafter()
-    heard: list[tuple[list[int], int]] = []
-    drafter.update = lambda outcome: heard.append((list(outcome.tokens), len(outcome.logits)))  # type: ignore[method-assign]
-    records = [*decode_steps(
-        PROMPT, target, drafter, policy=DraftPlan(StaticTree.shaped((-1, -1, 0))),
-        sampling=Greedy(), random=Randomness(0), max_new_tokens=9,
-    )]  # fmt: skip
-    steps = [record for record in records if isinstance(record, Step)]
-    assert heard == [([], 1), *(([*step.drafted], 1 + len(step.drafted)) for step in steps)]
-    assert any(step.accepted < step.gamma for step in steps)
 
 
 # As trees.

@@ -37,8 +37,8 @@ from specbench.policies import (
     HeuristicLength,
     SvipLength,
     build_policy,
+    load_costs,
     parse_costs,
-    read_costs,
 )
 from specbench.policies.acceptance import OnlineLogistic
 from specbench.policies.base import confidence, entropy, is_free, normalized_entropy
@@ -288,34 +288,35 @@ def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, 
     )
 
 
+def egag_gamma(policy: EntropyGuidedLength, logits: torch.Tensor, room: int = 20) -> dict[str, float]:
+    """What EGAG notes in a step whose first token has these logits."""
+    policy.begin(room)
+    policy.num_children(Draft(), (-1,), (Logits(logits),))
+    return dict(policy.notes())
+
+
+HALF, CERTAIN = logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0)  # H_norm 0.5 and 0
+
+
 def test_egag():
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
-    half = logits_of(0.5, 0.5, 0.0, 0.0)  # H_norm 0.5
     assert policy.begin(20) == 9
     assert policy.should_continue(Draft())
-    assert policy.num_children(Draft(), (-1,), (Logits(half),)) == (1,)
-    assert policy.notes() == pytest.approx({"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0})  # 9 - 8 · 0.5
+    assert egag_gamma(policy, HALF) == pytest.approx(
+        {"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0}
+    )  # 9 - 8 · 0.5
     assert [policy.should_continue(Draft([0] * n)) for n in (1, 4, 5)] == [True, True, False]
-    policy.num_children(Draft(), (-1,), (Logits(logits_of(1.0, 0.0, 0.0, 0.0)),))
+    policy.num_children(Draft(), (-1,), (Logits(CERTAIN),))
     assert policy.notes()["gamma"] == 5.0, "only the first distribution of a step counts"
-    assert policy.begin(3) == 3
-    policy.num_children(Draft(), (-1,), (Logits(logits_of(1.0, 0.0, 0.0, 0.0)),))
-    assert policy.notes() == pytest.approx({"H_norm": 0.0, "H_ema": 0.0, "gamma": 3.0})
+    assert egag_gamma(policy, CERTAIN, 3) == pytest.approx({"H_norm": 0.0, "H_ema": 0.0, "gamma": 3.0})
 
 
 def test_the_average_and_the_scale_of_egag():
     policy = EntropyGuidedLength(gamma_max=8, ema_beta=0.75, scale=1.0)
-    averages = []
-    for logits in (logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0), torch.zeros(4)):
-        policy.begin(20)
-        policy.num_children(Draft(), (-1,), (Logits(logits),))
-        averages.append(policy.notes()["H_ema"])
+    averages = [egag_gamma(policy, logits)["H_ema"] for logits in (HALF, CERTAIN, torch.zeros(4))]
     assert averages == pytest.approx([0.5, 0.375, 0.53125])
     for scale, gamma in ((0.5, 2), (0.8, 4), (0.25, 2)):  # 7 - 5 · min(1, 0.5 / scale)
-        policy = EntropyGuidedLength(gamma_min=2, gamma_max=7, scale=scale)
-        policy.begin(20)
-        policy.num_children(Draft(), (-1,), (Logits(logits_of(0.5, 0.5, 0.0, 0.0)),))
-        assert policy.notes()["gamma"] == gamma
+        assert egag_gamma(EntropyGuidedLength(2, 7, scale=scale), HALF)["gamma"] == gamma
 
 
 def test_confidence():
@@ -501,7 +502,7 @@ def test_costs_come_back_as_they_went(tmp_path):
         measured.observe(timed(gamma, 0.1 * gamma, 1.0 + gamma), caught_up=True)
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"costs": measured.to_dict()}), encoding="utf-8")
-    again = read_costs(file)
+    again = parse_costs(load_costs(file))
     for gamma in (2, 0, 3, 5):
         again.observe(timed(gamma, 77.0, 77.0), caught_up=True)
     assert again.draft_s == measured.draft_s

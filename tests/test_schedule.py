@@ -553,21 +553,6 @@ def test_one_that_never_fits_says_so():
     assert house.room.taken == 0
 
 
-def test_cancelling_frees_the_place():
-    house = House()
-    scheduler = Scheduler(max_batch=1)
-    for case in drafting(3):
-        scheduler.add(partial(case.request, house))
-    seen = set()
-    for number, event in scheduler:
-        seen.add(number)
-        if isinstance(event, Step):
-            scheduler.cancel(number)
-            scheduler.cancel(1)
-    assert seen == {0, 2}
-    assert len(scheduler) == house.room.taken == house.drafters_room.taken == 0
-
-
 class Set:
     """A clock that somebody sets."""
 

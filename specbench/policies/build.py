@@ -16,7 +16,7 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
         spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
         keep: Carry what it learns from one prompt to the next.
         options: Those of the policy (``specbench.specs.policies``); ``None`` and False leave one at its default, and
-            what the spec says comes first. ``costs`` is what ``read_costs`` or ``parse_costs`` returns.
+            what the spec says comes first. ``costs`` is what ``parse_costs`` returns.
 
     Raises:
         UsageError: There is no such policy, it has no such option, or a value is outside its range.

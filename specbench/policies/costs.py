@@ -317,15 +317,6 @@ def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
     return {str(n): each for n, each in seconds.items()}
 
 
-def read_costs(path: str | Path, drafter: str | None = None) -> CostSource:
-    """Read a drafter's costs from a JSON file; see ``load_costs`` and ``parse_costs``.
-
-    Raises:
-        UsageError: There is no such file, or no costs in it.
-    """
-    return parse_costs(load_costs(path), drafter)
-
-
 def load_costs(path: str | Path) -> object:
     """Load costs from a JSON file without checking them.
 
