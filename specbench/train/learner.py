@@ -1,4 +1,4 @@
-"""Train a head on the target's texts, step by step, on one device or several."""
+"""Train a head on the target's texts, step by step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Learner:
         """Return the texts of a batch."""
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._batches(epoch)
-        return [self._texts[text] for text in self._order[place % len(self._order)]]
+        return [self._texts[text] for text in self._order[place]]
 
     def _read(self, texts: Sequence[Text]) -> TargetOutput:
         return self._teacher.read(pad_batch(texts, self._teacher.device), self.student.layers)
@@ -146,10 +146,10 @@ class Learner:
         losses, shares = torch.stack((metrics.losses.detach(), right)).tolist()
         return StepResult(sum(text.written for text in texts), tuple(losses), tuple(shares))
 
-    def time_step(self, number: int) -> tuple[float, float]:
+    def time_step(self) -> tuple[float, float]:
         """Return the seconds to run the target over a batch, and to compute gradients, which are discarded."""
         began = time.monotonic()
-        output = self._read(self._batch(0, number))
+        output = self._read(self._batch(0, 0))
         read = time.monotonic()
         self._backward(output)
         self._optimizer.zero_grad()

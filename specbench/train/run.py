@@ -52,19 +52,14 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 
-_WRITING, _MAX_WRITING = 0.4, 0.5
-"""Share of the given time in which the target writes (docs/training.md); the larger one while it has hardly begun."""
+_WRITING = 0.4
+"""Share of the given time in which the target writes."""
 
 _MEASURING = 0.15
 """Share of the training time for measurements: there are fewer if they take long, and a longer one is cut off."""
 
 _SLACK = 1.5
 """Largest duration of a repeated measurement, as a multiple of the first one's limit."""
-
-_TIMED_STEPS = 2
-
-_TIMING = 0.05
-"""Share of the remaining time for timing steps, after the first one."""
 
 _COST_STEPS, _COST_ROUNDS = 8, 2
 """Steps that are timed with and without the head, in turn."""
@@ -261,8 +256,7 @@ class Training:
                 saved = now
                 self._store_begun()
             if settings.minutes is not None:
-                share = _WRITING if everything >= settings.answer_tokens else _MAX_WRITING
-                limit = 60 * settings.minutes * share
+                limit = 60 * settings.minutes * _WRITING
                 self._progress.report_writing(everything, None, max(0.0, limit - now))
                 return now >= limit
             wanted = settings.tokens or 0
@@ -306,7 +300,7 @@ class Training:
         while state.step < state.steps and not state.ended:
             state.record_step(learner.step(state.step, state.steps))
             left_s = self._seconds_left(state, pace)
-            self._progress.report_step(state.step, state.steps, state.loss, left_s)
+            self._progress.report_step(state.step, state.steps, state.loss or 0.0, left_s)
             if state.step == state.next_measurement or self._time_is_up(state):
                 self._measure(learner, state)
                 self._plan_again(state, pace)
@@ -347,10 +341,7 @@ class Training:
             if self._settings.minutes is None:
                 steps = self._settings.epochs * learner.epoch_steps
             else:
-                timed = [learner.time_step(0)]
-                if sum(timed[0]) <= _TIMING * (60 * self._settings.minutes - self._seconds):
-                    timed = [learner.time_step(number) for number in range(_TIMED_STEPS)]
-                reading_s, learning_s = (sum(each) / len(timed) for each in zip(*timed, strict=True))
+                reading_s, learning_s = learner.time_step()
                 learner.plan(self._steps_in_time(state, learning_s))
                 steps = self._steps_in_time(state, learning_s + reading_s / learner.turns)
             self._store_begun(steps=steps)
@@ -392,7 +383,7 @@ class Training:
         measured = Measured(
             state.step,
             state.tokens,
-            state.mean_loss,
+            state.loss,
             tokens_per_step(every) or 1.0,
             tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
             {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},

@@ -55,7 +55,6 @@ class TrainerState:
         steps: Number of steps to make; 0 before it is decided.
         next_measurement: Step after which the head is measured again.
         since: Losses and shares of right tokens by position, for each step since the last point of the curve.
-        loss_count, loss_sum: Number and sum of losses at the first position since the last measurement.
         curve: Points of the loss curve.
         measurements: The measurements, that of the untrained head first, see ``Measured``.
         stale: Number of measurements since the best one.
@@ -71,8 +70,6 @@ class TrainerState:
     steps: int = 0
     next_measurement: int = 0
     since: list[list[float]] = field(default_factory=list)
-    loss_count: int = 0
-    loss_sum: float = 0.0
     curve: list[Json] = field(default_factory=list)
     measurements: list[Json] = field(default_factory=list)
     stale: int = 0
@@ -84,14 +81,9 @@ class TrainerState:
     seconds: float = 0.0
 
     @property
-    def loss(self) -> float:
-        """Loss at the first position, at the last point of the curve."""
-        return float(self.curve[-1]["loss"][0]) if self.curve else self.mean_loss or 0.0
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean loss at the first position since the last measurement."""
-        return self.loss_sum / self.loss_count if self.loss_count else None
+    def loss(self) -> float | None:
+        """Loss at the first position, at the last point of the curve; ``None`` before it."""
+        return float(self.curve[-1]["loss"][0]) if self.curve else None
 
     def measurements_left(self, measures: int) -> int:
         """Return how many of ``measures`` measurements are left, not counting that of the untrained head."""
@@ -107,7 +99,6 @@ class TrainerState:
         """Record a step, and add a point to the curve when one is due."""
         self.step += 1
         self.tokens += result.tokens
-        self.loss_count, self.loss_sum = self.loss_count + 1, self.loss_sum + result.losses[0]
         self.since.append([*result.losses, *result.right])
         if len(self.since) < -(-self.steps // _CURVE_POINTS) and self.step < self.steps:
             return
@@ -124,7 +115,6 @@ class TrainerState:
         self.stale = 0 if best else self.stale + 1
         self.ended = self.stale >= patience
         self.measurements.append(asdict(measured))
-        self.loss_count, self.loss_sum = 0, 0.0
         return best
 
 
