@@ -260,15 +260,6 @@ def test_neither_prompts_nor_models_steer_a_terminal(folder, more):
     )
 
 
-@pytest.mark.parametrize("options", [(), ("--show-accepted",)])
-def test_a_terminal_gets_the_text(folder, options):
-    command = ["generate", "the thing", "--target", str(folder), "-n", "20", "--ignore-eos", "--quiet"]
-    code, output = in_terminal([*command, *options, "--drafter", "self:layers=1"], TERM="xterm-256color")
-    assert code == 0, output
-    assert ("\x1b[" in output) is ("--show-accepted" in options)
-    assert len(re.sub("\x1b\\[[0-9;]*m", "", output).strip()) > 4
-
-
 def test_a_terminal_gets_color_and_80_columns(folder):
     command = ["generate", "the thing", "--target", str(folder), "--ignore-eos", "-n", "40"]
     code, output = in_terminal(

@@ -22,7 +22,6 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import FixedLength, build_policy
-from specbench.serve.protocol import TextRequest, parse
 
 PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
 END = 3
@@ -134,22 +133,6 @@ def test_check(cli, folder):
     assert (code, json.loads(out)["verdict"]) == (0, "identical")
     code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 1, "--temperature", 1.5, "--json")
     assert code == 0, out
-
-
-def test_serve():
-    from test_serve import Running, alone, engine_of
-
-    running = Running(engine_of(max_batch=1, pool_tokens=None))
-    try:
-        usual = running.text(prompt="the thing", max_tokens=NEW)["usage"]["completion_tokens"]
-        asked = running.text(prompt="the thing", max_tokens=NEW, min_tokens=NEW - 2)
-        expected = alone("the thing", max_new_tokens=NEW, min_new_tokens=NEW - 2)
-        assert asked["choices"][0]["text"] == expected.text
-        assert usual <= len(expected.token_ids) >= NEW - 2
-        assert running.post("/v1/completions", prompt="the", min_tokens=-1).status_code == 400
-    finally:
-        running.close()
-    assert parse(b'{"prompt": "a", "min_tokens": 4}', TextRequest).decoding == {"min_new_tokens": 4}
 
 
 def test_a_tokenizers_end_token_is_held_back_too():
