@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from specbench.backends.torch.scorer import Scorer
-    from specbench.base.progress import Progress
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest
@@ -171,7 +170,6 @@ def time_passes(
     clock: Clock,
     rounds: int,
     order: Random,
-    progress: Progress | None = None,
     *,
     tree_nodes: Sequence[int] = (),
     context: int | None = None,
@@ -210,7 +208,6 @@ def time_passes(
         return took
 
     reading: dict[str, float] = {}
-
     passes: dict[str, int] = {}
 
     def draft(drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
@@ -236,41 +233,30 @@ def time_passes(
             assert states is not None
             drafter.update(_no_tokens(text, states))
         draft(drafter)  # reads the context too, if it has a cache
-    trees = [
-        (name, nodes)
-        for name, drafter in drafters.items()
-        if tree_nodes and drafter.takes_trees
-        for nodes in tree_nodes
-    ]
-    longer = {f"{name}, longer": name for name in drafters}
-    jobs: dict[int | str | tuple[str, int], Callable[[], float]] = {
-        **{n: partial(target_pass, n) for n in widths},
-        **{name: partial(draft, drafter) for name, drafter in drafters.items()},
-        **{job: partial(draft, drafters[name], _DRAFTED) for job, name in longer.items()},
-        **{(name, nodes): partial(draft, drafters[name], nodes=nodes) for name, nodes in trees},
-    }
+    jobs: dict[Any, Callable[[], float]] = {n: partial(target_pass, n) for n in widths}
+    for name, drafter in drafters.items():
+        jobs[name, "one"] = partial(draft, drafter)
+        jobs[name, "several"] = partial(draft, drafter, _DRAFTED)
+        for nodes in tree_nodes if drafter.takes_trees else ():
+            jobs[name, nodes] = partial(draft, drafter, nodes=nodes)
     with without_guesses(drafters.values()):
-        times = time_in_turn(jobs, rounds, order, progress)
+        times = time_in_turn(jobs, rounds, order)
     scorer.begin()
-    target = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
-    single = [DrafterTimes(drafter=name, seconds=times[name], context_tokens=length) for name in drafters]
-    single += [
-        DrafterTimes(
-            drafter=name, seconds=times[job], context_tokens=length, passes=passes[drafters[name].name]
-        )
-        for job, name in longer.items()
-        if passes[drafters[name].name] > 1
-    ]
-    read = [
-        ReadingTimes(drafter=name, seconds=[reading[each.name]], context_tokens=length)
-        for name, each in drafters.items()
-        if reading[each.name] > 0
-    ]
-    several = [
-        TreeTimes(drafter=name, nodes=nodes, seconds=times[name, nodes], context_tokens=length)
-        for name, nodes in trees
-    ]
-    return [*target, *single, *read, *several]
+    lines: list[CostLine] = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
+    for name, drafter in drafters.items():
+        at: dict[str, Any] = {"drafter": name, "context_tokens": length}
+        count, read_s = passes[drafter.name], reading[drafter.name]
+        lines.append(DrafterTimes(seconds=times[name, "one"], **at))
+        if count > 1:
+            lines.append(DrafterTimes(seconds=times[name, "several"], passes=count, **at))
+        if read_s > 0:
+            lines.append(ReadingTimes(seconds=[read_s], **at))
+        lines += [
+            TreeTimes(nodes=nodes, seconds=times[name, nodes], **at)
+            for nodes in tree_nodes
+            if drafter.takes_trees
+        ]
+    return lines
 
 
 def time_shared_passes(
@@ -388,7 +374,7 @@ def _run_together(asking: Sequence[Decoding[Any]]) -> None:
 
 
 def time_in_turn(
-    jobs: Mapping[Name, Callable[[], float]], rounds: int, order: Random, progress: Progress | None = None
+    jobs: Mapping[Name, Callable[[], float]], rounds: int, order: Random
 ) -> dict[Name, list[float]]:
     """Repeat measurements in rounds, each round with all of them in a new random order; return their times in seconds.
 
@@ -398,9 +384,7 @@ def time_in_turn(
         measure()  # every shape of pass once before
     times: dict[Name, list[float]] = {name: [] for name in jobs}
     names = list(jobs)
-    for done in range(rounds):
-        if progress is not None:
-            progress.update("timing passes", done, rounds)
+    for _ in range(rounds):
         order.shuffle(names)
         for name in names:
             times[name].append(round(jobs[name](), 9))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from specbench.bench.grid import Cell, Sweep, SweepConfig, make_groups
 from specbench.results.lines import Generation, Group
 from specbench.tune.candidates import MIN_SHARE, Selection
 from specbench.tune.race import Block, Ending, Race, Timing, Timings, run_blocks, shuffled
-from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, Found, StoredSearch
+from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, StoredSearch
 
 if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
@@ -58,6 +57,8 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         store, engine, named: See ``StoredSearch``.
     """
 
+    more = "--resume"
+
     def __init__(
         self,
         sweep: Sweep,
@@ -69,17 +70,9 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         super().__init__(sweep, store, engine, **named)
         self._settings = settings
         self._began = self._clock.now()
-        self._batches: dict[int, dict[int, float]] = {}
 
-    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
-        """Try, select, race and measure batches.
-
-        Raises:
-            RunError: Plain decoding fails, or the time was too short to compare anything.
-            KeyboardInterrupt: Interrupted before the first block was complete.
-        """
-        found = self._search(on_block, lambda: sum(each.seconds for each in self._engine.starts.values()))
-        return replace(found, more="--resume", batches=self._batches)
+    def _overhead_s(self) -> float:
+        return sum(each.seconds for each in self._engine.starts.values())
 
     def _measure_more(self, race: Race) -> None:
         if race.leader != race.plain and race.verdict in ("faster", "open"):

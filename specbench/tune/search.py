@@ -72,7 +72,7 @@ class Found:
     block_s: float
     overhead_s: float
     warnings: tuple[RunWarning, ...]
-    more: str = "--resume --overwrite"
+    more: str
     batches: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
 
@@ -89,6 +89,9 @@ class StoredSearch(Generic[Raced]):
         until: When the time is over, on the clock. Stored results take no time.
         snapshot: Reads the machine load before and after each generation.
     """
+
+    more = "--resume --overwrite"
+    """Options that continue the search."""
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class StoredSearch(Generic[Raced]):
         self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
         self._plain = sweep.configs[0].id
         self._durations: dict[str, float] = {}
+        self._batches: dict[int, dict[int, float]] = {}
 
     def _find(self) -> tuple[Mapping[str, float], Selection]:
         """Try, and return predicted speedups and what to race."""
@@ -119,12 +123,20 @@ class StoredSearch(Generic[Raced]):
     def _measure_more(self, race: Race) -> None:
         """Measure what the answer needs in addition to the race."""
 
-    def _search(self, on_block: Callable[[Race], None], overhead: Callable[[], float]) -> Found:
-        """Select, race and finish; for ``overhead`` see ``Found.overhead_s``."""
+    def _overhead_s(self) -> float:
+        """Return ``Found.overhead_s``."""
+        raise NotImplementedError
+
+    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
+        """Try, select, race, and measure what the answer needs in addition.
+
+        Raises:
+            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
+                or the store cannot be written. Stored measurements are kept.
+            KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
+        """
         tuning = self._store.run.tuning
-        if (
-            tuning is not None and tuning.ranking
-        ):  # new measurements can change the answer of an earlier start
+        if tuning is not None and tuning.ranking:  # new measurements can change an earlier answer
             tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
             self._store.update(tuning=tuning, finished=None)
         predicted, selection = self._select()
@@ -151,7 +163,17 @@ class StoredSearch(Generic[Raced]):
         if not race.decided:  # --resume continues it
             self._store.update(finished=None)
         block_s = sum(self._durations.get(name, 0.0) for name in race.running)
-        return Found(race, ending, predicted, selection.left_out, block_s, overhead(), warnings)
+        return Found(
+            race,
+            ending,
+            predicted,
+            selection.left_out,
+            block_s,
+            self._overhead_s(),
+            warnings,
+            self.more,
+            self._batches,
+        )
 
     def _select(self) -> tuple[Mapping[str, float], Selection]:
         """Return predictions and selection.
@@ -204,20 +226,13 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
     ) -> None:
         super().__init__(sweep, store, engine, **named)
         self._kept = kept
+        self._loading_s = self._seconds - (self._until - self._clock.now())
         self._block: tuple[Block, int] | None = None
         self._plain_works = False
         self._plain_failures = 0
 
-    def run(self, on_block: Callable[[Race], None] = lambda _: None) -> Found:
-        """Try, select and race.
-
-        Raises:
-            RunError: Plain decoding fails, passes cannot be timed, the time is up before anything could be predicted,
-                or the store cannot be written. Stored measurements are kept.
-            KeyboardInterrupt: Interrupted before the first block was complete; the current generation is lost.
-        """
-        overhead_s = self._seconds - (self._until - self._clock.now())
-        return self._search(on_block, lambda: overhead_s)
+    def _overhead_s(self) -> float:
+        return self._loading_s
 
     def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
         ending = run_race(
