@@ -1,7 +1,4 @@
-"""Servers that people run, each in an environment of its own: our client's counts and times are those that they tell.
-
-What cannot be had here (no package index, no wheel for this machine) is skipped with the reason.
-"""
+"""llama.cpp's own server, where the wheel `xllamacpp` is installed: our client's counts and times are its own."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import json
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +24,6 @@ from specbench.cli import run
 from specbench.models.builtin import prepare_builtin
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
-
-LLAMA_CPP = "xllamacpp==2026.10.11549"
-CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 PATIENCE_S = 180.0
 NEW = 48
 PROMPTS = (
@@ -56,25 +48,6 @@ if draft:
 server = xllamacpp.Server(settings)
 sys.stdin.read()
 """
-
-
-def environment(folder: Path, *requirements: str) -> str:
-    """The interpreter of a new environment with these packages; skips the test where it cannot be made.
-
-    Args:
-        folder: Of the environment.
-        requirements: As pip takes them.
-    """
-    venv.create(folder, symlinks=True)
-    inside = {"base": str(folder), "platbase": str(folder)}
-    python = str(Path(sysconfig.get_path("scripts", "venv", vars=inside)) / Path(sys.executable).name)
-    flags = ["--quiet", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "--python", python, "install", *flags, "-c", str(CONSTRAINTS)]
-    made = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False, timeout=600)
-    if made.returncode:
-        reason = (made.stderr.strip().splitlines() or [f"exit code {made.returncode}"])[-1]
-        pytest.skip(f"no environment with {', '.join(requirements)}: {reason}")
-    return python
 
 
 @contextmanager
@@ -191,35 +164,20 @@ def tokenizer(folder) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-class LlamaCppFiles(NamedTuple):
-    """An interpreter that has llama.cpp, and the built-in model with its first layers as GGUF files."""
-
-    python: str
-    target: Path
-    draft: Path
-
-
 @pytest.fixture(scope="module")
-def llama_cpp_files(tmp_path_factory, folder, tokenizer) -> LlamaCppFiles:
+def llama_cpp(tmp_path_factory, folder, tokenizer) -> Iterator[dict[str, str]]:
+    """Addresses of two servers: the built-in model plain, and with its first layers as a draft model."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
     work = tmp_path_factory.mktemp("llama_cpp")
-    python = environment(work / "environment", LLAMA_CPP)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target = write_as_gguf(work / "target.gguf", model, tokenizer, kind="Q8_0")
     model.model.layers = model.model.layers[:-4]
     model.config.num_hidden_layers -= 4
     draft = write_as_gguf(work / "draft.gguf", model, tokenizer, kind="Q8_0")
-    return LlamaCppFiles(python, target, draft)
-
-
-@pytest.fixture(scope="module")
-def llama_cpp(llama_cpp_files) -> Iterator[dict[str, str]]:
-    """Addresses of two servers: the built-in model plain, and with its first layers as a draft model."""
-    python, target, draft = llama_cpp_files
-    work = target.parent
 
     def serving(name: str, *words: str) -> Any:
         port = free_port()
-        command = [python, "-c", LLAMA_CPP_SERVER, str(target), str(port), *words]
+        command = [sys.executable, "-c", LLAMA_CPP_SERVER, str(target), str(port), *words]
         return running(command, port, work / f"{name}.log")
 
     with serving("plain", "") as plain, serving("drafted", str(draft)) as drafted:
