@@ -320,17 +320,16 @@ def safetensors_elements(path: Path) -> Counter[torch.dtype]:
     return counts
 
 
-def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) -> str:
-    """Hash a model's configuration, and the names, sizes and headers of its safetensors files, but not the weights.
+def headers_digest(folder: Path, files: Sequence[Path]) -> str:
+    """Hash a model's configuration, and the names, sizes, times and headers of its safetensors files.
 
-    With ``times``, the files' modification times are included too. A file that cannot be read raises ``OSError``.
+    A file that cannot be read raises ``OSError``.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in files:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
-            changed = state.st_mtime_ns if times else 0
-            digest.update(f"{path.name}\0{state.st_size}\0{changed}\0".encode())
+            digest.update(f"{path.name}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
             digest.update(file.read(int.from_bytes(file.read(8), "little")))
     return digest.hexdigest()
 
@@ -338,12 +337,11 @@ def headers_digest(folder: Path, files: Sequence[Path], *, times: bool = False) 
 def fingerprint(
     facts: str, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
 ) -> str:
-    """Return a hash of 16 hex digits over a configuration and each tensor's name, shape, dtype, first and last 64
-    values.
+    """Return a hash of 16 hex digits over a configuration and each tensor's name, shape, dtype, and outer 64 values.
 
     Args:
         facts: The configuration.
-        tensors: The tensors by name; for tensors without values (meta), only the other facts are hashed.
+        tensors: The tensors by name; those without values (meta) add only the other facts.
         dtype: Dtype to convert values to first; ``None`` keeps each tensor's own.
     """
     digest = hashlib.sha256(facts.encode())

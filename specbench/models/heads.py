@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,10 @@ class TrainedHead:
     def _check(self, expected: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         other = "Fetch it again, or correct its config.json."
         if missing := [name for name in expected if name not in tensors]:
-            raise UsageError(f"The head {self.name} lacks the tensor {_listed(missing)}.", other)
+            raise UsageError(f"The head {self.name} lacks the tensor {missing[0]}.", other)
         if extra := [name for name in tensors if name not in expected]:
             raise UsageError(
-                f"The head {self.name} has tensors that its config.json does not describe: {_listed(extra)}.",
+                f"The head {self.name} has a tensor that its config.json does not describe: {extra[0]}.",
                 other,
             )
         for name, wanted in expected.items():
@@ -129,10 +129,6 @@ class AssistantHead(TrainedHead):
             )
         self._fill(module, self.tensors)
         return module
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def shape_text(tensor: torch.Tensor) -> str:

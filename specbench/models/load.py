@@ -283,7 +283,7 @@ def _load_folder(
     loaded.folder = folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        digest = headers_digest(folder, files, times=True)
+        digest = headers_digest(folder, files)
         loaded.files = WeightFiles(where, digest, sum(counts.values()))
     return loaded
 

@@ -12,7 +12,7 @@ import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, sha256
-from specbench.base.record import AnyRecord, Count, Number, Record, Seconds, doc
+from specbench.base.record import Count, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
@@ -72,18 +72,11 @@ class _Weights(Record):
     sha256: str | None = None
 
 
-def _read(folder: Path, kind: type[AnyRecord]) -> AnyRecord | None:
-    """Read the file; return ``None`` if it is missing, damaged, or written by another tool."""
-    try:
-        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=kind)
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
-    found = _read(folder, _TrainingFile)
-    if found is None:
+    try:
+        found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=_TrainingFile)
+    except (OSError, ValueError, RecursionError):  # missing, damaged, or written by another tool
         return None
     return TrainingMetadata(
         kind=found.kind,
@@ -95,8 +88,10 @@ def read_metadata(folder: Path) -> TrainingMetadata | None:
 
 
 def _hash_of_weights(folder: Path) -> str | None:
-    found = _read(folder, _Weights)
-    return None if found is None else found.sha256
+    try:
+        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=_Weights).sha256
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def check_weights(folder: Path, name: str) -> None:
