@@ -44,7 +44,6 @@ from specbench.policies.acceptance import OnlineLogistic
 from specbench.policies.base import confidence, entropy, is_free, normalized_entropy
 from specbench.policies.costs import GivenCosts, MeasuredCosts
 from specbench.policies.outcomes import best_threshold
-from specbench.specs import policies
 from specbench.specs.drafters import NGram
 
 VOCAB = 3
@@ -163,36 +162,6 @@ def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
 
 
 # -- limits, passes, questions -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_no_draft_is_longer_than_the_room(rule):
-    policy = RULES[rule]()
-    for limit, seed in itertools.product(range(6, 30, 4), range(3)):
-        drafter = ModelDrafter(
-            ScriptedScorer(DRAFT, VOCAB, context_limit=limit), "model"
-        )  # asserts its limit
-        _, steps = decode(policy, drafter, random=Randomness(seed), max_new_tokens=30)
-        for step in steps:
-            assert step.gamma <= len(PROMPT) + 30 - step.position - 1
-            assert step.gamma <= max(0, limit - step.position + 1)
-
-
-@pytest.mark.parametrize(
-    "word", [rule.word for rule in policies.POLICIES if not rule.tree and rule.word != "confidence-head"]
-)
-def test_no_draft_is_longer_than_the_maximum(word):
-    option = "gamma" if word == "fixed" else "gamma_max"
-    more = {"gamma": 2} if word == "heuristic" else {}
-    policy = build_policy(word, **{option: 2}, **more)
-    _, steps = decode(
-        policy,
-        ModelDrafter(scripted(SCRIPT), "always right"),
-        target=scripted(SCRIPT),
-        prompt=[1, 2, 3],
-        sampling=Greedy(),
-    )
-    assert max(step.gamma for step in steps) == 2
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -711,24 +680,6 @@ def test_a_sampled_run_can_be_repeated_with_its_costs(drafter):
     assert repeated == tokens
     assert [step.drafted for step in steps_again] == [step.drafted for step in steps]
     assert again.costs() == policy.costs()
-
-
-# -- forgetting --------------------------------------------------------------------------------------
-
-
-def course(steps: Sequence[Step]) -> list[Any]:
-    return [(step.drafted, step.policy) for step in steps]
-
-
-@pytest.mark.parametrize(
-    "rule",
-    ["egag, smoothed", "confidence, adapted", "entropy-bound", "heuristic", "auto, measured", "auto, given"],
-)
-def test_what_is_kept_on_request_makes_a_difference(rule):
-    fresh = decode(RULES[rule](), prompt=[0, 2, 1])[1]
-    kept = experienced(rule)
-    assert course(decode(kept, prompt=[0, 2, 1])[1]) != course(fresh)
-    assert kept.name == f"{RULES[rule]().name}, kept"
 
 
 # -- values ------------------------------------------------------------------------------------------

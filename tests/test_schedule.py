@@ -517,32 +517,6 @@ def test_whatever_one_raises_ends_that_one(place, room):
         assert house.room.taken == house.drafters_room.taken == 0
 
 
-def test_one_that_cannot_be_put_back_ends_in_place_of_the_one_that_wants_its_room():
-    house = House(Room(40))
-    first, second = Case((1,) * 10, tokens=20), Case((2,) * 10, tokens=20)
-
-    def stuck() -> Request:
-        request = second.request(house)
-        rollback, broken = request.target.rollback, []
-
-        def kept(length: int, path: Sequence[int] = ()) -> None:
-            if not length and not broken:
-                broken.append(length)
-                raise BrokenError
-            rollback(length, path)
-
-        request.target.rollback = kept  # type: ignore[method-assign]
-        return request
-
-    scheduler = Scheduler(max_batch=2)
-    scheduler.add(partial(first.request, house))
-    scheduler.add(stuck)
-    found = told_by_number(scheduler)
-    assert found[0] == first.alone()
-    assert isinstance(found[1][-1], BrokenError)
-    assert house.room.taken == 0
-
-
 def test_one_that_never_fits_says_so():
     house = House(Room(40))
     cases = [MIXED[0], Case((1,) * 50), Case((2,) * 38, tokens=9), MIXED[1]]

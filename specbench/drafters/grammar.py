@@ -10,7 +10,6 @@ from specbench.drafters.free import FreeDrafter, Guess, make_free
 if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import ScorerLike
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import Grammar
 
@@ -32,11 +31,6 @@ class GrammarDrafter(FreeDrafter):
         super().__init__(spec, clock)
         self.rest = None if spec.rest is None else make_free(spec.rest)
         self.longest = None if self.rest is None else self.rest.longest
-
-    def fork(self, scorer_like: ScorerLike) -> GrammarDrafter:
-        forked = GrammarDrafter(self.spec, self._clock)
-        forked.rest = None if self.rest is None else self.rest.fork(scorer_like)
-        return forked
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
