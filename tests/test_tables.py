@@ -205,10 +205,7 @@ class TestSummary:
         assert figures["acceptance_rate"] == pytest.approx(metrics.acceptance_rate(steps))
         assert figures["alpha"] == pytest.approx(metrics.mean_expected_acceptance(steps))
         for ours, theirs in zip(positions(generation), metrics.acceptance_by_position(steps), strict=True):
-            counts = (theirs.position, theirs.drafted, theirs.tested, theirs.accepted)
-            assert (ours.position, ours.drafted, ours.tested, ours.accepted) == counts
-            assert ours.rate == pytest.approx(theirs.rate, nan_ok=True)
-            assert ours.rate_of_drafted == pytest.approx(theirs.rate_of_drafted, nan_ok=True)
+            assert ours.rate == pytest.approx(math.nan if theirs is None else theirs, nan_ok=True)
 
     @pytest.mark.smoke
     def test_known_truth(self, made):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -27,61 +27,19 @@ def acceptance_rate(steps: Sequence[Step]) -> float | None:
     return _ratio(sum(step.accepted for step in steps), sum(step.gamma for step in steps))
 
 
-@dataclass(frozen=True, slots=True)
-class PositionRate:
-    """In how many steps a draft position, or depth of a tree, was drafted, tested and accepted."""
-
-    position: int
-    drafted: int
-    tested: int
-    accepted: int
-
-    @property
-    def rate(self) -> float | None:
-        """Accepted over tested."""
-        return _ratio(self.accepted, self.tested)
-
-    @property
-    def rate_of_drafted(self) -> float | None:
-        """Accepted over drafted, which falls with the position by itself."""
-        return _ratio(self.accepted, self.drafted)
-
-
-def acceptance_by_position(steps: Sequence[Step]) -> list[PositionRate]:
-    """Return acceptance at draft positions 1, 2, ..., up to the longest draft."""
-    longest = max((step.gamma for step in steps), default=0)
+def acceptance_by_position(steps: Sequence[Step]) -> list[float | None]:
+    """Return accepted over tested tokens at draft positions 1, 2, ..., up to the longest draft."""
     return [
-        PositionRate(
-            position=i + 1,
-            drafted=sum(step.gamma > i for step in steps),
-            tested=sum(step.tested > i for step in steps),
-            accepted=sum(step.accepted > i for step in steps),
-        )
-        for i in range(longest)
+        _ratio(sum(step.accepted > i for step in steps), sum(step.tested > i for step in steps))
+        for i in range(max((step.gamma for step in steps), default=0))
     ]
-
-
-def count_ranks(steps: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, int], list[int]]:
-    """Return by (depth from 1, rank from 0) how many tree nodes were tested and accepted.
-
-    Args:
-        steps: ``Step.widths`` and ``Step.ranks`` of each.
-    """
-    counts: dict[tuple[int, int], list[int]] = {}
-    for stood, kept in steps:
-        for depth, width in enumerate(stood, start=1):
-            for rank in range(width):
-                counts.setdefault((depth, rank), [0, 0])[0] += 1
-        for depth, rank in enumerate(kept, start=1):
-            counts.setdefault((depth, rank), [0, 0])[1] += 1
-    return counts
 
 
 def kept_by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
     """Return by rank how often such a candidate was accepted, over all depths.
 
     Args:
-        counts: As ``count_ranks`` gives them.
+        counts: By (depth from 1, rank from 0), how many nodes were tested and accepted.
     """
     both: dict[int, tuple[int, int]] = {}
     for (_, rank), (tested, kept) in counts.items():
@@ -165,7 +123,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         "alpha": mean_expected_acceptance(steps),
         "accepted_lengths": [step.accepted for step in steps],
         "gammas": [step.gamma for step in steps],
-        "acceptance_by_position": [rate.rate for rate in acceptance_by_position(steps)],
+        "acceptance_by_position": acceptance_by_position(steps),
         "time": asdict(time_split(generation.prefill, steps)),
         "tokens_per_second": tokens_per_second(generation.prefill, steps),
         "seed": generation.seed,

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from specbench.decoding.metrics import count_ranks
 from specbench.decoding.records import PARTS
 from specbench.results.lines import STEP_FIGURES
 
@@ -137,6 +136,13 @@ def at_least(lengths: Ints, longest: int) -> Ints:
 
 
 def rank_counts(generations: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
-    """Apply ``count_ranks`` to all steps of some generations."""
+    """Return by (depth from 1, rank from 0) how many tree nodes of some generations were tested and accepted."""
+    counts: dict[tuple[int, int], list[int]] = {}
     widths, ranks = (chain.from_iterable(generations[f"steps_{name}"]) for name in ("widths", "ranks"))
-    return count_ranks(zip(widths, ranks, strict=True))
+    for stood, kept in zip(widths, ranks, strict=True):
+        for depth, width in enumerate(stood, start=1):
+            for rank in range(width):
+                counts.setdefault((depth, rank), [0, 0])[0] += 1
+        for depth, rank in enumerate(kept, start=1):
+            counts.setdefault((depth, rank), [0, 0])[1] += 1
+    return counts

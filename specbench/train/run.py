@@ -385,7 +385,7 @@ class Training:
             state.tokens,
             state.loss,
             tokens_per_step(every) or 1.0,
-            tuple(rate.rate or 0.0 for rate in acceptance_by_position(every)),
+            tuple(rate or 0.0 for rate in acceptance_by_position(every)),
             {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
             round(self._seconds, 1),
             state.step_cost,
