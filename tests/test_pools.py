@@ -283,21 +283,6 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
     assert close(third.score(asked).logits, alone(CONTEXT[30:50], 1))
 
 
-@torch.inference_mode()
-def test_a_context_that_was_no_number_does_not_stay_in_its_slot():
-    held = pool("slotted")
-    scorer = Scorer(model(), PooledCache(held))
-    scorer.logits(CONTEXT[:9])
-    for store in held.buffers:
-        assert store is not None
-        store.keys[:, :, 5] = torch.nan
-    scorer.rollback(3)
-    scorer.begin()
-    for store in held.buffers:
-        assert store is not None
-        assert store.keys.isfinite().all()
-
-
 def test_a_pool_without_room_or_with_other_layers_is_refused():
     with pytest.raises(UsageError, match="has no room"):
         pool("paged", PAGE - 1)

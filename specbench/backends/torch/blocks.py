@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -203,38 +203,19 @@ class KVBuffers:
                 source, target = source.to(entries.device), target.to(entries.device)
                 entries.index_copy_(2, target, entries.index_select(2, source))
 
-    def zero_nonfinite(self, first: int, end: int) -> None:
-        """Set a range to zero if it has a NaN or infinity: other requests read it under a mask, and 0 · NaN is NaN."""
-        if self.is_allocated:
-            for entries in (self.keys, self.values):
-                stretch = entries[:, :, first:end]
-                if not stretch.sum().isfinite():
-                    stretch.zero_()
-
 
 class ContextId:
     """Identifies a context: every new one has another object."""
 
 
-class KVView:
-    """The positions of a layer's buffers that a request attends to.
-
-    Args:
-        first, count: Index of the first position, and number of positions.
-        indices: The indices of all positions, if they are not neighbors.
-    """
-
-    def __init__(self, first: int, count: int, indices: Tensor | None) -> None:
-        self._first, self._count, self._indices = first, count, indices
-
-    def __call__(self, entries: Tensor) -> Tensor:
-        """[1, heads, positions in the pool, size] -> [1, heads, count, size]."""
-        if self._indices is not None:
-            return entries.index_select(2, self._indices.to(entries.device))
-        return entries.narrow(2, self._first, self._count)
+KVView = Callable[[Tensor], Tensor]
+"""From a layer's buffers, [1, heads, positions in the pool, size], to what a request attends to of them."""
 
 
 def view_of(indices: Tensor, device: torch.device) -> KVView:
     """Return the view of one request's positions at indices on the CPU, [count], at least one."""
-    are_neighbors = bool((indices[1:] - indices[:-1] == 1).all())
-    return KVView(int(indices[0]), len(indices), None if are_neighbors else indices.to(device))
+    first, count = int(indices[0]), len(indices)
+    if bool((indices[1:] - indices[:-1] == 1).all()):
+        return lambda entries: entries.narrow(2, first, count)
+    indices = indices.to(device)
+    return lambda entries: entries.index_select(2, indices.to(entries.device))

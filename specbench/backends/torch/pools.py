@@ -208,7 +208,7 @@ class PooledCache(KVCache):
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.own_len = pool, 0
-        self._table, self._reserved = BlockTable(), 0
+        self._table = BlockTable()
         self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
         self._own_layers = [layer for layer in self.layers if layer is not None]
         self.recurrent: RecurrentCache | None = None
@@ -264,7 +264,6 @@ class PooledCache(KVCache):
                 self.reset()
         if copied is None:
             return False
-        self._reserved = max(self._reserved, end)
         within = torch.arange(blocks.size)
         for source, target in copied:
             for layer in self._own_layers:
@@ -328,12 +327,7 @@ class PooledCache(KVCache):
     def reset(self) -> None:
         if not self._table.blocks:
             return
-        if self.pool.kind == "slotted":
-            first = self._table.blocks[0] * self.pool.blocks.size
-            for layer in self._own_layers:
-                layer.buffers.zero_nonfinite(first, first + self._reserved)
         self._set_length(0)
-        self._reserved = 0
         self._cache, self.pool.context_id = self._new_cache(), ContextId()
         self._truncate()
 
