@@ -82,14 +82,11 @@ class BatchedModel:
         ]
         if new:  # the first pass keeps its last state alone, which is to be that before the draft
             before = self.score([requests[i]._replace(tokens=(), rows=1) for i in new])
-            after = self.score(
-                [
-                    each._replace(rows=min(len(each.tokens), each.rows or len(each.tokens)))
-                    if i in new
-                    else each
-                    for i, each in enumerate(requests)
-                ]
-            )
+            rest = [*requests]
+            for i in new:
+                fed = len(rest[i].tokens)
+                rest[i] = rest[i]._replace(rows=min(fed, rest[i].rows or fed))
+            after = self.score(rest)
             for i, prompt in zip(new, before, strict=True):
                 rows = requests[i].rows or len(requests[i].tokens) + 1
                 after[i] = join_passes([prompt, after[i]], rows)

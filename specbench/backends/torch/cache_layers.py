@@ -12,7 +12,6 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
 )
 
 from specbench.backends.torch.kernels.attention import LONGEST_PASS
@@ -40,10 +39,6 @@ def gather(layers: Iterable[Any], start: int, positions: Sequence[int]) -> None:
                     entries.select(2, start).copy_(entries.select(2, positions[0]))
                 else:
                     entries.narrow(2, start, count).copy_(entries.index_select(2, index.to(entries.device)))
-
-
-def drops_positions(layer: object) -> bool:
-    return isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
 
 
 class PreallocatedLayer(CacheLayerMixin):

@@ -28,7 +28,6 @@ from specbench.backends.torch.cache_layers import (
     PreallocatedLayer,
     PreallocatedSlidingLayer,
     buffer_like,
-    drops_positions,
     gather,
     zero_nonfinite,
 )
@@ -202,7 +201,8 @@ class DynamicKVCache(KVCache):
         self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
         self._arguments = cache_arguments(self._cache, self._config)
         self._recording = False
-        self.separate_prefill = any(drops_positions(layer) for layer in self._cache.layers)
+        forgetful = DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin
+        self.separate_prefill = any(isinstance(layer, forgetful) for layer in self._cache.layers)
 
     @property
     def length(self) -> int:

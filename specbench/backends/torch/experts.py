@@ -39,19 +39,14 @@ class ExpertChoices:
 
     def __init__(self, layers: int, experts: int) -> None:
         self._layers, self._experts = layers, experts
-        self._chosen: list[Tensor] = []  # [rows, experts per token] of each layer of each pass
+        self.chosen: list[Tensor] = []  # [rows, experts per token] of each layer of each pass
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Keep the choices that experts are called with; a forward hook."""
         for each in (*args[1:], *kwargs.values()):
             if isinstance(each, Tensor) and not each.is_floating_point():
-                self._chosen.append(each.detach().reshape(-1, each.shape[-1]))
+                self.chosen.append(each.detach().reshape(-1, each.shape[-1]))
                 return
-
-    @property
-    def any(self) -> bool:
-        """Whether something was noted."""
-        return bool(self._chosen)
 
     def read(self, rows: slice = slice(None)) -> ExpertsRead | None:
         """Return the numbers of experts that these rows of each pass read; ``None`` if nothing was noted.
@@ -59,12 +54,12 @@ class ExpertChoices:
         Args:
             rows: Those of a request; by default all.
         """
-        passes, left = divmod(len(self._chosen), self._layers)
+        passes, left = divmod(len(self.chosen), self._layers)
         if not passes or left:
             return None
         read, alone, fed = [0] * self._layers, 0, 0
-        for first in range(0, len(self._chosen), self._layers):
-            chosen = [each[rows] for each in self._chosen[first : first + self._layers]]
+        for first in range(0, len(self.chosen), self._layers):
+            chosen = [each[rows] for each in self.chosen[first : first + self._layers]]
             *counts, own = self._count(chosen)
             read = [total + count for total, count in zip(read, counts, strict=True)]
             alone, fed = alone + own, fed + len(chosen[0])
@@ -76,9 +71,8 @@ class ExpertChoices:
             chosen = [each.cpu() for each in chosen]
         none, widest = self._experts, max(each.shape[1] for each in chosen)
         padded = [pad(each, (0, widest - each.shape[1]), value=none) for each in chosen]
-        ids = (
-            torch.stack(padded).long().clamp(max=none).sort(dim=-1).values
-        )  # [layers, rows, experts of a token]
+        # [layers, rows, experts of a token]
+        ids = torch.stack(padded).long().clamp(max=none).sort(dim=-1).values
         repeats = ids[..., 1:] == ids[..., :-1]
         alone = (ids < none).sum() - (repeats & (ids[..., 1:] < none)).sum()
         seen = torch.zeros(len(ids), none + 1, dtype=torch.bool, device=ids.device)
@@ -116,5 +110,5 @@ class ExpertCounter:
         finally:
             for hook in hooks:
                 hook.remove()
-        if not choices.any:
+        if not choices.chosen:
             self._modules = []  # no router chooses among these weights

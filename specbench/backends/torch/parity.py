@@ -107,9 +107,6 @@ def find_difference(
     context = [*prompt, *first[:position]]
     logits = target.logits(context, rows=1, prompt=len(prompt))
     target.begin()
-    tokens = (_at(first, position), _at(second, position))
+    at_position = (each[position] if position < len(each) else None for each in (first, second))
+    tokens = next(at_position), next(at_position)
     return difference_at(position, tokens, sampling.scores(logits, context)[0], target.rounding)
-
-
-def _at(tokens: Sequence[int], index: int) -> int | None:
-    return tokens[index] if index < len(tokens) else None

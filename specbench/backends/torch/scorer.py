@@ -169,12 +169,9 @@ class Scorer:
     @property
     def cached_len(self) -> int:
         """Leading tokens of the context whose keys and values are cached."""
-        length = self.cache.length
-        return (
-            min(self.cache.own_len, length)
-            if isinstance(self.cache, PooledCache) and self._owns_pooled
-            else length
-        )
+        if isinstance(self.cache, PooledCache) and self._owns_pooled:
+            return min(self.cache.own_len, self.cache.length)
+        return self.cache.length
 
     def reserve(self, request: ForwardRequest) -> bool:
         """Reserve memory of a pool, see ``decoding.protocols.Scorer``; other caches grow by themselves."""
@@ -268,10 +265,7 @@ class Scorer:
         return self._batchable[kind]
 
     def why_not_bit_exact(self) -> str | None:
-        """Return why forward passes of different widths may give different logits; ``None`` if they do not.
-
-        It is tried, so the context in the cache is lost.
-        """
+        """Return why passes of other widths may give other logits; ``None`` if they do not. Empties the cache."""
         try:
             return why_widths_differ(self.model, self.cache, self.forward, self.context_limit)
         finally:
@@ -291,21 +285,16 @@ class Scorer:
             return self.batch.score([request])[0]
         self.require(request)
         with self.watch_experts(request.counts_experts) as choices:
-            if request.parents is not None:
-                rows = self._feed_tree(
-                    request.context, request.tokens, request.parents, request.rows, request.layers
-                )
-            else:
-                rows = self._feed_chain(request.context, request.tokens, request.rows, request.layers)
+            parents = request.parents
+            rows = self._feed_chain(request) if parents is None else self._feed_tree(request, parents)
         self.mark_read(request)
         return rows if choices is None else rows._replace(experts=choices.read())
 
     def watch_experts(self, wanted: bool) -> AbstractContextManager[ExpertChoices | None]:
-        """Note the experts that passes within the block read; ``None`` unless that is ``wanted`` and possible.
-
-        Captured passes are not watched: watching would compile them again.
-        """
-        if not wanted or isinstance(self.forward, GraphForward):
+        """Note the experts that passes within the block read; ``None`` unless that is ``wanted`` and possible."""
+        if not wanted or isinstance(
+            self.forward, GraphForward
+        ):  # watching would compile captured passes again
             return nullcontext()
         return self._experts.watch()
 
@@ -319,22 +308,17 @@ class Scorer:
         """Return the logits of a forward pass over a chain; for the arguments see ``ForwardRequest``."""
         return self.score(ForwardRequest(self, context, drafted, rows=rows, prompt=prompt)).logits
 
-    def _feed_chain(
-        self, context: Sequence[int], drafted: Sequence[int], rows: int | None, layers: Sequence[int]
-    ) -> ForwardOutput:
-        rows = len(drafted) + 1 if rows is None else rows
-        if self._change is not None and self.cache.length <= self._change < len(context) + len(drafted):
-            return self._feed_across_change(context, drafted, rows, self._change, layers)
-        return self._feed(context, drafted, rows, layers)
+    def _feed_chain(self, request: ForwardRequest) -> ForwardOutput:
+        """Read a chain.
 
-    def _feed_across_change(
-        self, context: Sequence[int], drafted: Sequence[int], rows: int, change: int, layers: Sequence[int]
-    ) -> ForwardOutput:
-        """Run a forward for a model whose rotation of all positions changes when there are more than ``change`` tokens.
-
-        The cache never contains both rotations. If only the draft reaches beyond the change, its logits are computed
-        without a cache; once the context itself does, the cache is filled again.
+        The cache never contains both rotations of a model whose rotation changes with the length. If only the draft
+        reaches beyond the change, its logits are computed without a cache; once the context itself does, the cache is
+        filled again.
         """
+        context, drafted, layers, change = request.context, request.tokens, request.layers, self._change
+        rows = len(drafted) + 1 if request.rows is None else request.rows
+        if change is None or not self.cache.length <= change < len(context) + len(drafted):
+            return self._feed(context, drafted, rows, layers)
         if len(context) > change:
             self.cache.reset()
             return self._feed(context, drafted, rows, layers)
@@ -370,17 +354,11 @@ class Scorer:
             found.append(self._call(part, wanted, layers))
         return join_passes(found, rows)
 
-    def _feed_tree(
-        self,
-        context: Sequence[int],
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        rows: int | None,
-        layers: Sequence[int],
-    ) -> ForwardOutput:
+    def _feed_tree(self, request: ForwardRequest, parents: Sequence[int]) -> ForwardOutput:
         """Read a tree, whose first nodes may have been read before."""
+        context, tokens, layers = request.context, request.tokens, request.layers
         before = []
-        rows = len(tokens) + 1 if rows is None else rows
+        rows = len(tokens) + 1 if request.rows is None else request.rows
         if self.cache.length == 0 and self.cache.separate_prefill:
             # Its last row has the bits that it has without a tree.
             before.append(self._feed(context, (), 1, layers))
