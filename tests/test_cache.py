@@ -224,22 +224,6 @@ def test_a_file_in_large_pages_takes_few_faults(tmp_path, monkeypatch):
     assert not lie_in_large_pages(content)
 
 
-@needs_native
-def test_rows_and_panels_are_kept_side_by_side(folder, roundings, monkeypatch):
-    in_panels = int8_logits(folder)
-    made = len(roundings)
-    with monkeypatch.context() as without:
-        without.setattr(native, "is_available", lambda: False)
-        in_rows = int8_logits(folder)
-        assert len(roundings) == 2 * made
-        int8_logits(folder, INT4)
-        assert len(entries()) == 2, "int4 is kept in panels alone"
-        assert torch.equal(int8_logits(folder), in_rows)
-    assert torch.equal(int8_logits(folder), in_panels)
-    assert len(roundings) == 2 * made
-    assert len(entries()) == 2
-
-
 def test_a_cut_head_is_another_entry(folder, roundings):
     def of(rows: tuple[int, ...] | None) -> LanguageModel:
         model = load_model(str(folder), CPU)

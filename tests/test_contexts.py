@@ -12,7 +12,6 @@ from scripted import ScriptedScorer, random_table
 from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate
 from specbench.bench.axes import parse_contexts
 from specbench.bench.contexts import ContextText, fill, fitting
 from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
@@ -30,10 +29,10 @@ from specbench.options import DecodingOptions
 from specbench.policies import AutoLength, parse_costs
 from specbench.policies.costs import GivenCosts
 from specbench.results.lines import DrafterTimes, ReadingTimes
-from specbench.results.requests import Curve, context_curves
+from specbench.results.requests import context_curves
 from specbench.results.results import load_results
-from specbench.results.summary import SummaryRow, summarize
-from specbench.show.answer import find_answers, how_far_it_pays
+from specbench.results.summary import summarize
+from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 
 TEXT = ContextText("words.txt", "\n\n".join(f"w{i} x{i} y{i}" for i in range(400)))
@@ -289,32 +288,6 @@ def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
     assert answer.headline.startswith("d γ=1: pays up to 64 tokens of context, ")
     assert "; at 128 tokens of context the interval lies below 1, 0." in answer.headline
     assert any("Each 1,000 tokens of context add 1000.0 ms" in each for each in answer.details)
-
-
-def curve(*points: tuple[int, str, float]) -> Curve:
-    (config,) = [each.record() for each in context_sweep((8,)).configs if each.gamma == 1]
-    rows = [
-        SummaryRow(
-            msgspec.structs.replace(config, context=context),
-            verdict=verdict,
-            speedup=Estimate(value, 0.9 * value, 1.1 * value, 8, "prompts"),
-        )
-        for context, verdict, value in points
-    ]
-    return Curve(rows)
-
-
-@pytest.mark.parametrize(
-    ("points", "text"),
-    [
-        ([(8, "faster", 1.4), (16, "faster", 1.6)], "pays everywhere up to 16 tokens of context, 1.6"),
-        ([(8, "faster", 1.4), (16, "slower", 0.6)], "pays up to 8 tokens of context, 1.4"),
-        ([(8, "cannot tell", 1.0), (16, "faster", 1.6)], "1.60× [1.44, 1.76] over plain decoding, yet at 8"),
-        ([(8, "slower", 0.7), (16, "cannot tell", 0.9)], "at 8 tokens of context the interval lies below 1"),
-    ],
-)  # fmt: skip
-def test_how_far_it_pays_in_words(points, text):
-    assert text in how_far_it_pays(curve(*points))
 
 
 def test_the_figure_of_contexts(falls, tmp_path):

@@ -150,14 +150,6 @@ def test_groups_get_the_scale_with_the_least_error():
     assert relative(found, weight) < 0.7 * relative(one_scale, weight)
 
 
-def test_a_weight_of_sixteen_values_stays_what_it_is():
-    numbers = torch.randint(-8, 8, (40, 96), generator=torch.Generator().manual_seed(0)).float()
-    numbers[:, ::32] = -8
-    weight = numbers * 0.25
-    assert torch.equal(fake_quantize_int4(weight), weight)
-    assert relative(native.Panels.quantize_int4(weight).product(torch.eye(96)).T, weight) < 1e-6
-
-
 @pytest.mark.parametrize("most", [15, 12, 8])
 def test_blocks_of_a_4_bit_file_come_back(most):
     """As Q4_1 and Q4_K have them: a scale and a minimum for 32 numbers, whatever share of the codes is used."""

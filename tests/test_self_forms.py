@@ -252,12 +252,6 @@ def test_specs(spec, form, name):
     assert parse_drafter(name) == form
 
 
-def test_the_layers_that_are_used():
-    assert SelfForm(layers=2).kept(5) == (0, 1)
-    assert SelfForm(skip=(1, 3)).kept(5) == (0, 2, 4)
-    assert SelfForm(int8=True).kept(3) == (0, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
