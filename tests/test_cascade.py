@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedScorer, Ticking, fixed_script, random_table
+from scripted import ScriptedScorer, fixed_script, random_table
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardOutput, ForwardRequest, run_to_end
@@ -272,34 +272,35 @@ def best(logits: Logits) -> int:
     return logits.best(1)[0]
 
 
-def test_where_there_is_a_match_the_model_makes_no_pass():
-    context = [1, 2, 3, 4, 5, 1, 2]
-    drafter = cascade([9], len(context))
-    draft = propose(drafter, context)
-    assert draft.tokens == [3, 4, 5, 1, 2, 3]
-    assert (draft.q, draft.logits, draft.passes) == (None, None, 0)
-    assert draft.match_confidence == [n / (n + 1) for n in range(2, 8)]
-    assert drafter.model.scorer.passes == []
+BEGUN, NEW_TEXT = [1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_without_a_match_the_model_drafts():
-    context = [1, 2, 3, 4, 5, 6, 7]
-    draft = propose(cascade([8, 9, 10], len(context)), context, FixedLength(3))
-    assert draft.tokens == [8, 9, 10]
-    assert draft.logits is not None
-    assert [best(row) for row in draft.logits] == [8, 9, 10]
-    assert draft.passes == 3
-    assert kinds(draft) == "mmm"
-
-
-def test_a_copy_goes_on_from_what_the_model_began():
-    context = [1, 2, 3, 4, 5, 6, 9]
-    drafter = cascade([2, 3, 0], len(context))
-    draft = propose(drafter, context)
-    assert draft.tokens == [2, 3, 4, 5, 6, 9]  # 2 and 3 by the model, and what followed them before
-    assert kinds(draft) == "mmffff"
-    assert drafter.model.scorer.passes[0] == 7
-    assert draft.passes == len(drafter.model.scorer.passes) == 2
+@pytest.mark.parametrize(
+    ("context", "script", "limits", "tokens", "drafted", "passes"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], [9], {}, [3, 4, 5, 1, 2, 3], "ffffff", 0),
+        (NEW_TEXT, [8, 9, 10], {"policy": FixedLength(3)}, [8, 9, 10], "mmm", 3),
+        (
+            BEGUN,
+            [2, 3, 0],
+            {},
+            [2, 3, 4, 5, 6, 9],
+            "mmffff",
+            2,
+        ),  # the model began what a copy goes on with
+        (BEGUN, [2, 3, 0], {"room": 3}, [2, 3, 4], "mmf", 2),
+        (BEGUN, [2, 3, 0], {"room": 0}, [], "", 0),
+        (BEGUN, [2, 3, 0], {"policy": FixedLength(5)}, [2, 3, 4, 5, 6], "mmfff", 2),
+        (BEGUN, [2, 3, 0], {"max_passes": 2}, [2, 3, 4, 5, 6, 9], "mmffff", 2),
+        (NEW_TEXT, [8, 9, 10], {"max_passes": 2}, [8, 9], "mm", 2),
+    ],
+)
+def test_who_drafts(context, script, limits, tokens, drafted, passes):
+    limits = dict(limits)
+    drafter = cascade(script, len(context), max_passes=limits.pop("max_passes", None))
+    draft = propose(drafter, context, **limits)
+    assert (draft.tokens, kinds(draft)) == (tokens, drafted)
+    assert draft.passes == len(drafter.model.scorer.passes) == passes
 
 
 def test_the_model_goes_on_where_the_counts_end():
@@ -313,24 +314,6 @@ def test_the_model_goes_on_where_the_counts_end():
     assert drafter.model.scorer.passes == [8, 1], "prompt and free drafts in one pass"
     assert draft.match_confidence is not None
     assert draft.match_confidence[:2] == [0.5, 0.5]
-
-
-def test_the_most_passes_of_the_model():
-    context = [1, 2, 3, 4, 5, 6, 7]
-    drafter = cascade([8, 9, 10], len(context), max_passes=2)
-    assert propose(drafter, context).tokens == [8, 9]
-    context = [1, 2, 3, 4, 5, 6, 9]
-    limited = cascade([2, 3, 0], len(context), max_passes=2)
-    assert kinds(propose(limited, context)) == "mmffff", "free tokens go on behind the last pass"
-
-
-def test_room_and_rule_limit_both_together():
-    context = [1, 2, 3, 4, 5, 6, 9]
-    assert propose(cascade([2, 3, 0], 7), context, room=3).tokens == [2, 3, 4]
-    assert propose(cascade([2, 3, 0], 7), context, FixedLength(5)).tokens == [2, 3, 4, 5, 6]
-    drafter = cascade([2, 3, 0], 7)
-    assert propose(drafter, context, room=0).tokens == []
-    assert drafter.model.scorer.passes == []
 
 
 # -- the rules read it ---------------------------------------------------------------------------------
@@ -432,22 +415,6 @@ def test_a_free_draft_that_the_model_lacks_ends_its_part():
     scorer.embeddings = 11  # 11 is padding to it
     drafter = CascadeDrafter(free, ModelDrafter(scorer, "model"))
     assert propose(drafter, context).tokens == [11]
-
-
-def test_catching_up_with_a_long_stretch_is_timed_apart():
-    context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 2, 1, 4, 3]
-    drafter = ModelDrafter(scripted([9, 8], 4), "model", Ticking())
-    drafter.guesses = None
-    drafter.begin(context)
-    read = []
-    for length in (4, 5, 8, 16):
-        draft = run_to_end(drafter.propose(context[:length], 99, FixedLength(2), Greedy(), Randomness(0)))
-        drafter.update(StepOutcome(context[: length + 1], 0, torch.empty(0)))
-        read.append(draft.prefill_s)
-    assert drafter.scorer.passes == [4, 1, 1, 1, 3, 1, 8, 1]
-    assert read == [1.0, 0.0, 0.0, 0.0]
-    drafter.update(StepOutcome(context[:7], 0, torch.empty(0)))
-    assert run_to_end(drafter.propose(context, 99, FixedLength(2), Greedy(), Randomness(0))).prefill_s == 1.0
 
 
 # -- words ---------------------------------------------------------------------------------------------

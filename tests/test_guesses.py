@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random as standard_random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
-from tiny import tiny_llama
 
-from specbench.backends.torch.caches import CACHE_KINDS
-from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest, run_to_end
@@ -119,24 +115,6 @@ def test_drafts_and_outputs_are_those_without_guesses(drafter, name, policy):
         assert passes == sum(step.passes or 0 for step in steps) <= most
         saved += most - passes
     assert saved > 0 or drafter == "cascade" or not policy.startswith("fixed")
-
-
-@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.7)])
-def test_logits_and_q_are_those_without_guesses(sampling):
-    drafts = []
-    for guesses in (True, False):
-        drafter = own_model()
-        drafter.begin(PROMPT)
-        if not guesses:
-            drafter.guesses = None
-        read(drafter, PROMPT)
-        drafts.append(run_to_end(drafter.propose(PROMPT, 9, FixedLength(9), sampling, Randomness(3))))
-    ahead, plain = drafts
-    assert ahead.passes < plain.passes == 9
-    assert ahead.tokens == plain.tokens
-    for a, b in zip(ahead.logits, plain.logits, strict=True):
-        assert torch.equal(a.values, b.values)
-    assert sampling.greedy or torch.equal(ahead.q, plain.q)
 
 
 # -- passes --------------------------------------------------------------------------------------------
@@ -287,23 +265,3 @@ def test_there_are_none_without(missing):
 
 
 # -- a real model --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-def test_its_cache_is_that_of_a_model_that_has_read_the_text(kind):
-    scorer, fresh = Scorer(tiny_llama(1), kind), Scorer(tiny_llama(1), "none")
-    drafter = ModelDrafter(scorer, "model")
-    context = [5, 6, 7, 8, 9] * 4
-    drafter.begin(context)
-    choice = standard_random.Random(1)
-    for seed in range(12):
-        sampling = Sampling(temperature=2.0, top_k=3)
-        draft = run_to_end(drafter.propose(context, 6, FixedLength(6), sampling, Randomness(seed)))
-        for i, logits in enumerate(draft.logits):
-            expected = fresh.logits([*context, *draft.tokens[:i]])[-1]
-            torch.testing.assert_close(logits.values, expected, atol=1e-4, rtol=1e-3)
-        kept = choice.randrange(len(draft.tokens) + 1)
-        new = [*draft.tokens[:kept], choice.choice(context)]
-        context = [*context, *new]
-        drafter.update(StepOutcome(context, len(new), torch.empty(0), draft.tokens, range(kept)))
-        assert scorer.cached_len < len(context)

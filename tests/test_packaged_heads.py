@@ -19,7 +19,6 @@ from tiny import save_tiny
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import sha256
 from specbench.cli import options
-from specbench.config import Config
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import training_metadata
 from specbench.models.drafters import load_drafter
@@ -34,7 +33,6 @@ from specbench.models.training_metadata import (
     read_metadata,
 )
 from specbench.specs import models as specs
-from specbench.specs.drafters import Cascade, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 
 ALIAS = "smollm2-135m-head"
@@ -50,14 +48,6 @@ def packaged(tmp_path, monkeypatch) -> Path:
     training = {"sha256": sha256(folder / WEIGHTS), "kind": "eagle"}
     (folder / TRAINING_FILE).write_text(json.dumps(training))
     return folder
-
-
-def test_it_is_a_model_by_name():
-    spec = parse_drafter(f"lookup+{ALIAS}")
-    assert isinstance(spec, Cascade)
-    assert spec.back == SmallModel(ModelSpec("packaged", ALIAS))
-    assert parse_drafter(str(spec)) == spec
-    assert Config(drafter=f"lookup+{ALIAS}").drafter == str(spec)
 
 
 def test_it_drafts(packaged):
