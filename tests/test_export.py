@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from cli_runs import refusal
 from head_files import eagle_settings, eagle_tensors, write_head
 from huggingface_hub import constants
 from stored_runs import PASS_S, Drafter, change_run, kept_run, write_exact, write_run
-from test_builtin import write_gguf
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -624,51 +622,3 @@ def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(p
     text = ENGINES["transformers"].export(setting("lookup", target=Model("smollm2-135m"))).text
     assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # what smollm2-135m was quantized from\n" in text
     assert f"TARGET = {HUB.name!r}\n" in ENGINES["transformers"].export(setting("lookup")).text
-
-
-@pytest.mark.slow
-def test_llama_cpp_drafts_with_what_is_exported(tmp_path):
-    """llama.cpp's own server in this process, as the wheel xllamacpp brings it."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp (pip install xllamacpp) is not installed")
-    write_gguf(tmp_path / "big.gguf")
-    tried = {}
-    for drafter in ("big.gguf", "lookup"):
-        here = setting("lookup", target=Model("big.gguf"))
-        if drafter != "lookup":
-            here = replace(here, drafter=parse_drafter(str(tmp_path / drafter)))
-        options = ENGINES["llama.cpp"].export(here).options
-        tried[drafter] = timings(xllamacpp, options, tmp_path)
-    assert tried["big.gguf"]["draft_n_accepted"] == tried["big.gguf"]["draft_n"] > 0
-    assert tried["lookup"]["draft_n"] > 0
-
-
-def timings(xllamacpp: Any, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What the server says of an answer, with its parameters set as its command line would."""
-    types = xllamacpp.common_speculative_type
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(folder / options["--model"])
-    parameters.n_ctx, parameters.n_parallel, parameters.warmup = 512, 1, False
-    parameters.sampling.temp = float(options["--temp"])
-    speculative = parameters.speculative
-    speculative.types = [
-        getattr(types, f"COMMON_SPECULATIVE_TYPE_{word.replace('-', '_').upper()}")
-        for word in options["--spec-type"].split(",")
-    ]
-    if "--spec-draft-model" in options:
-        speculative.draft.mparams.path = str(folder / options["--spec-draft-model"])
-        speculative.draft.n_max, speculative.draft.n_min = (
-            options["--spec-draft-n-max"],
-            options["--spec-draft-n-min"],
-        )
-        speculative.draft.p_min = float(options["--spec-draft-p-min"])
-    else:
-        simple = speculative.ngram_simple
-        simple.size_n, simple.size_m = (options[f"--spec-ngram-simple-size-{end}"] for end in "nm")
-        simple.min_hits = options["--spec-ngram-simple-min-hits"]
-    server = xllamacpp.Server(parameters)
-    body = json.dumps({"prompt": PROMPT, "n_predict": 60, "cache_prompt": False, "ignore_eos": True})
-    request = urllib.request.Request(  # noqa: S310 - the address is the server's own
-        f"{server.listening_address}/completion", body.encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310
-        return dict(json.loads(answer.read())["timings"])

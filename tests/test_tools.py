@@ -375,24 +375,4 @@ def test_what_is_wrong_with_tools_is_said(serving, body, said):
     assert said in answer.json()["error"]["message"]
 
 
-def test_a_response_format_holds_from_the_request_to_the_parsed_object(serving, client):
-    schema = GET["function"]["parameters"]
-    asked: Any = {"model": serving.engine.target.name, "messages": ASKED}
-    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema, "strict": True}}
-    said = [
-        client.chat.completions.create(**asked, response_format=wanted, extra_body=body).choices[0]
-        for body in ({}, {"speculation": "off"})
-    ]
-    assert said[0].message.content == said[1].message.content
-    assert said[0].finish_reason == "stop"
-    assert {*json.loads(said[0].message.content)} == {"city", "days"}
-    loose = client.chat.completions.create(**asked, response_format={"type": "json_object"}, max_tokens=20)
-    assert loose.choices[0].message.content.startswith("{")
-    with pytest.raises(openai.BadRequestError, match="Invalid type: odd"):
-        client.chat.completions.create(
-            **asked,
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}},
-        )
-
-
 # -- many calls --------------------------------------------------------------------------------------
