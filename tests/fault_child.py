@@ -1,4 +1,4 @@
-"""What test_faults.py runs in processes of their own, to be killed, starved and interrupted."""
+"""What test_faults.py runs in processes of their own, to be killed."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import typer
 
 from specbench.cli import app
 from specbench.cli.conflicts import EXCLUDE, NEED
-from specbench.cli.options import MOST_USED, complete_policies
-from specbench.specs.policies import policy_words
+from specbench.cli.options import MOST_USED
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 FIRST = "target drafter prompts max_new_tokens temperature draft_policy gamma dtype compare batch"
@@ -48,10 +47,6 @@ def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = " ".join(cli("--help").out.split())
     assert "..." not in out.partition("Commands:")[2]
-
-
-def test_completion_knows_the_rules_there_are():
-    assert sorted(complete_policies("")) == sorted(policy_words())
 
 
 VALUES = {

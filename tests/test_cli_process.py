@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 from forked import Forked, specbench
-from stored_runs import write_run
 from tiny import tiny_llama, tiny_tokenizer
-
-import specbench as package
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 
@@ -117,35 +114,6 @@ def test_a_trace_whose_reader_has_seen_enough_ends_quietly(folder, tmp_path):
     child = Piped("trace", trace, stdout=writing)
     os.close(writing)
     assert child.end() == (141, b"", b"")
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("generate --drafter lo", ["lookup", "lookup+self:int8", "lookup:n=", "lookup:min="]),
-        (
-            "generate --drafter ",
-            ["none", "lookup", "ngram", "suffix", "grammar", "self", "mtp", "lookup+self:int8"],
-        ),
-        ("sweep --prompts co", ["code", "code-editing"]),
-        ("compare run --a lookup", ["lookup-g2", "lookup-g4"]),
-        ("export run --setting ngram", ["ngram-g2", "ngram-g4"]),
-    ],
-)
-def test_completion_knows_values_and_imports_nothing_heavy(words, found, tmp_path):
-    write_run(tmp_path / "run", gammas=(2, 4), tokens=4, prompts_per_category=1)
-    completion = {
-        "_SPECBENCH_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"specbench {words}",
-        "COMP_CWORD": str(len(words.split(" "))),
-    }
-    program = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n" + PROGRAM
-    child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-        env=environment(PYTHONPATH=str(Path(package.__file__).parents[1])) | completion, check=False,
-    )  # fmt: skip
-    assert child.stdout.split() == found
-    assert not {*HEAVY} & {*child.stderr.split()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

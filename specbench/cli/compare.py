@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,14 +12,13 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import counted
 from specbench.cli.console import say
-from specbench.cli.options import complete_configurations, output
+from specbench.cli.options import output
 from specbench.options import panel
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared
 
 _option = panel("Options")
-_compared = partial(_option, autocompletion=complete_configurations)
 
 
 def compare(
@@ -33,9 +31,9 @@ def compare(
         ),
     ],
     a: Annotated[
-        str | None, _compared("--a CONFIG", "Configuration A, by its name in the tables or its id.")
+        str | None, _option("--a CONFIG", "Configuration A, by its name in the tables or its id.")
     ] = None,
-    b: Annotated[str | None, _compared("--b CONFIG", "Configuration B.")] = None,
+    b: Annotated[str | None, _option("--b CONFIG", "Configuration B.")] = None,
     measure: Annotated[
         Literal["auto", "speed", "speedup"],
         _option(

@@ -12,7 +12,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
-from specbench.cli.options import DEFAULT_TARGET, JsonOption, complete_configurations, default_drafter
+from specbench.cli.options import DEFAULT_TARGET, JsonOption, default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import panel
 from specbench.specs.drafters import parse_drafter
@@ -46,7 +46,6 @@ def export(
         _option(
             "--setting NAME",
             "Setting to export: its name in the tables or its id. Default: the fastest one the engine supports.",
-            autocompletion=complete_configurations,
         ),
     ] = None,
     gamma: Annotated[

@@ -27,8 +27,6 @@ from specbench.options import (
     panel,
     quantized,
 )
-from specbench.specs.drafters import DRAFTERS
-from specbench.specs.policies import policy_words
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
@@ -210,50 +208,6 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def complete_drafters(incomplete: str) -> list[str]:
-    """Return how ``--drafter`` may continue, for a shell: words and, after a colon, their options."""
-    words = [kind for kind in DRAFTERS if kind.word.islower()]
-    found = [*(kind.word for kind in words), "lookup+self:int8"]
-    if incomplete:
-        written = [(kind.word, each.syntax.partition("=")) for kind in words for each in kind.options()]
-        found += [f"{word}:{key}{sign}" for word, (key, sign, _) in written]
-    return _beginning(incomplete, found)
-
-
-def complete_policies(incomplete: str) -> list[str]:
-    """Return how ``--draft-policy`` may continue."""
-    return _beginning(incomplete, policy_words())
-
-
-def complete_prompts(incomplete: str) -> list[str]:
-    """Return the built-in sets that may continue ``--prompts``; a shell offers files where there are none."""
-    from specbench.bench.prompts import set_names
-
-    return _beginning(incomplete, set_names())
-
-
-def complete_suites(incomplete: str) -> list[str]:
-    """Return the public benchmarks that may continue ``--suite``."""
-    from specbench.bench.suites import SUITES
-
-    return _beginning(incomplete, [*SUITES])
-
-
-def complete_configurations(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the configurations of the runs that are named before ``--a``, ``--b`` or ``--setting``."""
-    from specbench.results.store import stored_runs
-
-    source = ctx.params.get("source")
-    # The last: an option that has no value yet ends the parsing.
-    folders = ctx.params.get("runs") or ([source] if source else ctx.args)
-    runs = [run for folder in folders for _, run in stored_runs(folder)]
-    return _beginning(incomplete, dict.fromkeys(config.id for run in runs for config in run.configs))
-
-
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
-
-
 # -- options that several commands take ----------------------------------------------------------------
 
 
@@ -270,7 +224,7 @@ _TARGET = (
 
 def drafters_field(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.") -> Any:  # noqa: A002
     """Return the field of a group for ``--drafter`` that may be repeated."""
-    return group(heading)((), "--drafter DRAFTER", help, autocompletion=complete_drafters)
+    return group(heading)((), "--drafter DRAFTER", help)
 
 
 def prompts_field(
@@ -278,13 +232,13 @@ def prompts_field(
     help: str = "Prompts: a built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",  # noqa: A002
 ) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
-    return group(heading)((), "--prompts -p SET", help, autocompletion=complete_prompts)
+    return group(heading)((), "--prompts -p SET", help)
 
 
 def suite_field(heading: str = PROMPT, more: str = "") -> Any:
     """Return the field of a group for ``--suite`` that may be repeated."""
     about = "Public benchmark in place of --prompts: spec-bench, mt-bench, gsm8k and others, or a file; repeatable."
-    return group(heading)((), "--suite NAME", f"{about} {more}".rstrip(), autocompletion=complete_suites)
+    return group(heading)((), "--suite NAME", f"{about} {more}".rstrip())
 
 
 TargetOption = Annotated[str, panel(MODELS)(*_TARGET)]
@@ -300,10 +254,7 @@ class PoliciesOptions:
         f"Draft lengths γ of the policy fixed (default: 5), and of the first step of heuristic: {_RANGE}.",
     )
     draft_policy: tuple[str, ...] = _policy(
-        (),
-        "--draft-policy RULE",
-        "Draft policy, as `generate` takes it; repeatable.",
-        autocompletion=complete_policies,
+        (), "--draft-policy RULE", "Draft policy, as `generate` takes it; repeatable."
     )
 
 
@@ -313,11 +264,7 @@ class DraftingOptions:
 
     target: str = group(MODELS)(DEFAULT_TARGET, *_TARGET)
     drafter: str = group(MODELS)(
-        DEFAULT_DRAFTER,
-        "--drafter DRAFTER",
-        f"Drafter: {_DRAFTER}",
-        autocompletion=complete_drafters,
-        show_default=False,
+        DEFAULT_DRAFTER, "--drafter DRAFTER", f"Drafter: {_DRAFTER}", show_default=False
     )
     draft_policy: str | None = _policy(
         None,
@@ -325,7 +272,6 @@ class DraftingOptions:
         "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip, heuristic, or for draft"
         " trees static-tree or dynamic-tree; options follow a colon: dynamic-tree:nodes=12. Default: auto at"
         " temperature 0; fixed above it (a seed then repeats a run) and with --gamma.",
-        autocompletion=complete_policies,
     )
     gamma: int | None = _policy(
         None,
