@@ -60,10 +60,8 @@ def block_head(
 
     Args:
         kind: One of ``BLOCK_KINDS``.
-        name: Its name in messages.
         find: Returns a setting of its block, which may be in a section of the configuration; ``None`` if missing.
         layer: The settings of its decoder layers.
-        shape: The structure of these layers.
         speculators: Whether the configuration is of ``speculators``.
 
     Raises:

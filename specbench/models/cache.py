@@ -95,8 +95,6 @@ class Entry:
 
     Attributes:
         name: Name of the model or GGUF file that it was made for, or else its own file name.
-        path: Its file or folder.
-        size: Bytes of all its files.
     """
 
     name: str
@@ -106,13 +104,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of entries in the cache.
-
-    Attributes:
-        folder: Subfolder of the cache folder.
-        meaning: Description of the kind.
-        entries: The entries.
-    """
+    """A kind of entries in the cache."""
 
     folder: str
     meaning: str

@@ -56,8 +56,6 @@ def render_chat(
     rendered a second time with made-up words in it: a form in which these do not come out would lose the real ones.
 
     Args:
-        tokenizer: A tokenizer with a chat template.
-        messages: The messages of the conversation, with "role" and "content".
         add_generation_prompt: Whether to append the text that opens the assistant's next answer.
         tools: The functions that the model can call, as in requests to a server.
 

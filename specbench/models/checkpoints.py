@@ -340,7 +340,6 @@ def fingerprint(
     """Return a hash of 16 hex digits over a configuration and each tensor's name, shape, dtype, and outer 64 values.
 
     Args:
-        facts: The configuration.
         tensors: The tensors by name; those without values (meta) add only the other facts.
         dtype: Dtype to convert values to first; ``None`` keeps each tensor's own.
     """
@@ -371,7 +370,6 @@ def weight_memory(
     pages when it needs memory. Other weights are all converted first. Layers are packed one after another.
 
     Args:
-        numbers: Number of weights.
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
         loaded: Dtype of the weights in memory, before linear layers are quantized.
     """

@@ -43,9 +43,7 @@ class GgufHeader:
     """Facts from a GGUF file's header.
 
     Attributes:
-        architecture: llama.cpp's name, such as "llama" or "qwen2".
         keys: What the file says of the model and its tokenizer.
-        tensors: Where each tensor is.
         elements: Total number of weights.
         dtype: Dtype of the converted copy: the file's own, or bfloat16 for quantized files.
     """

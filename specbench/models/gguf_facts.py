@@ -30,7 +30,6 @@ class Family:
         model_type: Its name in `transformers`.
         keys: Keys of the file, and the settings that they become; the settings of ``_SIZES`` are common to all.
         layer: The tensors of a layer; "+" stands for a weight and a bias, "?" for a bias that not all files have.
-        model: The other tensors.
         fixed: Settings that all files of the architecture share.
         defaults: What llama.cpp takes for keys that a file does not have.
         flags: Settings that are on if a tensor is in the first layer.
@@ -303,9 +302,7 @@ def read_config(
     """Return the configuration of the model in a file, and the names of its tensors.
 
     Args:
-        architecture: llama.cpp's name of the architecture.
         keys: What the header says.
-        shapes: The shapes of the tensors.
         numbers: Reads a small tensor.
         file: The file as messages name it.
 

@@ -154,7 +154,6 @@ def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFa
     """Build the tokenizer that a file's header describes.
 
     Args:
-        keys: What the file's header says.
         file: The file as messages name it.
 
     Raises:

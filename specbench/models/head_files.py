@@ -48,7 +48,6 @@ class HeadFiles:
     Attributes:
         kind: One of ``HEAD_KINDS``.
         name: Name of the head in results.
-        folder: Folder of its files.
         settings: Contents of its config.json.
         hub: The repository to fetch its weights from; ``None`` if they are in the folder.
     """

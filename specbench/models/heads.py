@@ -42,10 +42,8 @@ class TrainedHead:
     """A head's weights.
 
     Attributes:
-        files: Its files and configuration.
         tensors: Its tensors, by their names in the module.
         target_tokens: The target's token for each of the head's logits; ``None`` if both count tokens in the same way.
-        fingerprint: Short hash of configuration and weights.
     """
 
     files: HeadFiles
@@ -64,7 +62,6 @@ class TrainedHead:
         """Make the module of a head of decoder layers.
 
         Args:
-            target: The target's configuration.
             own_head: Returns the weight of the target's output head, [vocab, width]; used if the file has none.
 
         Raises:

@@ -41,13 +41,10 @@ class HubModel:
     """A hub model's files, as far as they have been fetched.
 
     Args:
-        repository: The hub id.
         revision: Branch, tag or commit; ``None`` is the default branch.
         name: The model's name in messages.
-        progress: Receives the bytes fetched.
 
     Attributes:
-        folder: Folder of the files in the cache.
         revision: The commit that the files belong to.
 
         Raises:

@@ -51,7 +51,6 @@ class WeightFiles(NamedTuple):
     Attributes:
         place: Digest of the path of their folder.
         digest: Digest of the files' names, sizes, times and headers.
-        numbers: Total number of weights.
     """
 
     place: str
@@ -69,13 +68,11 @@ class LanguageModel:
         name: Hub id and revision, built-in name, or the folder's or file's own name; never a path.
         fingerprint: Short hash of configuration and weights.
         dtype: Dtype of the weights as loaded, such as "bfloat16".
-        device: Device of the input embeddings.
         vocab_size: Number of logits, padding included.
         context_limit: The model's context length; ``None`` if its configuration sets no limit.
         end_ids: Every token id that ends a text, ascending; see ``end_ids_of``.
         quantize: The type that the caller must quantize the linear layers to.
         head_rows: Token ids of the logits that the trimmed head computes, in this order; ``None`` for all.
-        defaults: Generation settings from the model's own file.
         identity: A fingerprint of the weights that does not depend on the dtype they are loaded in.
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
@@ -137,9 +134,7 @@ def load_model(
     Args:
         spec: The model; a string is read by ``parse_model``.
         options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
-        progress: Receives the progress of fetching, converting and loading.
         allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
-        tokenizer: Whether to load the tokenizer.
         share_tokenizer_with: A model whose tokenizer is taken if its files are equal: making one takes a second.
 
     Raises:

@@ -37,12 +37,10 @@ class DrafterSpec:
 
     Attributes:
         word: The word that the spec begins with.
-        summary: Description in a sentence.
         probabilities: A phrase on the distributions that its tokens are drawn from.
         drafter: ``module:Class`` in ``specbench.drafters``, for a drafter that needs no model; made from the spec only.
         has_logits: Whether a draft policy can use its distributions.
         is_plain: Whether it proposes nothing, so that decoding is plain.
-        trees: Whether it can draft trees.
 
     Raises:
         UsageError: An option is outside its range.

@@ -52,7 +52,6 @@ class ModelSpec:
 
     Attributes:
         kind: How it is found; ``packaged`` are trained heads, and ``mtp`` the MTP layers of the target's checkpoint.
-        source: The hub id, path or built-in name.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
     """
 

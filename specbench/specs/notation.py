@@ -37,14 +37,11 @@ class Option:
 
     Attributes:
         syntax: Its syntax, with a placeholder for the value: ``order=N``. A flag has no value.
-        help: Its help.
-        default: Its default value.
         parse: Converts text to its value; raises ``ValueError``.
         expected: A phrase on the values that ``parse`` accepts, for messages.
         words: Words for special values.
         least, most: Its range; a function computes the limit from all values of the spec.
         before_model: Its default before a model in a cascade; ``...`` if that is the same.
-        name: The field's name.
     """
 
     syntax: str

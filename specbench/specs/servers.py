@@ -23,7 +23,6 @@ class ServerSpec:
     """A server with the OpenAI protocol.
 
     Attributes:
-        name: Its name in tables and files.
         url: The base URL, including ``/v1``; it contains no key.
         model: The server's name of the model; ``None`` for the only model that it lists.
     """

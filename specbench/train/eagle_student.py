@@ -80,9 +80,6 @@ class EagleStudent(Student):
 
     Args:
         model: The target; if it is of the Llama family, the head starts with its last layers.
-
-    Attributes:
-        every: See ``EVERY``.
     """
 
     kind, algorithm = "eagle", "eagle3"

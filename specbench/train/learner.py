@@ -51,14 +51,11 @@ class Learner:
     times before the next ones are run.
 
     Args:
-        target: The target that wrote the texts.
         start: A head to continue from; ``None`` to begin from scratch.
 
     Attributes:
-        student: The head.
         head: The rows of the target's output head that it drafts with.
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
-        epoch_steps: Steps of an epoch.
         turns: How often a batch is trained on before the next batches are run through the target.
     """
 

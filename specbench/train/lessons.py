@@ -20,7 +20,6 @@ class Batch(NamedTuple):
     """Texts of different lengths, padded at their ends, where causal attention does not see the padding.
 
     Attributes:
-        ids: Token ids, [texts, longest].
         wanted: Bool [texts, longest]: positions before a token that the head must learn to draft. These are all tokens
             of an answer but the first.
     """
@@ -68,7 +67,6 @@ class TargetOutput(NamedTuple):
     """The part of the target's forward over a batch that training needs; small enough to store several.
 
     Attributes:
-        ids: See ``Batch``.
         states: Hidden states of the requested layers, [texts, longest, layers, width].
         places: Index of each position among the wanted ones, -1 for the others, [texts, longest].
         last: The values that the loss needs at the wanted positions: the inputs of the target's output head, [n,
@@ -103,7 +101,6 @@ class Teacher:
     """The target, which computes the training targets of texts.
 
     Args:
-        model: A causal language model of ``transformers``.
         draft_vocab: Token ids of the draft vocabulary, ascending; ``None`` for all tokens.
 
     Attributes:

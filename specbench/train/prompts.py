@@ -15,9 +15,6 @@ _NO_WORD = re.compile(r"[\W_]+")
 def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
     """Load prompts to train on.
 
-    Args:
-        sources: See ``load_prompts``; ``"training"`` is the built-in training set.
-
     Raises:
         UsageError: See ``load_prompts``; or a prompt is also in a benchmark set.
     """

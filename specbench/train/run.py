@@ -75,9 +75,7 @@ class Training:
         prompts: At least 3 prompts, some of which are held out.
         out: The folder of the result, which always contains the best head so far.
         source: Name of the prompts in the training metadata.
-        resume: Continue an interrupted training.
         start: The head of ``settings.start`` to continue from.
-        progress: Receives the progress.
         save_interval_s: Seconds between checkpoints, the most work that an interruption loses.
 
     Raises:

@@ -32,10 +32,7 @@ class TrainingSettings:
         learning_rate: Its maximum; ``None`` for the kind's default.
         batch_tokens: Tokens of a step, padding included; longer texts are cut.
         held_out: Number of prompts that are used for measuring only.
-        measured_tokens: Tokens decoded for each of these prompts.
-        measures: Number of measurements.
         patience: Number of consecutive measurements without improvement that ends the training.
-        compact: See ``write_head``.
         start: Fingerprint of the head to continue from; ``None`` to begin from scratch.
 
     Raises:
@@ -121,7 +118,6 @@ class Measured:
     """A measurement of a head: greedy decoding of held-out prompts with chains.
 
     Attributes:
-        tokens: Answer tokens trained on so far.
         loss: Mean cross-entropy of the first drafted token since the last measurement; ``None`` before the first step.
         tokens_per_step: Emitted tokens over steps.
         accepted: Share of the tested tokens that were accepted, by position in the draft.

@@ -36,7 +36,6 @@ class StepResult(NamedTuple):
     """The result of a training step.
 
     Attributes:
-        tokens: Answer tokens.
         losses: Mean cross-entropy by position in the draft.
         right: Share of drafts whose most probable token was also the target's, by position.
     """
@@ -55,14 +54,10 @@ class TrainerState:
         steps: Number of steps to make; 0 before it is decided.
         next_measurement: Step after which the head is measured again.
         since: Losses and shares of right tokens by position, for each step since the last point of the curve.
-        curve: Points of the loss curve.
         measurements: The measurements, that of the untrained head first, see ``Measured``.
         stale: Number of measurements since the best one.
-        ended: Whether to stop.
         measure_s, first_measure_s: Durations of the last and first measurement.
         measured_tokens: Tokens decoded for each held-out prompt: those of the first measurement.
-        step_cost: See ``Measured``.
-        seconds: Duration of the training so far.
     """
 
     step: int = 0

@@ -34,7 +34,6 @@ class Metrics(NamedTuple):
     Attributes:
         losses: Mean cross-entropy with the target's distributions over the draft vocabulary, [depth]; differentiable.
         right: How often its most probable token was the target's, [depth].
-        counted: Number of drafts, [depth].
     """
 
     losses: torch.Tensor
@@ -46,8 +45,6 @@ class Student(nn.Module):
     """A head in training.
 
     Args:
-        model: The target.
-        head: See ``Teacher``.
         depth: Tokens it learns to draft.
 
     Attributes:

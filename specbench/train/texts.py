@@ -45,7 +45,6 @@ class Text:
 
     Attributes:
         round: Index of the round, in each of which all prompts are answered once.
-        prompt: Index of the prompt among the training prompts.
         tokens: Token ids of prompt and answer; empty for a prompt that does not fit the context.
     """
 
@@ -68,7 +67,6 @@ class TextStore:
     """Texts in a folder, in one file.
 
     Args:
-        folder: The folder; created when the first text is added.
         within, advice: Name of the folder and hint in error messages.
     """
 
@@ -132,7 +130,6 @@ def write_texts(
     """Let a target answer the prompts, first greedily and then at temperatures above 0, until there is enough text.
 
     Args:
-        target: Writes several texts in a batch.
         store: Store of the texts; texts already in it are not written again.
         enough: Called with two numbers of tokens: in all answers before the first missing one, and in all answers
             including unfinished ones. Returns whether to stop.
