@@ -120,8 +120,8 @@ class DecodingJob:
                 for number, (label, checking) in enumerate(self._checks):
                     done.append((label, checking))
                     several = len(self._checks) > 1
-                    place = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
-                    checking.progress = _Prefixed(progress, place)
+                    progress.prefix = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
+                    checking.progress = progress
                     checking.check_steps()
             complete = True
         finally:  # an interrupt loses nothing of what is checked
@@ -282,13 +282,3 @@ class DecodingJob:
         target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
         parts = check_parts(results, target, dtype=header["rounding"], piece=piece)
         show(console, *parts, wrap=console.is_terminal)
-
-
-class _Prefixed:
-    """Progress of one configuration among several."""
-
-    def __init__(self, progress: Progress, prefix: str) -> None:
-        self._progress, self._prefix = progress, prefix
-
-    def update(self, stage: str, done: int, total: int | None) -> None:
-        self._progress.update(f"{self._prefix}{stage}", done, total)

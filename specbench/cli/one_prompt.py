@@ -28,7 +28,7 @@ from specbench.results.trace import PROMPT_TAIL, TraceHeader
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
-    from specbench.cli.watchers import Paint, ShownOptions, Watcher
+    from specbench.cli.watchers import Paint, ShownOptions
     from specbench.decoding.records import Generation
 
 WARM_UP_TOKENS = 16
@@ -181,7 +181,7 @@ def decode(
     """
     run = job.start(trace=trace_to is not None)
     on_screen = trace_to is not None and trace_to.on_screen
-    watchers: list[Watcher] = []
+    watchers: list[TextOutput | Tracer] = []
     if trace_to is not None:
         watchers.append(Tracer(trace_to, job.header(), job.piece))
     if not show.json_output:
@@ -226,7 +226,12 @@ def decode(
 
 
 def _follow(
-    run: GenerationRun, watchers: Sequence[Watcher], stage: str, max_new_tokens: int, *, quiet: bool
+    run: GenerationRun,
+    watchers: Sequence[TextOutput | Tracer],
+    stage: str,
+    max_new_tokens: int,
+    *,
+    quiet: bool,
 ) -> None:
     """Run to the end, or to Ctrl-C. The watchers see the end in any case."""
     done = 0

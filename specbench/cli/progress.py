@@ -7,12 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import terminal_safe
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
 _KEPT = "(the result is kept)"
@@ -49,32 +45,32 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         quiet: Draw and print nothing.
         animated: Draw from a thread. Not while something is measured: then only ``update`` draws.
         every: Whether all stages are printed without a terminal.
+
+    Attributes:
+        console: The console to print on while the bar is drawn.
+        prefix: Stands in front of the names of stages.
     """
 
     def __init__(self, quiet: bool = False, *, animated: bool = True, every: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-        self._console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False)
         self._quiet, self._every = quiet, every
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.elapsed:.0f} s", style="dim"),
-            console=self._console,
+            console=self.console,
             transient=True,
             auto_refresh=animated,
-            disable=quiet or not self._console.is_terminal,
+            disable=quiet or not self.console.is_terminal,
         )
+        self.prefix = ""
         self._animated = animated
         self._drawn = float("-inf")
         self._stage: tuple[str, TaskID] | None = None
-
-    @property
-    def console(self) -> Console:
-        """The console to print on while the bar is drawn."""
-        return self._console
 
     def __enter__(self) -> StageProgress:
         self._bar.start()
@@ -87,6 +83,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
     def update(self, stage: str, done: int, total: int | None) -> None:
         """Show that ``done`` of ``total`` units of a stage are done; ``None``: an unknown number."""
+        stage = self.prefix + stage
         if self._stage is None or self._stage[0] != stage:
             self._begin(stage, total)
         assert self._stage is not None
@@ -103,8 +100,8 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._stage = stage, self._bar.add_task(shown, total=total)
         is_long = stage.startswith(_PRINTED_ONCE) or stage.endswith(_KEPT)
         if (
-            not self._console.is_terminal
+            not self.console.is_terminal
             and not self._quiet
             and (is_long or (self._every and stage != _STARTING))
         ):
-            self._console.print(f"{shown} ...", markup=False, soft_wrap=True)
+            self.console.print(f"{shown} ...", markup=False, soft_wrap=True)

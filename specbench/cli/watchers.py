@@ -7,7 +7,7 @@ import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli.console import write_out
@@ -138,15 +138,6 @@ class TraceOutput:
 
 def _open_as_it_is(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
-
-
-class Watcher(Protocol):
-    """Takes the records of a run as they come."""
-
-    def record(self, record: Prefill | Step) -> None: ...
-
-    def end(self, result: Generation) -> None:
-        """Take the result of a run that has ended or was interrupted."""
 
 
 class TextOutput:
