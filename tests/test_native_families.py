@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from test_native import chosen, in_one_call, relative
 
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
@@ -25,7 +26,6 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
-from specbench.options import CacheKind
 
 pytestmark = pytest.mark.skipif(
     not (native.is_available() and can_pack(torch.float32, "cpu")), reason="no native passes here"
@@ -79,13 +79,6 @@ def packed(kind: str, **more: Any) -> Any:
     return model
 
 
-def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
-    """A scorer that has come to native passes by itself."""
-    scorer = Scorer(model, cache)
-    assert type(scorer.forward) is ways.NativeForward
-    return scorer
-
-
 def usual(model: Any) -> Scorer:
     scorer = Scorer(model)
     scorer.forward = ways.HFForward(model, scorer.cache)
@@ -103,10 +96,6 @@ def passes(scorer: Scorer) -> Iterator[torch.Tensor]:
     yield found.logits
     assert found.hidden is not None
     yield found.hidden
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
@@ -202,14 +191,7 @@ def test_requests_have_the_bits_they_have_alone(kind, pool, monkeypatch):
     scorer, choice = chosen(packed(kind)), random.Random(0)
     batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
     assert batch.why_not_batched is None
-    own, seen = ways.RaggedForward._run_native, list[bool]()
-
-    def noticed(*given: Any) -> Any:
-        found = own(*given)
-        seen.append(found is not None)
-        return found
-
-    monkeypatch.setattr(ways.RaggedForward, "_run_native", noticed)
+    seen = in_one_call(monkeypatch)
     scorers, contexts = [batch.open() for _ in range(3)], [CONTEXT[:50], CONTEXT[5:9], CONTEXT[3:41]]
     order = choice.sample(range(3), 3)
     batch.score([ForwardRequest(scorers[i], contexts[i][:-1], rows=1) for i in order])

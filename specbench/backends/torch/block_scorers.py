@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specbench.backends.torch.block_heads import DFlashHead
@@ -69,7 +69,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     ) -> None:
         config: Any = head.shape.layer
         weight = head.norm.weight
-        super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
+        super().__init__(head, layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self.longest, self._dtype = head, head.block.drafted, weight.dtype
         self._embed, self.predicts_acceptance = head.embed_tokens or embed, head.block.confidence
         self._caches = [PreallocatedLayer() for _ in head.layers]
@@ -77,10 +77,6 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def _reset(self) -> None:
         super()._reset()
         self._block: Block | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        return self.head
 
     def resume(self, cached_tokens: int) -> None:
         super().resume(cached_tokens)

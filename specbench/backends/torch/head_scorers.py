@@ -39,6 +39,7 @@ class HeadScorer(Generic[Input, Output]):
     can be computed together.
 
     Args:
+        model: The head.
         layers: Layers of the target whose hidden states it reads, see ``ForwardRequest``.
         context_limit: Its longest context, in tokens; ``None`` for no limit.
         embeddings: Number of different tokens that have an embedding.
@@ -64,13 +65,14 @@ class HeadScorer(Generic[Input, Output]):
 
     def __init__(
         self,
+        model: nn.Module,
         layers: Sequence[int],
         device: torch.device,
         fitted: FittedLogits,
         context_limit: int | None,
         embeddings: int,
     ) -> None:
-        self.layers = tuple(layers)
+        self.model, self.layers = model, tuple(layers)
         self.device, self.context_limit, self.embeddings = device, context_limit, embeddings
         self.vocabulary, self.vocab_size = fitted.vocabulary, fitted.vocab_size
         self.epoch = 0
@@ -80,11 +82,6 @@ class HeadScorer(Generic[Input, Output]):
     def _reset(self) -> None:
         """Forget what is known of the context."""
         self._known = 0  # positions whose target states are known, or were read
-
-    @property
-    def model(self) -> nn.Module:
-        """The head."""
-        raise NotImplementedError
 
     @property
     def cached_len(self) -> int:
@@ -210,7 +207,7 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     ) -> None:
         config: Any = head.shape.layer
         weight = next(head.parameters())
-        super().__init__(layers, weight.device, fitted, context_limit, config.vocab_size)
+        super().__init__(head, layers, weight.device, fitted, context_limit, config.vocab_size)
         self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
         self._forward = choose_head_forward(head)
         self._caches = [PreallocatedLayer() for _ in head.layers]
@@ -222,10 +219,6 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
         self._last = torch.empty(0)  # states of the last of these
         self._features: list[Tensor] = []  # after the context, and after each node of the draft
         self._rows: list[Tensor] = []
-
-    @property
-    def model(self) -> nn.Module:
-        return self.head
 
     @property
     def cached_len(self) -> int:
@@ -367,17 +360,13 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
         fitted: FittedLogits,
         embeddings: int,
     ) -> None:
-        super().__init__((layer,), device, fitted, None, embeddings)
+        super().__init__(heads, (layer,), device, fitted, None, embeddings)
         self.heads, self.longest, self._dtype = heads, heads.heads, dtype
 
     def _reset(self) -> None:
         super()._reset()
         self._state: Tensor | None = None
         self._rows: list[Tensor] = []
-
-    @property
-    def model(self) -> nn.Module:
-        return self.heads
 
     def resume(self, cached_tokens: int) -> None:
         super().resume(cached_tokens)

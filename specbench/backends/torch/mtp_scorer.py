@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
@@ -50,7 +50,7 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
         weight = next(head.parameters())
         self.head, self._dtype = head, weight.dtype
         self._embed = head.embed_tokens or embed
-        super().__init__(layers, weight.device, fitted, context_limit, head.shape.layer.vocab_size)
+        super().__init__(head, layers, weight.device, fitted, context_limit, head.shape.layer.vocab_size)
         self.longest = len(head.layers)
         self._forwards = [HeadForward(layer) for layer in head.mtp_layers]
         # Keys and values of each layer, and then the features of each.
@@ -63,10 +63,6 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
         self._drafted: list[list[int]] = [[] for _ in range(count)]  # nodes whose entries come after these
         self._outputs: list[dict[int, Tensor]] = [{} for _ in range(count)]  # at these nodes
         self._rows: dict[int, Tensor] = {}  # logits after nodes; -1 is the context
-
-    @property
-    def model(self) -> nn.Module:
-        return self.head
 
     @property
     def cached_len(self) -> int:
