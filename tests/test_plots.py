@@ -34,7 +34,7 @@ from specbench.results.summary import CategoryRow, categorize, summarize, to_fra
 from specbench.show import plots
 from specbench.show.plots import canvas
 
-TREES = {"trees", "ranks"}
+TREES = {"ranks"}
 BATCHES = {"batches", "latency", "contexts"}
 SERVERS = {"servers"}
 CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS]
@@ -222,18 +222,6 @@ class TestContent:
 
 
 class TestTrees:
-    def test_what_each_keeps_and_how_wide_it_is(self, branching):
-        figure = plots.draw_figures(branching, ["trees"]).figures["trees"]
-        summary = summarize(branching).frame.set_index("config")
-        drafting = summary[summary["mean_nodes"].notna()].sort_values("tokens_per_step")
-        kept, rows, speed = figure.axes
-        found = [float(line.get_xdata()[0]) for line in kept.lines if line.get_marker() in canvas.MARKERS]
-        assert found == pytest.approx(drafting["tokens_per_step"].tolist())
-        widths = [float(line.get_xdata()[0]) for line in rows.lines if line.get_marker() in canvas.MARKERS]
-        assert widths == pytest.approx((1 + drafting["mean_nodes"]).tolist())
-        assert speed.get_xlabel() == "decode speed (tokens/s)"
-        assert "static-tree:nodes=8,verification=re…" in texts(figure)
-
     def test_ranks_are_rates_of_the_frame(self, branching):
         figure = plots.draw_figures(branching, ["ranks"]).figures["ranks"]
         frame = to_frame(ranks(branching), RankRow)

@@ -356,7 +356,7 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert names <= set(page.text)
 
 
-ELSEWHERE = {"contexts", "trees", "ranks", "servers", "batches", "latency"}
+ELSEWHERE = {"contexts", "ranks", "servers", "batches", "latency"}
 """Figures of what this run has not got: no trees, contexts, servers and batches."""
 
 

@@ -88,7 +88,6 @@ class Sheet:
         left: Indices of columns that contain text, in addition to the first; they are aligned left.
         styles: Terminal styles of the last column's cells, by their text.
         matrix: Whether all columns are equally important, so that columns that do not fit are shown in further tables.
-        folded: Whether Markdown shows only the number of rows until the reader unfolds the table.
         elsewhere: Where to find the columns that were left out.
     """
 
@@ -101,7 +100,6 @@ class Sheet:
     left: frozenset[int] = frozenset()
     styles: Mapping[str, str] = field(default_factory=dict)
     matrix: bool = False
-    folded: bool = False
     elsewhere: str = "in summary.md, or on a wider terminal"
 
 
@@ -136,9 +134,7 @@ def _markdown(part: Part) -> str:
         case Sheet():
             sides = ["---", *("---" if i in part.left else "---:" for i in range(1, len(part.headings)))]
             table = "\n".join([_row(part.headings), f"| {' | '.join(sides)} |", *map(_row, part.rows)])
-            table = f"{table}\n\n{_markdown(Items(part.notes))}" if part.notes else table
-            summary = f"<details><summary>{len(part.rows)} rows</summary>"
-            return f"{summary}\n\n{table}\n\n</details>" if part.folded else table
+            return f"{table}\n\n{_markdown(Items(part.notes))}" if part.notes else table
 
 
 def _row(cells: Iterable[str]) -> str:

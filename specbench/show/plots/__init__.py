@@ -68,8 +68,7 @@ def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn
                 try:
                     figures[name] = _freeze_layout(kind.build(run))
                 except NoDataError as reason:
-                    unknown_steps = run.servers and not kind.of_servers
-                    skipped[name] = "servers do not report their steps" if unknown_steps else str(reason)
+                    skipped[name] = str(reason)
     if not figures:
         raise UsageError(
             f"There is nothing to plot: {'; '.join(dict.fromkeys(skipped.values()))}.", "Measure more."

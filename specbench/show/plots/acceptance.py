@@ -47,7 +47,7 @@ def acceptance(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Acceptance against draft length", *remarks)
 
 
-@figure("positions", "acceptance by position in the draft", table="Acceptance by position", of_servers=True)
+@figure("positions", "acceptance by position in the draft", table="Acceptance by position")
 def positions(run: PlotData) -> Figure:
     known: dict[str, list[PositionRow]] = {}
     for row in acceptance_by_position(run.results):
@@ -145,37 +145,6 @@ def accepted_length(run: PlotData) -> Figure:
         else "",
     )
     return canvas.finish(body, run, "Accepted length", *remarks)
-
-
-@figure("trees", "tokens per step by tree and verification method, and speed against rows")
-def trees(run: PlotData) -> Figure:
-    if not ranks(run.results):
-        raise NoDataError("no tree was drafted")
-    rows = [row for row in run.rows if not math.isnan(row.mean_nodes)]
-    rows.sort(key=lambda row: row.tokens_per_step.value)
-    body, grid = canvas.panels(3, 0.45 + 0.3 * len(rows), sharey=True)
-    no_interval = np.full(len(rows), math.nan)
-    shown = (
-        ("tokens per step", canvas.estimates(rows, "tokens_per_step")),
-        (
-            "rows of a target's forward",
-            (np.array([1.0 + row.mean_nodes for row in rows]), no_interval, no_interval),
-        ),
-        ("decode speed (tokens/s)", canvas.estimates(rows, "tokens_per_second")),
-    )
-    for axes, (label, figures) in zip(grid, shown, strict=True):
-        for number, (row, value, low, high) in enumerate(zip(rows, *figures, strict=True)):
-            error = None if math.isnan(low) else np.maximum([[value - low], [high - value]], 0.0)
-            color, marker = run.mark(row.config)
-            axes.errorbar(value, number, xerr=error, fmt=marker, color=color, markersize=4)
-        axes.set_ylim(-0.7, len(rows) - 0.3)
-        names = [_name(row, run) for row in rows]
-        axes.set_yticks(range(len(rows)), names, fontsize=0.79 * canvas.FONT_SIZE)
-        axes.set_xlabel(label)
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.margins(x=0.1)
-        canvas.grid_lines(axes, "x")
-    return canvas.finish(body, run, "Draft trees", "Means.", run.intervals)
 
 
 def _name(row: SummaryRow, run: PlotData) -> str:

@@ -90,13 +90,11 @@ class FigureKind:
         build: Draws it.
         about: What it shows, in a line.
         table: Heading of the report's table with its numbers; empty without one.
-        of_servers: Whether the figure can show servers, whose single steps are unknown.
     """
 
     build: Callable[[PlotData], Figure]
     about: str
     table: str
-    of_servers: bool
 
 
 FIGURES: dict[str, FigureKind] = {}
@@ -104,7 +102,7 @@ FIGURES: dict[str, FigureKind] = {}
 
 
 def figure(
-    name: str, about: str, *, table: str = "", of_servers: bool = False
+    name: str, about: str, *, table: str = ""
 ) -> Callable[[Callable[[PlotData], Figure]], Callable[[PlotData], Figure]]:
     """Register the decorated function in ``FIGURES``; the arguments are the fields of ``FigureKind``.
 
@@ -112,7 +110,7 @@ def figure(
     """
 
     def register(build: Callable[[PlotData], Figure]) -> Callable[[PlotData], Figure]:
-        FIGURES[name] = FigureKind(build, about, table, of_servers)
+        FIGURES[name] = FigureKind(build, about, table)
         return build
 
     return register

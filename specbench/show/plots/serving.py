@@ -24,7 +24,7 @@ _CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right")
 """Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
 
 
-@figure("servers", "speed of servers, and speedup over the first", table="Speed", of_servers=True)
+@figure("servers", "speed of servers, and speedup over the first", table="Speed")
 def servers(run: PlotData) -> Figure:
     alone = [row for row in run.servers if row.config.batch is None]
     rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
@@ -47,7 +47,7 @@ def servers(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Servers", run.intervals)
 
 
-@figure("batches", "speedup against batch size", table="Speed", of_servers=True)
+@figure("batches", "speedup against batch size", table="Speed")
 def speedup_by_batch(run: PlotData) -> Figure:
     best = _best(batch_curves(run.summary))
     if not best:
@@ -57,7 +57,7 @@ def speedup_by_batch(run: PlotData) -> Figure:
     return _speedups(run, series, "requests at a time", "Speedup against batch size", *said)
 
 
-@figure("contexts", "speedup against length of context", table="Speed", of_servers=True)
+@figure("contexts", "speedup against length of context", table="Speed")
 def speedup_by_context(run: PlotData) -> Figure:
     curves = context_curves(run.summary)
     if not curves:
@@ -73,7 +73,7 @@ def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *r
     return canvas.one_panel(run, series, "speedup", labels, {f"{over} = 1": 1.0}, title, *remarks)
 
 
-@figure("latency", "throughput against latency", table="Batches of requests", of_servers=True)
+@figure("latency", "throughput against latency", table="Batches of requests")
 def latency(run: PlotData) -> Figure:
     requests = request_rows(run.results)
     if not requests:

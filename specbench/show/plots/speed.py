@@ -66,7 +66,7 @@ def prediction(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Predicted against measured speedup", *remarks)
 
 
-@figure("categories", "speedup by category and configuration", table="By category", of_servers=True)
+@figure("categories", "speedup by category and configuration", table="By category")
 def by_category(run: PlotData) -> Figure:
     cells = [row for row in categorize(run.results) if not math.isnan(row.speedup.value)]
     if not cells:

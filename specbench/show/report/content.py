@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
 from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes, save_figure
-
-_LONG_TABLE = 16
-"""Rows above which a table is folded."""
 
 _PIXELS_PER_INCH = 124
 """At which the letters of a figure are as tall as those of the tables."""
@@ -114,18 +111,14 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         "Training": tables.training_sheet(training_rows(results)),
         "Acceptance by position": tables.position_sheet(positions(results)),
     }
-    folded = {
-        title: replace(each, folded=len(each.rows) > _LONG_TABLE)
-        for title, each in sheets.items()
-        if each.rows
-    }
     lines = list(_costs(results.run))
     return Report(
         name=one_line(name),
         answers=find_answers(results, summary, categories),
         warnings=_warnings(results, summary),
         summary=summary,
-        tables={"Speed": tables.summary_sheet(summary), **folded},
+        tables={"Speed": tables.summary_sheet(summary)}
+        | {title: each for title, each in sheets.items() if each.rows},
         figures=figures,
         missing=missing,
         method=_method(results),
