@@ -17,7 +17,7 @@ from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
-from specbench.decoding.stops import LabeledText, StopRules
+from specbench.decoding.stops import LabeledText, StopRules, TextStream
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
@@ -301,13 +301,11 @@ class GenerationRun:
         """Return the output so far; ``finish_reason`` is ``None`` until the end."""
         prefill = self._prefill or Prefill(self.prompt_tokens, None, 0.0)
         tokens = self._tokens()
-        origins = [*prefill.origins, *(origin for step in self._steps for origin in step.origins)]
         last: Prefill | Step = self._steps[-1] if self._steps else prefill
-        pieces = self._pieces(shown_tokens(tokens, last.finish_reason), origins)
         return Generation(
             prompt_tokens=self.prompt_tokens,
             token_ids=tuple(tokens),
-            text=None if pieces is None else "".join(text for _, text in pieces),
+            text=self._text(shown_tokens(tokens, last.finish_reason)),
             finish_reason=last.finish_reason,
             prefill=prefill,
             steps=tuple(self._steps),
@@ -318,7 +316,6 @@ class GenerationRun:
             lossless=self.decoding.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
             costs=None if isinstance(self.drafter, NoDraft) else self.policy.costs(),
-            pieces=pieces,
         )
 
     def _tokens(self) -> list[int]:
@@ -326,16 +323,11 @@ class GenerationRun:
         rest = [token for step in self._steps for token in step.tokens]
         return rest if first is None else [first, *rest]
 
-    def _pieces(
-        self, tokens: Sequence[int], origins: Sequence[Origin]
-    ) -> tuple[tuple[Origin, str], ...] | None:
-        stream = self.text_stream()
-        if stream is None:
+    def _text(self, tokens: Sequence[int]) -> str | None:
+        if self.target.tokenizer is None:
             return None
-        pieces: list[tuple[Origin, str]] = []
-        for token, origin in zip(tokens, origins, strict=False):
-            pieces += stream.push(token, origin)
-        return (*pieces, *stream.finish(origins[len(tokens) - 1] if tokens else "target"))
+        stream = TextStream(self.target.tokenizer, self.decoding.stop)
+        return "".join([*map(stream.push, tokens), stream.finish()])
 
 
 def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:

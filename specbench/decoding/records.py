@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from specbench.base.textsafe import counted
-from specbench.decoding.origins import Origin, as_html
+from specbench.decoding.origins import Origin
 
 PARTS = ("draft", "verify", "accept", "rollback", "other")
 """The parts of a step's time, in order."""
@@ -282,7 +282,7 @@ class SharedPass:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Generation:
-    """A finished or interrupted output with its records. Notebooks color its text by the source of each token.
+    """A finished or interrupted output with its records.
 
     Attributes:
         token_ids: The emitted tokens, including the end token or those of a stop string.
@@ -294,8 +294,6 @@ class Generation:
         lossless: Whether the target's distribution is kept (False without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
         costs: The costs that the policy used, if any, as ``--costs`` takes them.
-        pieces: The text by token with its source; characters of several tokens belong to the last. ``None`` without a
-            tokenizer.
 
     Example:
         >>> result.drafter, result.lossless
@@ -315,22 +313,15 @@ class Generation:
     lossless: bool
     policy: str = "none"
     costs: Mapping[str, Any] | None = None
-    pieces: tuple[tuple[Origin, str], ...] | None = None
 
     def __repr__(self) -> str:
         text = self.text or ""
         text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
-        return f"Generation({self._in_short()}: {text!r})"
-
-    def _repr_html_(self) -> str | None:
-        """Return the HTML for notebooks; ``None`` for the ``repr``."""
-        return None if self.pieces is None else as_html(self.pieces, self._in_short())
-
-    def _in_short(self) -> str:
         parts = [f"{len(self.token_ids)} tokens"]
         if self.steps:
             emitted = sum(len(step.tokens) for step in self.steps)
             parts += [f"{emitted / len(self.steps):.2f} per step"]
             if drafted := sum(step.gamma for step in self.steps):
                 parts += [f"{sum(step.accepted for step in self.steps)} of {drafted} drafts accepted"]
-        return ", ".join([*parts, self.finish_reason or "interrupted"])
+        parts += [self.finish_reason or "interrupted"]
+        return f"Generation({', '.join(parts)}: {text!r})"
