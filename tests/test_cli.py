@@ -189,17 +189,8 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
 
 
 def test_not_lossless_is_said_before_and_behind_the_text(tiny):
-    arguments = (
-        "the",
-        "-n",
-        12,
-        "-t",
-        1,
-        "--no-residual-adjustment",
-        "--compare",
-        "--drafter",
-        "self:layers=1",
-    )
+    words = "the -n 12 -t 1 --no-residual-adjustment --compare --drafter self:layers=1"
+    arguments = words.split()
     result = tiny(*arguments)
     assert result.err.count("NOT LOSSLESS") == 2
     assert "distribution is the same" not in result.err

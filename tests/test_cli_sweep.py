@@ -199,16 +199,11 @@ def test_failures_are_told_and_tried_again(sweep, tmp_path, monkeypatch):
 
 
 def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
-    asked = (
+    asked = [
         "--out",
         tmp_path / "run",
-        "--baseline",
-        "transformers",
-        "--baseline",
-        "beam:2",
-        "--baseline",
-        "beam:3",
-    )
+        *["--baseline", "transformers", "--baseline", "beam:2", "--baseline", "beam:3"],
+    ]
     code, _, err = sweep(*asked)
     assert code == 0, err
     assert "tokens differ" not in err

@@ -80,18 +80,7 @@ def sweep(cli: Cli, tmp_path, monkeypatch) -> Callable[..., Result]:
     )
 
     def call(*arguments: object, **servers: ScriptedServer) -> Result:
-        words = [
-            "--prompts",
-            "./mine.jsonl",
-            "-n",
-            NEW,
-            "--repeats",
-            2,
-            "--warmup",
-            0,
-            "--prompt-cache",
-            "keep",
-        ]
+        words = f"--prompts ./mine.jsonl -n {NEW} --repeats 2 --warmup 0 --prompt-cache keep".split()
         for name, each in servers.items():
             words += ["--server", f"{name}={each.url}"]
         return cli("sweep", *words, "--out", "run", *arguments)

@@ -138,18 +138,7 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
     if arguments[0] == "check":
         return [*arguments, "--limit", "1", "--max-new-tokens", "6"]
     if arguments[0] == "sweep":
-        limits = [
-            "--gamma",
-            "1,2",
-            "--limit",
-            "2",
-            "--max-new-tokens",
-            "6",
-            "--repeats",
-            "1",
-            "--warmup",
-            "0",
-        ]
+        limits = shlex.split("--gamma 1,2 --limit 2 --max-new-tokens 6 --repeats 1 --warmup 0")
         return [*arguments, *limits, *([] if "--out" in arguments else ["--out", str(out)])]
     return arguments
 

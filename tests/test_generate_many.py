@@ -237,17 +237,8 @@ def test_requests_arrive_one_after_the_other_and_every_pass_is_told():
 
 def test_a_target_that_a_device_map_has_spread_serves_batches():
     """Every module on a device of the map, which all are the processor: accelerate's hooks are on all of them."""
-    places = dict.fromkeys(
-        (
-            "model.embed_tokens",
-            "model.layers.0",
-            "model.layers.1",
-            "model.norm",
-            "model.rotary_emb",
-            "lm_head",
-        ),
-        "cpu",
-    )
+    inner = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+    places = dict.fromkeys([*(f"model.{name}" for name in inner), "lm_head"], "cpu")
     spread = wrap_target(dispatch_model(tiny_llama(), places, force_hooks=True), tiny_tokenizer())
     assert hasattr(spread.language_model.model.model.layers[1], "_hf_hook")
     own = load_drafter("lookup", spread)

@@ -12,6 +12,7 @@ import html.parser
 import json
 import os
 import re
+import shlex
 import shutil
 import struct
 import sys
@@ -318,17 +319,7 @@ def theirs(tmp_path) -> Path:
     )
 
 
-SWEEP = [
-    "sweep",
-    "--out",
-    "theirs",
-    "--resume",
-    "--accept-changes",
-    "--target",
-    "model",
-    "--dtype",
-    "float32",
-]
+SWEEP = shlex.split("sweep --out theirs --resume --accept-changes --target model --dtype float32")
 
 
 @pytest.fixture
