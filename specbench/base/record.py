@@ -144,6 +144,11 @@ def finite(data: Any) -> Any:
     return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
+def finite_or_none(value: float | None) -> float | None:
+    """Return ``None`` for NaN and infinities, which JSON lacks."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def ratio(numerator: float, denominator: float) -> float:
     """Return the ratio, or NaN if the denominator is 0."""
     return numerator / denominator if denominator else math.nan

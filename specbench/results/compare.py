@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate, Json
+from specbench.base.record import Estimate, Json, finite_or_none
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, whole_speed
@@ -484,7 +484,7 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
             "category": row.category,
             "prompts": row.ratio.prompts,
             **{
-                f"{name}{end}": _finite(getattr(estimate, part))
+                f"{name}{end}": finite_or_none(getattr(estimate, part))
                 for name, estimate in (("a", row.a), ("b", row.b), ("ratio", row.ratio))
                 for end, part in (("", "value"), ("_low", "low"), ("_high", "high"))
             },
@@ -506,7 +506,3 @@ def to_json(compared: Compared, fail_below: float | None = None) -> Json:
         "fail_below": fail_below,
         "below": [] if fail_below is None else [row.label for row in compared.below(fail_below)],
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from specbench.base.record import Estimate
@@ -77,10 +76,7 @@ def request_rows(results: Results) -> list[RequestRow]:
 
 
 def _percentiles(values: pd.Series[float]) -> dict[str, float]:
-    known = values.dropna().to_numpy(dtype=np.float64)
-    return {
-        name: float(np.percentile(known, int(name[1:]))) if len(known) else math.nan for name in PERCENTILES
-    }
+    return {name: float(values.astype(float).quantile(int(name[1:]) / 100)) for name in PERCENTILES}
 
 
 @dataclass(frozen=True, slots=True)

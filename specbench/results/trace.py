@@ -7,7 +7,6 @@ Fields with a default can be missing, since older traces lack some.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Json, Number, Record, to_dict, wrong_field
+from specbench.base.record import Count, Json, Number, Record, finite_or_none, to_dict, wrong_field
 from specbench.base.textsafe import counted
 from specbench.decoding.records import Prefill, Step
 
@@ -170,7 +169,7 @@ def prefill_event(prefill: Prefill, piece: Callable[[int], str]) -> TracePrefill
         token=prefill.token,
         time_s=prefill.time_s,
         finish_reason=prefill.finish_reason,
-        probability=_finite(prefill.probability),
+        probability=finite_or_none(prefill.probability),
         text=None if prefill.token is None else piece(prefill.token),
     )
 
@@ -187,9 +186,9 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         TraceVerdict(
             token=each.token,
             text=piece(each.token),
-            q=_finite(each.q),
-            p=_finite(each.p),
-            ratio=None if each.p is None else _finite(each.p / max(each.q, _SMALLEST_Q)),
+            q=finite_or_none(each.q),
+            p=finite_or_none(each.p),
+            ratio=None if each.p is None else finite_or_none(each.p / max(each.q, _SMALLEST_Q)),
             r=each.r,
             verdict=each.verdict,
         )
@@ -206,21 +205,16 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         tokens=list(step.tokens),
         texts=[piece(token) for token in step.tokens],
         closing=step.closing,
-        closing_probability=_finite(step.closing_probability),
-        expected_acceptance=[_finite(value) for value in step.expected_acceptance],
+        closing_probability=finite_or_none(step.closing_probability),
+        expected_acceptance=[finite_or_none(value) for value in step.expected_acceptance],
         times=TraceTimes(**asdict(step.times)),
         finish_reason=step.finish_reason,
-        policy={name: _finite(value) for name, value in step.policy.items()},
+        policy={name: finite_or_none(value) for name, value in step.policy.items()},
         verdicts=verdicts,
         forced=list(step.forced),
         parents=UNSET if step.parents is None else list(step.parents),
         experts=UNSET if read is None else TraceExperts(by_layer=list(read.by_layer), one=read.one),
     )
-
-
-def _finite(value: float | None) -> float | None:
-    """Return ``None`` for NaN and infinities, which JSON does not have and which a broken model can cause."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 # --- Files ----------------------------------------------------------------------------------------

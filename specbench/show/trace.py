@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from specbench.base.textsafe import terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
-from specbench.show.document import Facts, Heading, Part, Sheet, Span, show
+from specbench.show.document import Facts, Heading, Part, Sheet, Span, show, to_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -298,10 +298,7 @@ class TraceView:
             show(console, *parts)
             console.print()
             return
-        console.width = _FILE_CELLS
-        with console.capture() as printed:
-            show(console, *parts)
-        console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().split("\n")))
+        console.file.write(to_text(*parts, width=_FILE_CELLS) + "\n")
 
 
 def tokens_of(event: TracePrefill | TraceStep) -> list[tuple[str, str]]:
