@@ -286,17 +286,12 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (["--stop", ""], ["stop string is empty"]),
         (["--draft-policy", "egag", "--draft-policy", "egag"], ["egag is given twice"]),
         (["--gamma", "8..1"], ["runs backwards", "1..8"]),
         (["--gamma", "2", "--draft-policy", "auto"], ["auto has no option --gamma"]),
         (["--drafter", "lookup", "--drafter", "ngram", "--draft-policy", "svip"], ["reads the drafter's"]),
         (["--draft-policy", "egag"], ["reads the drafter's distribution"]),
         (["--drafter", "self:layers=9"], ["layers"]),
-        (["--limit", "0"], ["--limit"]),
-        (["--category", "nothing"], ["No prompt has the category"]),
-        (["--temperature", "-1"], ["--temperature"]),
-        (["--prompts", "nowhere"], ["There is no prompt set"]),
         (["--costs", "x.json", "--gamma", "2"], ["has no option --costs"]),
     ],
 )

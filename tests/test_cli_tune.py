@@ -247,13 +247,8 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--prompts", "nowhere.jsonl"), ("no prompt file",)),
-        (("--category", "poetry"), ("No prompt has the category poetry",)),
         (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
-        (("--drafter", "nonsense:"), ("nonsense",)),
-        (("--temperature", "inf"), ("temperature is inf",)),
         (("--max-new-tokens", "1"), ("new tokens is 1", "at least 2")),
-        (("--device", "tpu"), ("Unknown device 'tpu'",)),
         (("--minutes", "-1"), ("--minutes is -1",)),
         (("--resume",), ("no unfinished run of `specbench tune` in results/",)),
     ],

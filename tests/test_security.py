@@ -333,10 +333,8 @@ def one_figure(monkeypatch):
     ("words", "name"),
     [
         (["report", "theirs"], "report.html"),
-        (["report", "theirs"], "report.md"),
         (["report", "theirs"], "plots"),
         (["report", "theirs"], "plots/speedup.png"),
-        (["plot", "theirs"], "plots"),
         (["plot", "theirs"], "plots/speedup.png"),
         (SWEEP, "run.json"),
         (SWEEP, "generations.jsonl"),
