@@ -112,13 +112,12 @@ class ScriptedEngine:
     ) -> GroupOutcome:
         self.workloads.append((config.id, workload))
         served = []
-        for number, asked in enumerate(workload.requests):
+        for asked in workload.requests:
             alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
             served.append(
                 replace(
                     alone,
                     decode_s=alone.decode_s * self.slower(config, asked.prompt),
-                    arrived_s=workload.times[number] if workload.times else 0.0,
                     queued_s=0.025,
                 )
             )

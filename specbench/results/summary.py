@@ -525,8 +525,7 @@ def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = s
 # -- data frames -----------------------------------------------------------------------------------
 
 _CONFIG_FIELDS = (
-    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "arrivals",
-    "context",
+    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "context",
 )  # fmt: skip
 
 
