@@ -21,9 +21,9 @@ import pytest
 from specbench.base.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, options_of, with_models
-from specbench.results.lines import STEP_FIGURES, Measurement, StepLists, parse_line
+from specbench.results.lines import Measurement, parse_line
 from specbench.results.run import VERSION, Run
-from specbench.results.store import RunStore, read_run
+from specbench.results.store import read_run
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 from specbench.specs.policies import parse_policy
@@ -223,23 +223,6 @@ def measurement(row: Mapping[str, Any]) -> Measurement:
     return found
 
 
-def rows_of(store: RunStore) -> list[dict[str, Any]]:
-    """The lines of a store."""
-    return [json.loads(each.to_json()) for each in store.measurements()]
-
-
-def step_lists(drafted: Sequence[int], **lists: Any) -> StepLists:
-    """Steps that took no time, with these lists."""
-    count = len(drafted)
-    usual = {name: [0 if kind is int else 0.0] * count for name, kind in STEP_FIGURES.items()}
-    fields = (
-        usual
-        | {"drafted": list(drafted), "nodes": list(drafted), "expected_acceptance": [[] for _ in drafted]}
-        | lists
-    )
-    return StepLists(**fields)
-
-
 # -- with given speeds -------------------------------------------------------------------------------
 
 
@@ -316,6 +299,10 @@ PASS_S = {
 }
 
 
+NOISE = 0.03
+"""Of times, on the logarithmic scale."""
+
+
 @dataclass(frozen=True)
 class Drafter:
     """A drafter that is accepted with chance ``alpha`` (± by category) at ``c`` target passes per token."""
@@ -344,30 +331,23 @@ def write_run(
     prompts_per_category: int = 2,
     tokens: int = 64,
     repeats: int = 2,
-    noise: float = 0.03,
-    seed: int = 0,
-    temperature: float = 0.0,
     target: str = "Qwen2.5-Coder-1.5B-Instruct",
-    entropy_policy: bool = False,
     policies: tuple[str, ...] = (),
     transformers_row: bool = False,
     run_id: str = "c0ffee",
     costs: bool = True,
 ) -> Path:
     """Write a run folder; every generation emits ``tokens`` tokens, the first of them by the prefill."""
-    rng = np.random.default_rng(seed)
-    hot = {"temperature": temperature}
-    configs = [config_from_recipe("plain", **hot)]
+    rng = np.random.default_rng(0)
+    configs = [config_from_recipe("plain")]
     configs += [
-        config_from_recipe(f"{each.name}@{g}", id=f"{each.name}-g{g}", **hot)
-        for each in drafters
-        for g in gammas
+        config_from_recipe(f"{each.name}@{g}", id=f"{each.name}-g{g}") for each in drafters for g in gammas
     ]
-    for name in ("egag",) * entropy_policy + policies:
+    for name in policies:
         who = drafters[0].name
-        configs.append(config_from_recipe(name, label=f"{who} {name}", drafter=who, draft_policy=name, **hot))
+        configs.append(config_from_recipe(name, label=f"{who} {name}", drafter=who, draft_policy=name))
     if transformers_row:
-        configs.append(config_from_recipe("transformers", id="hf", **hot))
+        configs.append(config_from_recipe("transformers", id="hf"))
     by_name = {drafter.name: drafter for drafter in drafters}
     prompts = [f"{category}-{i + 1:02d}" for category in categories for i in range(prompts_per_category)]
     tilt = dict(zip(categories, np.linspace(-1.2, 1.2, len(categories)), strict=True))
@@ -386,10 +366,10 @@ def write_run(
                     if who is None
                     else float(np.clip(who.alpha + who.spread * (tilt[category] + own), 0.02, 0.98))
                 )
-                steps = _steps(rng, config, who, alpha, tokens - 1, noise, drift)
+                steps = _steps(rng, config, who, alpha, tokens - 1, drift)
                 plain_s = 0.0
                 if config["kind"] == "transformers":
-                    plain_s = 1.6 * PASS_S[1] * (tokens - 1) * drift * float(np.exp(rng.normal() * noise))
+                    plain_s = 1.6 * PASS_S[1] * (tokens - 1) * drift * float(np.exp(rng.normal() * NOISE))
                     steps = {name: {} if name == "policy" else [] for name in steps}
                 decode = plain_s + sum(
                     sum(steps[f"{part}_s"]) for part in ("draft", "verify", "accept", "rollback", "other")
@@ -405,7 +385,7 @@ def write_run(
         "drafter_pass_s": {d.name: d.c * PASS_S[1] for d in drafters},
     }
     run = described(
-        configs, map(prompt_of, prompts), run_id=run_id, seed=seed, repeats=repeats, max_new_tokens=tokens,
+        configs, map(prompt_of, prompts), run_id=run_id, repeats=repeats, max_new_tokens=tokens,
         environment={"cpu": "AMD EPYC 9R14", "cores": 2, "threads": 2, "ram_gb": 25.0, "devices": []},
         target={"name": target, "fingerprint": "0", "dtype": "bfloat16", "device": "cpu", "vocab_size": 151936},
         costs=times if costs else None,
@@ -419,7 +399,6 @@ def _steps(
     drafter: Drafter | None,
     alpha: float,
     tokens: int,
-    noise: float,
     drift: float,
 ) -> dict[str, Any]:
     names = (
@@ -440,7 +419,7 @@ def _steps(
         passed = rng.random(gamma) < alpha
         accepted = int(np.cumprod(passed).sum())
         tested = min(gamma, accepted + 1)
-        wobble = drift * float(np.exp(rng.normal() * noise))
+        wobble = drift * float(np.exp(rng.normal() * NOISE))
         verify = float(np.interp(gamma + 1, list(PASS_S), list(PASS_S.values())))
         c = 0.0 if drafter is None else drafter.c
         values = {

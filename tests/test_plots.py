@@ -44,7 +44,7 @@ LONG = Drafter("an-organization/with-a-rather-long-model-name-$1B$_{x}-[red]-Int
 @pytest.fixture(scope="module")
 def big(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("results") / "big"
-    return write_run(path, gammas=(1, 2, 4, 8), entropy_policy=True, transformers_row=True, tokens=48)
+    return write_run(path, gammas=(1, 2, 4, 8), policies=("egag",), transformers_row=True, tokens=48)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,8 @@ def rules(tmp_path_factory) -> pd.DataFrame:
 def branching(tmp_path_factory) -> pd.DataFrame:
     """One drafter with trees and chains."""
     path = tmp_path_factory.mktemp("results") / "trees"
-    policies = ("dynamic-tree", "static-tree:nodes=8,verification=recursive", "auto")
-    return load_results(
-        write_run(
-            path, drafters=DRAFTERS[:1], gammas=(2, 4), policies=policies, entropy_policy=True, tokens=48
-        )
-    )
+    policies = ("egag", "dynamic-tree", "static-tree:nodes=8,verification=recursive", "auto")
+    return load_results(write_run(path, drafters=DRAFTERS[:1], gammas=(2, 4), policies=policies, tokens=48))
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def sheet(figures: Summary | list[CategoryRow]) -> tables.Sheet:
 def made(tmp_path_factory) -> Results:
     """4 drafters × γ 1, 2, 4, 8 × 9 categories."""
     path = tmp_path_factory.mktemp("run")
-    return load_results(write_run(path, gammas=(1, 2, 4, 8), transformers_row=True, entropy_policy=True))
+    return load_results(write_run(path, gammas=(1, 2, 4, 8), transformers_row=True, policies=("egag",)))
 
 
 class TestPairedRuns:
