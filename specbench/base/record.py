@@ -98,7 +98,7 @@ def to_json(*records: Struct, indent: int | None = None) -> bytes:
     return text.encode("ascii")
 
 
-def wrong_field(error: ValueError) -> str:
+def wrong_field(error: Exception) -> str:
     """Return the field that msgspec's error names (``configs[0].gamma``); empty if it names none."""
     text = str(error)
     place = text.rpartition("`$")[2].rstrip("`").removeprefix(".") if "`$" in text else ""

@@ -394,8 +394,9 @@ def parse_costs(data: object, drafter: str | None = None) -> CostSource:
     )
     if isinstance(reading, Mapping) and any(isinstance(each, Mapping) for each in reading.values()):
         reading = _of(reading, drafter)
+    times: Any = reading or {}
     try:
-        reading_s = {int(n): seconds for n, seconds in (reading or {}).items()}
+        reading_s = {int(n): seconds for n, seconds in times.items()}
     except (AttributeError, ValueError) as error:
         raise _bad("drafter_reading_s does not map numbers of tokens to seconds") from error
     growing_s = _of(given.drafter_context_s, drafter) or 0.0
