@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,10 +67,12 @@ def families() -> Iterator[tuple[str, Callable[[], Any]]]:
 BY_FAMILY = dict(families())
 
 
-def model_of(config: Any) -> Any:
+@cache
+def model_of(family: str) -> Any:
+    """The same object every time, so nothing may change it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return hf.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        return hf.AutoModelForCausalLM.from_config(BY_FAMILY[family]()).eval().requires_grad_(False)
 
 
 def with_layers(family: str, source: Any, kept: tuple[int, ...]) -> Any:
@@ -100,7 +103,7 @@ USUALLY_KEPT = [(0, 4), (0, 2, 3), (0, 1, 3, 4), (0,)]
     ("family", "kept"), [(family, kept) for family in BY_FAMILY for kept in KEPT.get(family, USUALLY_KEPT)]
 )
 def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
-    source = model_of(BY_FAMILY[family]())
+    source = model_of(family)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     before = whole(source, tokens)
     assert torch.equal(
@@ -160,7 +163,7 @@ def on_cache() -> Iterator[tuple[str, CacheKind, tuple[int, ...]]]:
 
 @pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
 def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
-    model = model_of(BY_FAMILY[family]())
+    model = model_of(family)
     target = Scorer(model, kind)
     form = Scorer(cheaper_form(model, kept, int8=False), target.cache)
     walk = Walk(target, 11)
@@ -187,7 +190,7 @@ def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
 @pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize(("family", "kind", "kept"), list(on_cache()))
 def test_it_leaves_no_trace(family, kind, kept, int8, first_target):
-    model = model_of(BY_FAMILY[family]())
+    model = model_of(family)
     target = Scorer(model, kind)
     drafter = SelfDrafter(Scorer(cheaper_form(model, kept, int8), target.cache), "self")
     for prompt in (1, 9):

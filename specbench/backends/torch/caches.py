@@ -201,8 +201,10 @@ class DynamicKVCache(KVCache):
         self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
         self._arguments = cache_arguments(self._cache, self._config)
         self._recording = False
-        forgetful = DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin
-        self.separate_prefill = any(isinstance(layer, forgetful) for layer in self._cache.layers)
+        self.separate_prefill = any(
+            isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
+            for layer in self._cache.layers
+        )
 
     @property
     def length(self) -> int:
