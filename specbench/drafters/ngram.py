@@ -18,21 +18,17 @@ if TYPE_CHECKING:
 
 
 class _Continuations:
-    """Counts of the tokens after one context, and the most frequent one (the last seen of equally frequent ones)."""
+    """Counts of the tokens after one context."""
 
-    __slots__ = ("_best", "counts", "total")
+    __slots__ = ("counts", "total")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # the token seen last is last
         self.total = 0
-        self._best: int | None = None  # None: not computed
 
     def add(self, token: int) -> None:
-        count = self.counts.pop(token, 0) + 1
-        self.counts[token] = count
+        self.counts[token] = self.counts.pop(token, 0) + 1
         self.total += 1
-        if self._best is not None and count >= self.counts[self._best]:
-            self._best = token
 
     def remove(self, token: int) -> None:
         """Remove the oldest occurrence of ``token``."""
@@ -41,14 +37,10 @@ class _Continuations:
             self.counts[token] -= 1
         else:
             del self.counts[token]
-        if token == self._best:
-            self._best = None
 
     def most_frequent(self) -> int:
-        if self._best is None:
-            highest = max(self.counts.values())
-            self._best = next(token for token in reversed(self.counts) if self.counts[token] == highest)
-        return self._best
+        """Return the most frequent token, the last seen of equally frequent ones."""
+        return max(reversed(self.counts), key=self.counts.__getitem__)
 
     def match_confidence(self) -> float:
         """Return the most frequent token's count over the sum of all counts plus one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.drafters.free import CandidateDrafter
@@ -24,17 +25,16 @@ class _Node:
 
     Attributes:
         count: Its occurrences.
-        next: By following token the longer string's node, or that token's place if it followed once.
+        next: By following token, the one seen last at the end, the longer string's node, or that token's place if it
+            followed once.
         total: Occurrences with a following token.
-        best: The most frequent following tokens, the last seen first where equally frequent; at most ``_BEST``.
     """
 
-    __slots__ = ("best", "count", "next", "total")
+    __slots__ = ("count", "next", "total")
 
     def __init__(self) -> None:
         self.count = self.total = 0
         self.next: dict[int, _Place] = {}
-        self.best: list[int] = []
 
     def count_of(self, token: int) -> int:
         """Return how often a token followed."""
@@ -43,22 +43,13 @@ class _Node:
 
     def followed_by(self, token: int, child: _Place) -> None:
         """Count a following token, now at ``child``."""
+        self.next.pop(token, None)
         self.next[token] = child
         self.total += 1
-        best, count = self.best, self.count_of(token)
-        if token in best:
-            place = best.index(token)
-        elif len(best) < _BEST:
-            place = len(best)
-            best.append(token)
-        elif count >= self.count_of(best[-1]):
-            place = _BEST - 1
-        else:
-            return
-        while place and count >= self.count_of(best[place - 1]):
-            best[place] = best[place - 1]
-            place -= 1
-        best[place] = token
+
+    def best(self) -> list[int]:
+        """Return the most frequent following tokens, the last seen first where equally frequent."""
+        return nlargest(_BEST, reversed(self.next), key=self.count_of)
 
 
 _Place: TypeAlias = "_Node | int"
@@ -121,8 +112,8 @@ class SuffixTrie:
             if isinstance(place, int):
                 if place + 1 < len(self._text) and self._text[place + 1] != _END:
                     return length, {self._text[place + 1]: (1, 1)}
-            elif place is not None and place.best:
-                return length, {token: (place.count_of(token), place.total) for token in place.best}
+            elif place is not None and place.next:
+                return length, {token: (place.count_of(token), place.total) for token in place.best()}
         return 0, {}
 
     def _find(self, string: Sequence[int]) -> _Place | None:

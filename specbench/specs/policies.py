@@ -147,7 +147,7 @@ POLICIES: tuple[PolicyKind, ...] = (
     PolicyKind(
         "confidence-head",
         "Stops where a DSpark head predicts that the draft will hardly be accepted that far.",
-        "confidence_head:ConfidenceHeadLength",
+        "outcomes:ConfidenceHeadLength",
         (
             _number("threshold", "threshold=P", 0.2, "the least predicted probability that all is accepted"),
             _most(16),
