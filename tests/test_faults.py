@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 
 import fault_child
 import forked
+import huggingface_hub
 import pytest
 from forked import CONTEXT, PATIENCE_S, Forked
 from scripted_engine import ScriptedEngine, make_sweep, new_store
@@ -31,12 +31,15 @@ from stored_runs import run_json
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.runner import run_sweep
 from specbench.models.builtin import prepare_gguf
+from specbench.models.load import load_model
+from specbench.options import LoadOptions
 from specbench.results.results import load_results
 from specbench.results.trace import read_trace
 
+CPU = LoadOptions("float32", "cpu")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, limits and mounts of POSIX")
 
 
@@ -411,27 +414,14 @@ def site() -> Iterator[Site]:
 
 
 class Hub:
-    """The hub as `tests/hub_child.py` sees it: one model, whose weights are a large file to it."""
+    """The hub: one model, whose weights are a large file to it."""
 
     repository, commit = "/org/name", "0123456789abcdef0123456789abcdef01234567"
 
-    def __init__(self, site: Site, folder: Path, home: Path) -> None:
-        self.site, self.home = site, home
+    def __init__(self, site: Site, folder: Path, cache: Path) -> None:
+        self.site, self.cache = site, cache
         for path in sorted(folder.iterdir()):
             self.publish(path.name, path.read_bytes())
-        environment = os.environ | {
-            "HF_ENDPOINT": site.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_CACHE": str(home / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1",
-            "HF_HUB_ETAG_TIMEOUT": "10", "HF_HUB_DOWNLOAD_TIMEOUT": "10", "NO_PROXY": "127.0.0.1",
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("hub_child.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
 
     def publish(self, name: str, content: bytes, *, as_if: bytes | None = None) -> None:
         """Put a file there; ``as_if`` is what its hash is said to be of."""
@@ -447,27 +437,31 @@ class Hub:
             self.site.files[f"{self.repository}/resolve/{revision}/{name}"] = (content, headers)
 
     def load(self) -> dict[str, str]:
-        """Have the child load the model; its answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("load\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, self.process.communicate()[1]
-        answer: dict[str, str] = json.loads(line)
-        return answer
+        """Load the model: its fingerprint, or the error."""
+        try:
+            return {"fingerprint": str(load_model("org/name", CPU, tokenizer=False).fingerprint)}
+        except SpecbenchError as error:
+            return {"error": str(error), "kind": type(error).__name__}
 
     def cached(self, name: str) -> Path:
         """Where a file of the model really lies."""
-        return (self.home / "hub" / "models--org--name" / "snapshots" / self.commit / name).resolve()
+        return (self.cache / "models--org--name" / "snapshots" / self.commit / name).resolve()
 
 
 @pytest.fixture
-def hub(site, models, tmp_path) -> Iterator[Hub]:
-    made = Hub(site, models / "tiny", tmp_path / "home")
-    yield made
-    made.process.kill()
-    made.process.communicate()
+def hub(site, models, tmp_path, monkeypatch) -> Hub:
+    constants = huggingface_hub.constants
+    for name, value in {
+        "ENDPOINT": site.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{site.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the hub's client waits before it tries again
+    return Hub(site, models / "tiny", tmp_path / "hub")
 
 
 def test_a_hub_models_files_are_fetched_again_when_broken_off_or_damaged(hub, site):
