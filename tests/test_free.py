@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedScorer, Ticking, random_table
+from scripted import ScriptedScorer, random_table
 from tiny import tiny_llama
 
 from specbench.base.errors import UsageError
@@ -169,12 +169,6 @@ def test_keep_looks_in_earlier_outputs_and_not_in_earlier_prompts():
     # The longer match counts: here 4 stood behind 5, there 3 behind 4 5.
     assert drafted(drafter, [5, 4, 6, 4, 5], 1).tokens == [3]
     assert drafted(drafter, [6, 4, 5, 7, 6, 4, 5], 1).tokens == [7]
-
-
-def test_the_reading_of_the_prompt_is_timed_once():
-    drafter = SuffixDrafter(clock=Ticking())
-    assert drafted(drafter, [1, 2]).prefill_s == 1.0
-    assert chain(drafter, [1, 2]).prefill_s == 0.0
 
 
 # As trees.

@@ -119,17 +119,6 @@ def test_impossible_tokens_stay_impossible(sampling):
     assert probabilities[1, 0] == 1
 
 
-def test_logits_that_cannot_be_written_to():
-    logits = random_logits(1, 50, 2.0).expand(
-        3, -1
-    )  # one row seen three times: writing would show everywhere
-    for sampling in [*SETTINGS, Greedy(1.5)]:
-        before = logits.clone()
-        sampling.probabilities(logits, [1, 2], [3, 4])
-        sampling.choose(logits, [1, 2], [3, 4])
-        assert torch.equal(logits, before)
-
-
 # -- the nucleus ----------------------------------------------------------------------------------
 
 
