@@ -112,12 +112,13 @@ class ScriptedEngine:
     ) -> GroupOutcome:
         self.workloads.append((config.id, workload))
         served = []
-        for asked in workload.requests:
+        for number, asked in enumerate(workload.requests):
             alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
             served.append(
                 replace(
                     alone,
                     decode_s=alone.decode_s * self.slower(config, asked.prompt),
+                    arrived_s=workload.times[number] if workload.times else 0.0,
                     queued_s=0.025,
                 )
             )

@@ -50,7 +50,7 @@ def test_summaries_of_commands_are_whole(cli, monkeypatch, width):
 
 
 VALUES = {
-    "api": "chat", "baseline": "transformers", "batch": "2",
+    "api": "chat", "arrivals": "closed:2", "baseline": "transformers", "batch": "2",
     "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
     "engine": "vllm", "grammar": 'start: "a"', "json_schema": "{}", "kv_pool": "paged", "prompt_cache": "keep",
     "prompts": "all",

@@ -1,4 +1,4 @@
-"""Sweeps over batches: groups, what is stored and shown of them, and the command on tiny models."""
+"""Sweeps over batches: groups, arrivals, what is stored and shown of them, and the command on tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specbench.bench.grid import Sweep, SweepConfig, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
-from specbench.bench.serving import BenchRequest, Workload, WorkloadResult, run_workload
+from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
@@ -35,8 +35,31 @@ from specbench.results.run import RunConfig
 from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 from specbench.show.answer import find_answers, how_far_it_pays
+from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 
 # -- what is asked for -----------------------------------------------------------------------------
+
+
+def test_ways_for_requests_to_come():
+    assert parse_arrivals("closed:8") == Closed(8)
+    assert parse_arrivals(" poisson:0.5") == Poisson(0.5)
+    assert parse_arrivals("poisson:2.") == Poisson(2.0)
+    assert [str(parse_arrivals(text)) for text in ("closed:8", "poisson:.25")] == ["closed:8", "poisson:0.25"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        *((each, "workload") for each in ("closed", "closed:-1", "closed:1.5", "poisson:nan", "uniform:3")),
+        ("closed:0", "clients"),
+        ("closed:100000", "clients"),
+        ("poisson:0", "per second"),
+        ("poisson:99999", "per second"),
+    ],
+)
+def test_bad_ways_for_requests_to_come(text, fragment):
+    with pytest.raises(UsageError, match=fragment):
+        parse_arrivals(text)
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -48,26 +71,32 @@ def batched(count: int = 4, **options: Any) -> Sweep:
 
 
 def test_every_batch_has_its_own_baseline():
-    configs = batched(temperatures=(0.0, 0.5)).configs
+    configs = batched(temperatures=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
+    assert len(configs) == 2 * 2 * 2 * 2
     ids = {config.id for config in configs}
-    assert len(ids) == len(configs) == 2 * 2 * 2
-    assert {"plain,b=1", "d@2,b=2", "d@2,t=0.5,b=2"} <= ids
+    assert len(ids) == len(configs)
+    assert "plain,b=1,closed:2" in ids
+    assert "d@2,t=0.5,b=2,poisson:3" in ids
+    assert "d@2,b=2" in {config.id for config in batched().configs}
     for config in configs:
         (baseline,) = (each for each in configs if each.id == config.baseline)
         assert baseline.kind == "plain"
-        assert (baseline.batch, baseline.temperature) == (config.batch, config.temperature)
+        assert (baseline.workload, baseline.temperature) == (config.workload, config.temperature)
 
 
 def test_groups_take_categories_in_turn_and_hold_every_prompt_once():
     mixed = [Prompt(f"{name}-{i}", name, ("Hello",)) for name in ("a", "b", "c") for i in range(3)]
-    groups = make_groups(mixed, 4)
+    groups = make_groups(mixed, Closed(4))
     assert [len(group.prompts) for group in groups] == [4, 4, 1]
     assert groups[0].prompts == ("a-0", "b-0", "c-0", "a-1")
     assert Counter(name for group in groups for name in group.prompts) == Counter(p.id for p in mixed)
     assert groups[0].background[:5] == (*groups[1].prompts, *groups[2].prompts)
     assert all(sorted(group.background) == sorted(p.id for p in mixed) for group in groups)
+    assert [group.prompts for group in make_groups(mixed, Poisson(1.0))] == [
+        tuple(p.id for p in (mixed[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)))
+    ]
     # A group that holds other prompts is another one.
-    more = make_groups([*mixed, Prompt("d-0", "d", ("Hello",))], 4)
+    more = make_groups([*mixed, Prompt("d-0", "d", ("Hello",))], Closed(4))
     assert {group.id for group in groups}.isdisjoint(group.id for group in more)
 
 
@@ -83,7 +112,9 @@ def test_the_plan_of_batches():
     for start in range(0, len(measured), 2):
         block = measured[start : start + 2]
         assert [cell.order for cell in block] == [0, 1]
-        assert len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].batch) for cell in block}) == 1
+        assert (
+            len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].workload) for cell in block}) == 1
+        )
     orders = [[cell.prompt for cell in measured if cell.repeat == repeat] for repeat in range(3)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
@@ -95,8 +126,10 @@ def test_the_plan_of_batches():
 class Passes(GenerationRuns):
     """Runs over a tiny model, each of whose passes takes a second."""
 
-    def __init__(self, later: Sequence[GenerationRun], hand: Ticking, batch: int) -> None:
-        super().__init__((), later=later, max_batch=batch, clock=hand)
+    def __init__(
+        self, later: Sequence[GenerationRun], clock: SkippingClock, hand: Ticking, batch: int
+    ) -> None:
+        super().__init__((), later=later, max_batch=batch, clock=clock)
         self.hand = hand
         self.under_way: list[int] = []
 
@@ -113,12 +146,13 @@ def target() -> Any:
 
 def served(target: Any, load: Workload, batch: int, new: int = 4) -> tuple[WorkloadResult, Passes]:
     hand = Ticking(0.0)
+    clock = SkippingClock(hand)
 
     def start(asked: BenchRequest) -> GenerationRun:
         return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)
 
-    runs = Passes([start(asked) for asked in (*load.requests, *load.background)], hand, batch)
-    return run_workload(load, runs, start, hand), runs
+    runs = Passes([start(asked) for asked in (*load.requests, *load.background)], clock, hand, batch)
+    return run_workload(load, runs, start, clock), runs
 
 
 ASKED = [BenchRequest([i + 1, 2, 3], seed=i) for i in range(5)]
@@ -144,6 +178,26 @@ def test_more_clients_than_places_wait(target):
     assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 0.0]
     assert [each.queued_s for each in found.requests] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
     assert found.requests[2].first_s == 5.0
+
+
+def test_requests_that_come_by_the_clock(target):
+    found, runs = served(target, Workload(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
+    assert [each.arrived_s for each in found.requests] == [10.0, 10.5, 30.0, 31.5]
+    # Nobody waits for the first to come; the second waits for the first to end.
+    assert [each.first_s for each in found.requests] == [11.0, 15.0, 31.0, 35.0]
+    assert [each.last_s for each in found.requests] == [14.0, 18.0, 34.0, 38.0]
+    assert found.seconds == 38.0
+    assert found.tokens == 16
+    assert len(runs.under_way) == 16  # no pass without anybody
+
+
+def test_times_are_those_of_the_seed_and_of_the_rate():
+    times = Poisson(4.0).times(4000, Random(1))
+    assert times == Poisson(4.0).times(4000, Random(1)) != Poisson(4.0).times(4000, Random(2))
+    gaps = np.diff([0.0, *times])
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(0.25, rel=0.06)  # ± 1.6% is one standard deviation
+    assert gaps.std() == pytest.approx(0.25, rel=0.1)
 
 
 def test_what_a_request_raises_ends_the_group(target):
@@ -185,7 +239,7 @@ def test_a_group_is_a_line_with_its_requests(falls):
     counts = frame.generations.groupby(["config", "repeat"])["prompt"].nunique()
     assert (counts == 16).all()
     row = frame.generations[frame.generations["config"] == "d@3,b=4"].iloc[0]
-    assert (row["batch"], row["queued_s"]) == (4, 0.025)
+    assert (row["batch"], row["arrivals"], row["queued_s"]) == (4, "closed:4", 0.025)
     groups = frame.groups.set_index(["config", "group", "repeat"])
     group = groups.loc[(row["config"], row["group"], row["repeat"])]
     assert group["pool_peak_blocks"] == 40
@@ -197,13 +251,22 @@ def test_a_group_is_a_line_with_its_requests(falls):
     assert group["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
 
 
-def test_both_sides_get_the_same_requests(tmp_path):
+def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
+    sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
-    measure(tmp_path, batched(6, batches=(2,), repeats=2, warmup=0), engine)
-    assert len(engine.workloads) == 2 * 3 * 2
-    for (_, first), (_, second) in zip(engine.workloads[::2], engine.workloads[1::2], strict=True):
+    measure(tmp_path, sweep, engine)
+    assert len(engine.workloads) == 4
+    for (_, first), (_, second) in (engine.workloads[:2], engine.workloads[2:]):
         assert first == second
-        assert (first.clients, len(first.requests)) == (2, 2)
+        assert first.clients is None
+        assert len(first.times) == 6
+    assert engine.workloads[0][1].times != engine.workloads[2][1].times
+    for line in read_lines(tmp_path):
+        last = max(each["arrived_s"] + each["total_s"] for each in line["requests"])
+        assert line["seconds"] == pytest.approx(last)
+    row = load_results(tmp_path).groups.iloc[0]
+    line = read_lines(tmp_path)[0]
+    assert row["throughput"] == pytest.approx(6 * 5 / line["seconds"])
 
 
 def test_going_on_in_the_middle_of_a_batch(tmp_path):
@@ -345,7 +408,7 @@ def line(*points: tuple[int, stats.Verdict | None]) -> Curve:
     def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
         config = RunConfig(
             id="d", label="d", kind="speculative", drafter="d", gamma=1, draft_policy="fixed", temperature=0.0,
-            cache="dynamic", baseline="plain", batch=batch,
+            cache="dynamic", baseline="plain", batch=batch, arrivals=f"closed:{batch}",
         )  # fmt: skip
         if verdict is None:
             return SummaryRow(config, 9, verdict="cannot tell", speedup=Estimate(1.3, None, None, 9))
@@ -403,16 +466,23 @@ def sweep(cli, models, tmp_path, monkeypatch) -> Cli:
 
 
 def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
-    arguments = ("--batch", "1,2", "--ignore-eos")
+    arguments = ("--batch", "1,2", "--arrivals", "closed:2", "--arrivals", "poisson:50", "--ignore-eos")
     code, out, err = sweep(*arguments)
     assert code == 0, err
     frame = load_results("run")
     assert Counter(frame.generations["config"]) == dict.fromkeys(
-        [f"{name},b={batch}" for name in ("plain", "lookup@2") for batch in (1, 2)], 4
+        [
+            f"{name},b={batch}{how}"
+            for name in ("plain", "lookup@2")
+            for batch, how in ((1, ",closed:2"), (1, ",poisson:50"), (2, ""), (2, ",poisson:50"))
+        ],
+        4,
     )
     assert (frame.generations["status"] == "ok").all()
     assert (frame.generations["turn"] == 0).all()
     assert (frame.generations["total_s"] >= frame.generations["queued_s"]).all()
+    waiting = frame.generations[frame.generations["config"] == "plain,b=1,closed:2"]
+    assert (waiting["queued_s"] > 0).any()
     summary = summarize(frame).frame
     assert (summary["identical_share"].dropna() == 1).all()
     assert "speedup" in out
@@ -428,8 +498,11 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
         (("--batch", "8"), "There are only 4 prompts for 8 requests at a time"),
         (("--batch", "0"), "--batch is 0"),
         (("--batch", "2", "--turns", "2"), "first turn"),
+        (("--batch", "2", "--arrivals", "poisson:2", "--arrivals", "poisson:2.0"), "given twice"),
         (("--batch", "2", "--baseline", "transformers"), "one prompt after the other"),
         (("--batch", "2", "--cache", "static"), "one prompt at a time"),
+        (("--arrivals", "closed:2"), "Add --batch"),
+        (("--batch", "2", "--arrivals", "closed"), "poisson:RATE"),
     ],
 )
 def test_what_cannot_be_measured_side_by_side(sweep, arguments, fragment):

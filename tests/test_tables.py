@@ -41,7 +41,7 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "drafter": "none" if kind in ("plain", "transformers") else "d",
         "gamma": 2.0 if kind == "speculative" else math.nan,
         "draft_policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
-        "baseline": "plain", "batch": math.nan, "target": "t", "group": "",
+        "baseline": "plain", "batch": math.nan, "arrivals": None, "target": "t", "group": "",
         "throughput": math.nan, "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
         "ttft_s": 0.5,

@@ -6,7 +6,7 @@ import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import structs
@@ -15,6 +15,7 @@ from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
 from specbench.results.run import RunConfig, StoredRecipe, StoredSuite
+from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
 
@@ -44,6 +45,9 @@ Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "serv
 Salt = Literal["none", "shared", "each"]
 """Whether prompts get a first line that no prompt cache knows: the same one for all servers, or one for each."""
 
+BatchArrivals: TypeAlias = tuple[int, Arrivals]
+"""A batch size, and how its requests arrive."""
+
 
 class SweepConfig(RunConfig):
     """A configuration: one cell of a sweep. Its fields are those that ``run.json`` stores, with the recipe itself."""
@@ -54,6 +58,13 @@ class SweepConfig(RunConfig):
     def policy_spec(self) -> PolicySpec:
         """The draft policy of a speculative configuration."""
         return parse_policy(self.draft_policy)
+
+    @property
+    def workload(self) -> BatchArrivals | None:
+        """Batch size and arrivals; ``None`` without a batch."""
+        if self.batch is None or self.arrivals is None:
+            return None
+        return self.batch, parse_arrivals(self.arrivals)
 
     def record(self) -> RunConfig:
         """Return the configuration as ``run.json`` stores it."""
@@ -76,6 +87,8 @@ class SweepOptions:
         beams: Numbers of beams: for each, ``transformers``' beam search is added, at temperature 0.
         costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
         batches: Batch sizes; empty for one prompt after the other.
+        arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
+            size.
         contexts: Lengths of prompts in tokens, ascending; empty for the prompts as they are.
         context_text: Name and hash of the text in front of longer prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
@@ -101,6 +114,7 @@ class SweepOptions:
     beams: tuple[int, ...] = ()
     costs: Mapping[str, Any] | None = None
     batches: tuple[int, ...] = ()
+    arrivals: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
     context_text: str | None = None
     servers: tuple[str, ...] = ()
@@ -122,6 +136,7 @@ class SweepOptions:
             ("γ", self.gammas),
             ("temperature", self.temperatures),
             ("draft policy", self.policies),
+            ("arrival process", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
         ):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
@@ -134,6 +149,7 @@ class SweepOptions:
                 "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
             ),
+            (self.arrivals and not self.batches, "--arrivals needs a batch.", "Add --batch N."),
             (
                 (self.batches or self.contexts) and self.turns != 1,
                 f"With {'--batch' if self.batches else '--context'} only the first turn of a conversation is decoded.",
@@ -167,6 +183,15 @@ class SweepOptions:
     def policy_specs(self) -> tuple[PolicySpec, ...]:
         """The draft policies."""
         return tuple(map(parse_policy, self.policies))
+
+    @property
+    def workloads(self) -> list[BatchArrivals]:
+        """Every batch size with every arrival process."""
+        return [
+            (batch, arrivals)
+            for batch in self.batches
+            for arrivals in (map(parse_arrivals, self.arrivals) if self.arrivals else [Closed(batch)])
+        ]
 
 
 def build_configs(
@@ -222,11 +247,11 @@ def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpe
 
 
 def _plain_configs(options: SweepOptions) -> Iterator[SweepConfig]:
-    """Yield plain decoding at every temperature, batch size and context."""
+    """Yield plain decoding at every temperature, workload and context."""
     for temperature in options.temperatures:
-        for batch in options.batches or (None,):
+        for workload in options.workloads or (None,):
             for context in options.contexts or (None,):
-                end, label_end = _suffixes(temperature, batch, context)
+                end, label_end = _suffixes(temperature, workload, context)
                 yield SweepConfig(
                     id=f"plain{end}",
                     label=f"plain{label_end}",
@@ -237,13 +262,14 @@ def _plain_configs(options: SweepOptions) -> Iterator[SweepConfig]:
                     temperature=temperature,
                     cache=options.cache,
                     baseline=f"plain{end}",
-                    batch=batch,
+                    batch=None if workload is None else workload[0],
+                    arrivals=None if workload is None else str(workload[1]),
                     context=context,
                 )
 
 
 def _beside(plain: SweepConfig, kind: Kind, name: str, label: str, **changed: Any) -> SweepConfig:
-    """Return another configuration at the temperature, batch size and context of plain decoding."""
+    """Return another configuration at the temperature, workload and context of plain decoding."""
     end, label_end = plain.id.removeprefix("plain"), plain.label.removeprefix("plain")
     return structs.replace(plain, id=name + end, label=label + label_end, kind=kind, **changed)
 
@@ -283,13 +309,17 @@ def _configs_beside(
         yield _beside(plain, "beam", f"{own}:beam={count}", label, beams=count, **dynamic)
 
 
-def _suffixes(temperature: float, batch: int | None, context: int | None) -> tuple[str, str]:
-    """Return what ids and labels end with at a temperature, batch size and context."""
+def _suffixes(temperature: float, workload: BatchArrivals | None, context: int | None) -> tuple[str, str]:
+    """Return what ids and labels end with at a temperature, workload and context."""
     end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
     if context is not None:
         end, label_end = f"{end},c={context}", f"{label_end}, context {context:,}"
-    if batch is not None:
-        end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
+    if workload is None:
+        return end, label_end
+    batch, arrivals = workload
+    end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
+    if arrivals != Closed(batch):
+        end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
     return end, label_end
 
 
@@ -321,16 +351,17 @@ class PromptGroup:
     background: tuple[str, ...]
 
 
-def make_groups(prompts: Sequence[Prompt], size: int) -> list[PromptGroup]:
-    """Group prompts, interleaved by category: one for each client."""
+def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGroup]:
+    """Group prompts, interleaved by category: one for each client of a closed loop, all of them for an open loop."""
     from specbench.bench.prompts import interleave
 
     names = [prompt.id for prompt in interleave(prompts)]
+    size = arrivals.clients if isinstance(arrivals, Closed) else len(names)
     groups = []
     for number, first in enumerate(range(0, len(names), size), start=1):
         mine = names[first : first + size]
         mark = zlib.crc32("\n".join(mine).encode("utf-8", "surrogatepass"))
-        after = (*names[first + size :], *names[: first + size])
+        after = () if isinstance(arrivals, Poisson) else (*names[first + size :], *names[: first + size])
         groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), after))
     return groups
 
@@ -341,7 +372,7 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
     Raises:
         UsageError: There are fewer, so that a prompt would be decoded twice at the same time.
     """
-    clients = max(options.batches, default=0)
+    clients = max((each.clients for _, each in options.workloads if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
             f"There are only {prompts} prompts for {clients} requests at a time.",
@@ -371,7 +402,7 @@ class Cell:
         config, prompt: Ids of the configuration, and of the prompt or group.
         turn, repeat: Turn and repeat, counted from 0.
         order: Place among the configurations that decode this turn one after the other.
-        seed: Seed of sampling; the same for all configurations of one turn and repeat.
+        seed: Seed of sampling and of arrivals; the same for all configurations of one turn and repeat.
         group: The group; ``None`` for a single prompt.
     """
 
@@ -452,15 +483,15 @@ class Sweep:
                 yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
         if options.batches:
-            batches = dict.fromkeys(config.batch for config in configs if config.batch is not None)
-            groups = {each: make_groups(prompts, each) for each in batches}
-            at = {each: [config for config in configs if config.batch == each] for each in batches}
+            workloads = dict.fromkeys(each for config in configs if (each := config.workload) is not None)
+            groups = {each: make_groups(prompts, each[1]) for each in workloads}
+            at = {each: [config for config in configs if config.workload == each] for each in workloads}
             for repeat in range(options.warmup):
-                for each in batches:
+                for each in workloads:
                     group = groups[each][repeat % len(groups[each])]
                     yield from block(group.id, 0, repeat, True, at[each], group)
             for repeat in range(options.repeats):
-                blocks = [(each, group) for each in batches for group in groups[each]]
+                blocks = [(each, group) for each in workloads for group in groups[each]]
                 random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
                 for part in self._parts(repeat):
                     for each, group in blocks:

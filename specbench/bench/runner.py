@@ -32,6 +32,7 @@ from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
+from specbench.specs.arrivals import Poisson
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -278,12 +279,20 @@ class CellRunner(Generic[Encoded]):
         self, cell: Cell, config: SweepConfig, group: PromptGroup, decoding: DecodingOptions
     ) -> Group:
         """Decode the prompts of a group together."""
-        assert config.batch is not None
+        assert config.workload is not None
+        _, arrivals = config.workload
+        clients, times = None, list[float]()
+        if isinstance(arrivals, Poisson):
+            times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
+        else:
+            clients = arrivals.clients
         requests = [self._request(name, cell) for name in group.prompts]
         background = [self._request(name, cell) for name in group.background]
-        outcome = self._engine.generate_group(config, Workload(requests, config.batch, background), decoding)
+        outcome = self._engine.generate_group(
+            config, Workload(requests, clients, background, times), decoding
+        )
         return Group(
-            clients=config.batch,
+            clients=clients,
             seconds=round(outcome.seconds, 9),
             tokens=outcome.tokens,
             pool=outcome.pool,

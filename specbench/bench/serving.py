@@ -31,14 +31,16 @@ class Workload(Generic[Encoded]):
 
     Attributes:
         requests: Measured requests, in order.
-        clients: Number of requests active at any time.
+        clients: Number of requests active at any time (closed loop); ``None`` for an open loop.
         background: Requests that clients send afterwards, until the last measured request has ended. They are repeated
             as needed and not measured.
+        times: Time at which each request is sent (open loop), in seconds, ascending.
     """
 
     requests: Sequence[BenchRequest[Encoded]]
-    clients: int
+    clients: int | None
     background: Sequence[BenchRequest[Encoded]] = ()
+    times: Sequence[float] = ()
 
     def request(self, number: int) -> BenchRequest[Encoded]:
         """Return the request number ``number`` in the order of sending, counted from 0."""
@@ -96,11 +98,26 @@ class WorkloadResult:
     tokens: int
 
 
+class SkippingClock:
+    """A clock that can skip the time between requests in which nothing is active."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._now = clock.now
+        self._skipped = 0.0
+
+    def now(self) -> float:
+        return self._now() + self._skipped
+
+    def skip_to(self, time: float) -> None:
+        """Skip to a later time; an earlier time changes nothing."""
+        self._skipped += max(0.0, time - self.now())
+
+
 def run_workload(
     workload: Workload[Sequence[int]],
     runs: GenerationRuns,
     start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
-    clock: Clock,
+    clock: SkippingClock,
 ) -> WorkloadResult:
     """Send the requests of a workload, and decode until the last measured one has ended.
 
@@ -122,9 +139,16 @@ def run_workload(
         runs.add(run, began + at)
 
     try:
-        for _ in range(workload.clients):
+        for _ in range(workload.clients or 0):
             send(0.0)
         while left:
+            if workload.clients is None:  # several may be due since the last look
+                due = clock.now() - began
+                while len(sent) < own and workload.times[len(sent)] <= due:
+                    send(workload.times[len(sent)])
+            if not len(runs):
+                clock.skip_to(began + workload.times[len(sent)])
+                continue
             events = runs.step()
             now = clock.now() - began
             for number, event in events:
@@ -133,7 +157,7 @@ def run_workload(
                 tokens += sent[number].add(event, now)
                 if sent[number].ended:
                     left -= number < own
-                    if left:
+                    if workload.clients is not None and left:
                         send(now)
     finally:
         runs.close()

@@ -53,6 +53,12 @@ class ComparedOptions:
         "Batch sizes: 1,2,4,8 or a range as in --gamma. Plain decoding of the same batch is the baseline. Default:"
         " one prompt after the other.",
     )
+    arrivals: tuple[str, ...] = _what(
+        (),
+        "--arrivals KIND",
+        "Workload of --batch; repeatable. closed:N: N clients that wait for their answers (default: as many as the"
+        " batch); poisson:RATE: random arrivals, RATE per second.",
+    )
     context: str | None = _what(
         None,
         "--context LENGTHS",
@@ -78,6 +84,7 @@ class ComparedOptions:
             "turns": experiment.turns,
             "seed": experiment.seed,
             "batches": () if self.batch is None else tuple(parse_batches(self.batch)),
+            "arrivals": self.arrivals,
             "contexts": () if self.context is None else tuple(parse_contexts(self.context)),
             "until": experiment.until,
         }

@@ -283,7 +283,7 @@ class Group(Record):
     """Outputs that were decoded side by side. If one of its requests fails, the whole group has failed."""
 
     requests: Annotated[list[RequestLine], doc("in order of arrival")]
-    clients: Annotated[Count, doc("each of which sends its next request when the last one is answered")]
+    clients: Annotated[Count | None, doc("of a closed loop; `null` if requests arrived by the clock")]
     seconds: Annotated[
         Seconds, doc("from when the first request could be sent to the end of the last of `requests`")
     ]
@@ -300,6 +300,8 @@ class Group(Record):
     def speed(self) -> float:
         """Throughput; NaN if undefined (docs/metrics.md)."""
         tokens = sum(each.new_tokens for each in self.requests)
+        if self.clients is None:
+            return ratio(tokens, self.seconds)
         # Each client is always waiting for one of them.
         return ratio(self.clients * tokens, sum(each.total_s for each in self.requests))
 

@@ -117,9 +117,14 @@ def curves_of(rows: Iterable[SummaryRow]) -> list[Curve]:
     return sorted(curves, key=lambda curve: -curve.mean)
 
 
+def is_closed(config: RunConfig) -> bool:
+    """Return whether the workload was a closed loop of as many clients as the batch size."""
+    return config.arrivals == f"closed:{config.batch}"
+
+
 def batch_curves(summary: Summary) -> list[Curve]:
-    """Return the curves by batch size, see ``curves_of``."""
-    return curves_of(row for row in summary.rows if row.config.batch is not None)
+    """Return the curves by batch size, with as many clients as the batch size; see ``curves_of``."""
+    return curves_of(row for row in summary.rows if row.config.batch is not None and is_closed(row.config))
 
 
 def context_curves(summary: Summary) -> list[Curve]:

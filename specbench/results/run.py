@@ -127,6 +127,9 @@ class RunConfig(Record):
     drafter_dtype: Annotated[str | None, doc("in which these weights draft")] = None
     beams: Annotated[Count | None, doc("of a beam search: number of beams")] = None
     batch: Annotated[Count | None, doc("with `--batch`: how many requests are decoded at a time")] = None
+    arrivals: Annotated[
+        str | None, doc("with `--batch`: how they come, as `--arrivals` takes it (`closed:8`)")
+    ] = None
     context: Annotated[Length | None, doc("with `--context`: tokens of each prompt, with text in front")] = (
         None
     )

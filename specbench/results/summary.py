@@ -525,7 +525,8 @@ def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = s
 # -- data frames -----------------------------------------------------------------------------------
 
 _CONFIG_FIELDS = (
-    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "context",
+    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "arrivals",
+    "context",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from specbench.results.requests import (
     Curve,
     batch_curves,
     context_curves,
+    is_closed,
     size_of,
 )
 from specbench.results.results import Results
@@ -193,8 +194,8 @@ class _Answers:
         curves, over = self._curves(find), self.summary.over
         if not curves:
             return Answer(
-                "No generation with drafts, or of another server, has finished in a batch or with a"
-                " given length of context.",
+                "No generation with drafts, or of another server, has finished in a closed loop of as many clients as"
+                " the batch, or with a given length of context.",
                 None,
                 details=[*details],
             )
@@ -335,7 +336,7 @@ def how_far_it_pays(curve: Curve, over: str = PLAIN) -> str:
 
 
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
-    closed = sorted(plain, key=size_of)
+    closed = sorted((row for row in plain if is_closed(row.config)), key=size_of)
     if len(closed) > 1:
         what = _described(plain[0]) if plain[0].config.kind == "server" else "Plain decoding"
         low, high = closed[0], closed[-1]

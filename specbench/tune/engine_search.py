@@ -246,23 +246,25 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         }
         names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
         found: dict[int, dict[int, float]] = {}
-        for batch in self._sweep.options.batches:
+        for batch, arrivals in self._sweep.options.workloads:
             configs = {
                 gamma: config
                 for gamma, name in names.items()
                 for config in self._sweep.configs
-                if config.drafter == name and config.batch == batch
+                if config.drafter == name and config.workload == (batch, arrivals)
             }
-            speeds = self._speeds_of_batch(configs, batch)
+            speeds = self._speeds_of_batch(configs)
             if speeds is None:
                 break
             found[batch] = {gamma: round(speed / speeds[0], 4) for gamma, speed in speeds.items()}
         return found
 
-    def _speeds_of_batch(self, configs: Mapping[int, SweepConfig], batch: int) -> dict[int, float] | None:
+    def _speeds_of_batch(self, configs: Mapping[int, SweepConfig]) -> dict[int, float] | None:
         """Return tokens per second by draft length; ``None`` without the time for one group of each."""
+        workload = configs[0].workload
+        assert workload is not None
         logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
-        groups = make_groups(self._sweep.prompts, batch)[:_GROUPS]
+        groups = make_groups(self._sweep.prompts, workload[1])[:_GROUPS]
         # Server by server, since batches fill the machine, and forth and back, so that drift is alike.
         for repeat, group in enumerate(groups):
             order = list(configs)[:: -1 if repeat % 2 else 1]
@@ -273,7 +275,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
                 cell = Cell(config.id, group.id, 0, repeat, place, warmup=False, seed=seed, group=group)
                 if cell.key not in self._stored and self._clock.now() > self._until:
                     return _means(logs)
-                self._report(f"batches of {batch}: {config.drafter}", 0, None)
+                self._report(f"batches of {config.batch}: {config.drafter}", 0, None)
                 result = self._measure(cell).result
                 if isinstance(result, Group) and result.seconds > 0 and result.tokens:
                     logs[gamma].append(math.log(result.tokens / result.seconds))

@@ -18,7 +18,7 @@ from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
 from specbench.bench.passes import time_passes, time_shared_passes
-from specbench.bench.serving import BenchRequest, BenchResult, Workload, run_workload
+from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
 from specbench.decoding.records import Step
@@ -145,15 +145,16 @@ class ModelEngine:
 
         assert config.batch is not None
         reset_peak_memory(self._device)
+        clock = SkippingClock(self._clock)
         with self._freeing_memory():
             requests = (*workload.requests, *workload.background)
             ready = {id(each): make(each) for each in requests}  # before the clock starts
             # Kept from group to group, as in a server: costs do not depend on the prompts.
             costs = self._batch_costs.setdefault(config.id, BatchCosts())
             runs = GenerationRuns(
-                (), max_batch=config.batch, later=[*ready.values()], clock=self._clock, batch_costs=costs
+                (), max_batch=config.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
-            result = run_workload(workload, runs, start, self._clock)
+            result = run_workload(workload, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use
         return GroupOutcome(
             requests=tuple(_request_outcome(each) for each in result.requests),

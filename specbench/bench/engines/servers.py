@@ -276,16 +276,27 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         def is_done() -> bool:
             return all(number in answers for number in range(own))
 
+        async def send(number: int) -> None:
+            arrived_s = self._clock() - began
+            answer, attempts = await self._answer(config, workload.request(number), decoding)
+            answers[number] = answer, attempts, arrived_s
+
         async def client() -> None:
             nonlocal sent
             while not is_done():
                 number = sent
                 sent += 1
-                arrived_s = self._clock() - began
-                answer, attempts = await self._answer(config, workload.request(number), decoding)
-                answers[number] = answer, attempts, arrived_s
+                await send(number)
 
-        tasks = [asyncio.ensure_future(client()) for _ in range(workload.clients)]
+        async def send_at(number: int, time_s: float) -> None:
+            await self._pause(max(0.0, began + time_s - self._clock()))
+            await send(number)
+
+        if workload.clients is None:
+            coroutines = [send_at(number, time_s) for number, time_s in enumerate(workload.times)]
+        else:
+            coroutines = [client() for _ in range(workload.clients)]
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
         waiting = set(tasks)
         try:
             while not is_done():

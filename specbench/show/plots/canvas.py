@@ -21,6 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
+from specbench.results.requests import is_closed
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Environment, RunConfig
 from specbench.results.stats import Floats
@@ -267,10 +268,13 @@ def _length(row: SummaryRow) -> float:
 
 
 def _load(config: RunConfig) -> str:
-    """Return context or batch size as text; empty without both."""
+    """Return context or batch size as text, with the arrivals if there are not as many clients; empty without both."""
     if config.context is not None:
         return f"context {config.context:,}"
-    return "" if config.batch is None else f"batch {config.batch}"
+    if config.batch is None:
+        return ""
+    batch = f"batch {config.batch}"
+    return batch if is_closed(config) else f"{batch}, {one_line(config.arrivals or '')}"
 
 
 def row_names(rows: Sequence[SummaryRow], run: PlotData) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from specbench.results.requests import RequestRow, batch_curves, context_curves, request_rows
+from specbench.results.requests import RequestRow, batch_curves, context_curves, is_closed, request_rows
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
@@ -119,17 +119,20 @@ def _lines(
 ) -> Iterator[tuple[str, list[RequestRow], dict[str, Any]]]:
     """Yield a name, rows by rising batch size and a style, for plain decoding and for each drafter with a policy.
 
-    Of several γ, the one with the highest throughput is taken. Each temperature has its own lines.
+    Of several γ, the one with the highest throughput is taken. Each temperature and arrival process has its own lines.
     """
-    alike: dict[tuple[str, _Alike], dict[int | None, list[RequestRow]]] = {}
+    alike: dict[tuple[str, _Alike, str], dict[int | None, list[RequestRow]]] = {}
     for row in sorted(requests, key=lambda row: row.config.batch or 1):
-        kind = (row.config.kind, _alike(row.config))
+        arrivals = "closed" if is_closed(row.config) else str(row.config.arrivals)
+        kind = (row.config.kind, _alike(row.config), arrivals)
         alike.setdefault(kind, {}).setdefault(row.config.gamma, []).append(row)
-    for (what, _), by_gamma in alike.items():
+    several = len({arrivals for *_, arrivals in alike}) > 1
+    for (what, _, arrivals), by_gamma in alike.items():
         best = max(by_gamma.values(), key=_mean_throughput)
         rows = [run.summary.row(row.config.id) for row in best]
         line = run.make_series(rows, [0] * len(rows), loads=True)
-        yield "plain" if what == "plain" else line.name, best, line.style
+        name = "plain" if what == "plain" else line.name
+        yield ", ".join([name, *[arrivals] * several]), best, line.style
 
 
 def _mean_throughput(rows: Sequence[RequestRow]) -> float:

@@ -202,6 +202,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
         ", ".join(f"{each:,.0f}" for each in sorted(done[name].dropna().unique()))
         for name in ("batch", "context")
     )
+    arrivals = ", ".join(sorted({one_line(each) for each in done["arrivals"].dropna()}))
     length = f"up to {run.max_new_tokens} tokens" if run.max_new_tokens else "their natural length"
     if run.ignore_eos:
         length = length.replace("up to ", "") + " (end tokens are ignored)"
@@ -216,8 +217,9 @@ def _method(results: Results) -> list[tuple[str, str]]:
         f" ({', '.join(categories)}), {counted(configs, 'configuration')}, {counted(repeats, 'repeat')}; answers of"
         f" {length}; {'greedy' if temperatures == '0' else f'temperature {temperatures}'}.",
         "Suites": " ".join(map(_suite_text, run.suites)),
-        "Side by side": f"Requests at a time: {batches}. As many clients each send their next request when the last is"
-        " answered, until the last measured one has ended."
+        "Side by side": f"Requests at a time: {batches}. Arrivals: {arrivals}. closed:N is a closed loop of N clients,"
+        " each of which sends its next request when the last is answered, until the last measured one has ended;"
+        " poisson:RATE is that many per second at random times, the same for all, with idle time skipped."
         if grouped
         else "",
         "Context": f"Lengths of prompts: {contexts} tokens, exactly. A passage of"

@@ -1,0 +1,62 @@
+"""Arrivals of requests: a closed loop (clients wait for answers) or an open loop (requests arrive at random times)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from specbench.base.errors import UsageError
+
+MOST_CLIENTS = 1024
+FASTEST, SLOWEST = 1000.0, 0.001
+"""Limits of the rate, in requests per second."""
+
+_FORMS = "Write closed:N for N clients, or poisson:RATE for requests per second."
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A closed loop: each client sends a request, waits for the whole answer, and sends the next one."""
+
+    clients: int
+
+    def __str__(self) -> str:
+        return f"closed:{self.clients}"
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """An open loop: requests arrive at random times, ``rate`` per second on average."""
+
+    rate: float
+
+    def __str__(self) -> str:
+        return f"poisson:{self.rate:g}"
+
+    def times(self, count: int, random: Random) -> list[float]:
+        """Return ``count`` arrival times in seconds, ascending, with exponentially distributed gaps."""
+        return [*accumulate(random.expovariate(self.rate) for _ in range(count))]
+
+
+Arrivals = Closed | Poisson
+
+
+def parse_arrivals(text: str) -> Arrivals:
+    """Parse ``closed:N`` or ``poisson:RATE``; raise ``UsageError`` for anything else."""
+    word, _, value = text.strip().partition(":")
+    if word == "closed" and re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        clients = int(value)
+        if not 1 <= clients <= MOST_CLIENTS:
+            raise UsageError(f"There are {clients} clients in {text!r}.", f"Give 1 to {MOST_CLIENTS}.")
+        return Closed(clients)
+    if word == "poisson" and re.fullmatch(r"(\d{1,9}\.?\d{0,9}|\.\d{1,9})", value, re.ASCII):
+        rate = float(value)
+        if not (math.isfinite(rate) and SLOWEST <= rate <= FASTEST):
+            raise UsageError(
+                f"The rate of {text!r} is {rate:g} requests per second.", f"Give {SLOWEST:g} to {FASTEST:g}."
+            )
+        return Poisson(rate)
+    raise UsageError(f"{text!r} is not a workload.", _FORMS)
