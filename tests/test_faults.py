@@ -311,8 +311,7 @@ def test_processes_that_share_a_cache_and_begin_at_once_convert_once(tiny_gguf, 
     assert prepare_gguf(tiny_gguf) == Path((children[0].place / "folder").read_text())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, cache, tmp_path, number):
+def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, cache, tmp_path):
     begin = CONTEXT.Event()
     begin.set()
     first = Preparer(tiny_gguf, cache, tmp_path / "first", begin, stop_at="dequantizing")
@@ -321,7 +320,7 @@ def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, 
     waiting = "waiting for another process that prepares tiny.gguf"
     wait_for(lambda: waiting in second.stages, second)
     assert any(name.startswith(".") for name in left_in(cache)), "nothing was under way"
-    assert first.kill(number) in (-number, 128 + number)
+    first.kill(signal.SIGKILL)
     assert second.wait() == 0, second.errors
     assert second.stages[-1] == "writing the copy of tiny.gguf"
     assert left_in(cache) == [Path((second.place / "folder").read_text()).name]
@@ -337,16 +336,13 @@ class Site:
     Attributes:
         files: Contents and headers by path.
         cut: Whether answers stop half way.
-        gone: Whether connections that are still open get no answers.
         asked: Method, path and the range that was asked for.
     """
 
     files: dict[str, tuple[bytes, dict[str, str]]] = field(default_factory=dict)
     cut: bool = False
-    gone: bool = False
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     address: str = ""
-    close: Callable[[], None] = lambda: None
 
     def gets(self, name: str) -> int:
         return sum(method == "GET" and path.endswith(name) for method, path, _ in self.asked)
@@ -362,17 +358,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
     def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body: bool) -> None:
         wanted = self.headers.get("Range")
-        if self.site.gone:
-            self.close_connection = True
-            return
         self.site.asked.append((self.command, self.path, wanted))
         content, headers = self.site.files.get(self.path, (None, {"X-Error-Code": "EntryNotFound"}))
         self.send_response(404 if content is None else 206 if wanted else 200)
@@ -385,12 +372,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if with_body:
+        if self.command == "GET":
             half = self.site.cut and len(body) > 10_000
             self.wfile.write(body[: len(body) // 2] if half else body)
             if half:
                 self.wfile.flush()
                 self.close_connection = True
+
+    do_HEAD = do_GET  # noqa: N815 - as the base class names it
 
 
 @pytest.fixture
@@ -401,16 +390,10 @@ def site() -> Iterator[Site]:
     made.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-
-    def close() -> None:
-        made.gone = True
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-    made.close = close
     yield made
-    close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 class Hub:
