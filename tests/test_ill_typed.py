@@ -123,7 +123,8 @@ class Stored:
     def replace(self, name: str, at: int, value: Any) -> None:
         """Everything as it was, but for one line."""
         for path, text in self._files.items():
-            path.write_text(text)
+            if path.name != name and path.read_text() != text:
+                path.write_text(text)
         lines = self.lines(name)
         (self.folder / name).write_text("\n".join([*lines[:at], json.dumps(value), *lines[at + 1 :]]) + "\n")
 
