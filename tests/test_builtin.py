@@ -449,11 +449,3 @@ def test_the_real_built_in_model(monkeypatch):
     assert len(tokenizer) == loaded.vocab_size
     for text in ("def f(x):\n\treturn x ** 2\n\n", "naïve café 你好 🎉 שלום\r\n", "  <|im_end|>  "):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    model: Any = loaded.model
-    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
-    assert answer[-1].item() in loaded.end_ids

@@ -228,19 +228,6 @@ def test_guesses_that_are_never_used_end():
     assert len(guesses.find(context, [], 9, Greedy())) == counts[0]
 
 
-def test_guesses_that_are_used_grow_to_four():
-    guesses = Guesses()
-    guesses.begin()
-    context = [1, 2, 3, 4, 5, 6, 7, 8, 1]
-    for _ in range(30):
-        found = guesses.find(context, [], 9, Greedy())
-        guesses.keep([], found, torch.zeros(1 + len(found), 9))
-        for end in range(len(found) + 1):
-            assert guesses.row_after(found[:end]) is not None
-        assert guesses.settle([*found, 0]) is None
-    assert found == [2, 3, 4, 5]
-
-
 # -- where there are none ------------------------------------------------------------------------------
 
 
