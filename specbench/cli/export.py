@@ -52,13 +52,6 @@ def export(
         int | None,
         _option("--gamma -g N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
     ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        _option(
-            "--checkpoint FOLDER",
-            "Write the target with the MTP layer of `specbench train` to FOLDER, where the engine reads both.",
-        ),
-    ] = None,
     model: Annotated[
         list[str] | None,
         _option(
@@ -77,7 +70,7 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, source, setting, gamma, checkpoint, model or [])
+    found, made, name = _exported(engine, source, setting, gamma, model or [])
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
@@ -92,7 +85,6 @@ def _exported(
     source: Path,
     wanted: str | None,
     gamma: int | None,
-    checkpoint: Path | None,
     paths: Sequence[str],
 ) -> tuple[Setting, Export, str]:
     """Return the setting, its export, and the name of its source."""
@@ -117,10 +109,10 @@ def _exported(
             draft_policy=policy or config.draft_policy,
         )
         try:
-            setting = _in_checkpoint(engine, setting_of_config(whole, gamma), checkpoint)
+            setting = setting_of_config(whole, gamma)
             return setting, engine.export(setting), source.name
         except UsageError as error:
-            found = None if checkpoint is not None else _measured_instead(engine, source.parent, whole, gamma)
+            found = _measured_instead(engine, source.parent, whole, gamma)
             if found is None:
                 raise
             say(f"{source.name}: {error.message} Exported from {found[2]}: {found[0].measured}.")
@@ -132,13 +124,8 @@ def _exported(
     name = folder.resolve().name
     results = load_results(folder)
     settings = RunSettings(results, name, paths)
-    if wanted is not None or checkpoint is not None:
-        setting = (
-            settings.get(wanted, gamma)
-            if wanted is not None
-            else _with_trained_mtp(settings.all(gamma), name)
-        )
-        setting = _in_checkpoint(engine, setting, checkpoint)
+    if wanted is not None:
+        setting = settings.get(wanted, gamma)
         return setting, engine.export(setting), name
     return *export_fastest(engine, settings.all(gamma), results), name
 
@@ -169,24 +156,3 @@ def _measured_instead(
                 settings = RunSettings(results, run_folder.name, path).all(gamma)
                 return *export_fastest(engine, settings, results), run_folder.name
     return None
-
-
-def _in_checkpoint(engine: ExportEngine, setting: Setting, folder: Path | None) -> Setting:
-    """Return a setting, that of a checkpoint in ``folder`` if one is to be written."""
-    if folder is None:
-        return setting
-    from specbench.cli.progress import StageProgress
-    from specbench.export.checkpoint import in_checkpoint
-
-    with StageProgress() as progress:
-        return in_checkpoint(engine, setting, folder, progress)
-
-
-def _with_trained_mtp(settings: Sequence[Setting], name: str) -> Setting:
-    """Return the fastest setting with a trained MTP layer."""
-    from specbench.export.checkpoint import has_trained_mtp
-
-    found = next(filter(has_trained_mtp, settings), None)
-    if found is None:
-        raise UsageError(f"No setting of {name} has a trained MTP layer.", "Leave --checkpoint out.")
-    return found

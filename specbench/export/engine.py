@@ -32,7 +32,7 @@ HEAD_KINDS: Mapping[str, str] = {
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
 NO_SPECULATORS = "it does not support heads in the `speculators` format, which `specbench train` writes"
-NO_TRAINED_MTP = "it reads MTP layers only from the target's checkpoint, as --checkpoint FOLDER writes it"
+NO_TRAINED_MTP = "it reads MTP layers only from the target's checkpoint"
 NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
 
 
@@ -99,7 +99,6 @@ class ExportEngine(ABC):
         verifications: Verification methods that it supports in addition to rejection sampling.
         heads: How it loads kinds of trained heads, or why it does not.
         no_heads: Why it does not load other kinds; empty for the usual reason.
-        mtp_types: Model types whose MTP layers it reads, of those in ``mtp_layouts.WRITTEN``.
     """
 
     name: ClassVar[str]
@@ -110,7 +109,6 @@ class ExportEngine(ABC):
     verifications: ClassVar[tuple[str, ...]] = ()
     heads: ClassVar[Heads] = {}
     no_heads: ClassVar[str] = ""
-    mtp_types: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
     def fill(self, setting: Setting, export: Export) -> None:

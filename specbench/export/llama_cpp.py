@@ -37,7 +37,6 @@ class LlamaCpp(StartedEngine):
         "dspark": _block("DSpark", "draft-dspark"),
         "mtp": NO_TRAINED_MTP,
     }
-    mtp_types = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
     server = ("llama-server",)
     listening = ("--metrics", "--port")

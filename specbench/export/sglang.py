@@ -11,7 +11,6 @@ from specbench.export import engine
 from specbench.export.engine import NO_SPECULATORS, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
-from specbench.models.mtp_layouts import WRITTEN
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 
@@ -32,7 +31,6 @@ class SGLang(StartedEngine):
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
         "mtp": NO_TRAINED_MTP,
     }
-    mtp_types = (*WRITTEN,)
 
     server = ("python", "-m", "sglang.launch_server")
     listening = ("--enable-metrics", "--port")

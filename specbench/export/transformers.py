@@ -34,7 +34,6 @@ class Transformers(engine.ExportEngine):
         ),
         "mtp": engine.NO_TRAINED_MTP,
     }
-    mtp_types = ("deepseek_v3", "glm4_moe")
     no_heads = "its assistant has to be a whole model"
 
     def supports(self, drafter: DrafterSpec) -> bool:

@@ -11,7 +11,6 @@ from specbench.export import engine
 from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
 from specbench.export.setting import Model, Setting
 from specbench.export.start import StartedEngine
-from specbench.models.mtp_layouts import WRITTEN
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 
 
@@ -35,7 +34,6 @@ class VLLM(StartedEngine):
         "medusa": "0.32 was the last version with Medusa heads",
         "mtp": NO_TRAINED_MTP,
     }
-    mtp_types = (*WRITTEN,)
 
     server = ("vllm", "serve")
     listening = ("--port",)

@@ -45,8 +45,7 @@ class Layout:
         kind: Kind of attention of the decoder layers, unless it is in the configuration.
         chained: Whether a layer reads the output of the one before it, if there are several; otherwise all read the
             target's hidden states.
-        written: Prefixes of a first layer's norms and linear layer, and of its decoder layer; ``N`` stands for the
-            number of the target's layers.
+        written: Prefix of a first layer's tensors where ``specbench train`` writes them.
     """
 
     families: str
@@ -57,7 +56,7 @@ class Layout:
     shared: bool = False
     kind: str = "full_attention"
     chained: bool = True
-    written: tuple[str, str] = ("", "")
+    written: str = ""
 
     def match(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer that a tensor belongs to, and its name without the layer; ``None`` for other tensors."""
@@ -70,13 +69,12 @@ class Layout:
             layer -= target_layers
         return None if layer < 0 else (layer, part)
 
-    def stored_name(self, own: str, target_layers: int = 0) -> str:
+    def stored_name(self, own: str) -> str:
         """Return how a first layer's tensor is called in a checkpoint, from its name in ``MtpLayer``."""
-        joined, block = (prefix.replace("N", str(target_layers)) for prefix in self.written)
         for stored, beginning in self.parts.items():
             if beginning not in (None, BLOCK) and own.startswith(beginning):
-                return joined + stored + own.removeprefix(beginning)
-        return block + own.removeprefix(BLOCK)
+                return self.written + stored + own.removeprefix(beginning)
+        return self.written + own.removeprefix(BLOCK)
 
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
@@ -113,7 +111,6 @@ _DEEPSEEK = Layout(
         "transformer.": BLOCK,
     },
     appended=True,
-    written=("model.layers.N.", "model.layers.N."),
 )
 _QWEN = Layout(
     "Qwen3-Next, Qwen3.5, Mellum",
@@ -126,13 +123,12 @@ _QWEN = Layout(
         "embed_tokens.": None,
     },
     shared=True,
-    written=("mtp.", "mtp.layers.0."),
 )
 SPECULATORS = Layout(
     "speculators",
     re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
     {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
-    written=("mtp_layers.0.", "mtp_layers.0."),
+    written="mtp_layers.0.",
 )
 """The layout of the layers that ``specbench train`` writes."""
 
@@ -167,16 +163,6 @@ LAYOUTS = (
     ),
     SPECULATORS,
 )
-
-WRITTEN: Mapping[str, tuple[Layout, str]] = {
-    "deepseek_v3": (_DEEPSEEK, "num_nextn_predict_layers"),
-    "glm4_moe": (_DEEPSEEK, "num_nextn_predict_layers"),
-    "glm4_moe_lite": (_DEEPSEEK, "num_nextn_predict_layers"),
-    "qwen3_next": (_QWEN, "num_nextn_predict_layers"),
-    "qwen3_5_text": (_QWEN, "mtp_num_hidden_layers"),
-    "qwen3_5_moe_text": (_QWEN, "mtp_num_hidden_layers"),
-}
-"""The layout in which engines read MTP layers of a model type, and the setting that has their number."""
 
 
 @dataclass(frozen=True)

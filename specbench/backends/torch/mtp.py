@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.heads import Attend, EagleShape, RecurrentHead
@@ -205,15 +204,6 @@ def build_mtp_layers(
         )
         for block, kind in zip(decoder.layers, kinds, strict=True)
     ]
-
-
-def stored_layer(config: PreTrainedConfig, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a decoder layer as checkpoints of a target's class have them, from those of its module."""
-    own = _layer_config(config.get_text_config(decoder=True), [any(".experts." in name for name in block)])
-    with torch.device("meta"):
-        model = _causal_class(config)._from_config(own)
-    stored = revert_weight_conversion(model, {f"model.layers.0.{name}": each for name, each in block.items()})
-    return {name.partition("layers.0.")[2]: each.contiguous() for name, each in stored.items()}
 
 
 def _causal_class(config: PreTrainedConfig) -> Any:
