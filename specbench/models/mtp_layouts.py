@@ -88,6 +88,7 @@ class Layout:
         return layer, BLOCK + part
 
 
+_SAME = {part: part for part in ("enorm.", "hnorm.", "eh_proj.")}
 _LAYERNORMS = {
     "token_layernorm.": "enorm.",
     "hidden_layernorm.": "hnorm.",
@@ -99,9 +100,7 @@ _DEEPSEEK = Layout(
     "DeepSeek-V3, GLM-4.5, Step",
     re.compile(r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(?P<layer>\d+)\.(?P<part>.+)"),
     {
-        "enorm.": "enorm.",
-        "hnorm.": "hnorm.",
-        "eh_proj.": "eh_proj.",
+        **_SAME,
         "shared_head.norm.": "norm.",
         "shared_head.head.": "lm_head.",
         "shared_head.output.": "lm_head.",
@@ -142,9 +141,7 @@ LAYOUTS = (
         "MiMo-V2",
         re.compile(r"model\.mtp\.layers\.(?P<layer>\d+)\.(?P<part>.+)"),
         {
-            "enorm.": "enorm.",
-            "hnorm.": "hnorm.",
-            "eh_proj.": "eh_proj.",
+            **_SAME,
             "final_layernorm.": "norm.",
             "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
         },
@@ -266,15 +263,14 @@ def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
         }
         layers = 1 + max((layer for layer, _ in places.values()), default=-1)
         if layers and {(0, name) for name in JOINED} <= {*places.values()}:
-            files = {name: path for path, header in headers for name in header if name in places}
-            entries = [header[name] for _, header in headers for name in header if name in places]
+            found = [(name, path, header) for path, header in headers for name in header if name in places]
             return MtpTensors(
                 layout,
                 layers,
                 places,
-                files,
-                sum(math.prod(entry["shape"]) for entry in entries),
-                all(_is_plain(name, header) for _, header in headers for name in header if name in places),
+                files={name: path for name, path, _ in found},
+                weights=sum(math.prod(header[name]["shape"]) for name, _, header in found),
+                plain=all(_is_plain(name, header) for name, _, header in found),
             )
     return None
 
