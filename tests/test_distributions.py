@@ -101,7 +101,7 @@ def test_every_verification_takes_a_chain_of_a_model(verification):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", table.POLICIES)
 @pytest.mark.parametrize("drafter", ["trimmed vocabulary", "lookup+trimmed", "trimmed|lookup"])
-def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy, temperature):
+def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy, temperature, caplog):
     """The drafter knows two tokens, and the model's own settings suppress both."""
     trimmed = DRAFTERS["trimmed vocabulary"].build
     build, spec = {
@@ -127,5 +127,6 @@ def test_a_drafter_whose_every_token_is_banned_proposes_nothing(drafter, policy,
     )
     steps = [record for record in records if isinstance(record, Step)]
     assert {token for step in steps for token in step.tokens} == {0}
+    assert not caplog.records, "its logits are numbers"
     drafted = [token for step in steps for token in step.drafted]
     assert drafted == [] if drafter == "trimmed vocabulary" else set(drafted) <= {0}

@@ -283,6 +283,13 @@ def test_nothing_is_lost_where_memory_is_short(room, drafters_room, monkeypatch)
     assert room > 100 or False in put_back  # one in the middle of its draft as well
 
 
+def test_a_draft_on_the_targets_cache_goes_on_upon_the_targets_own_keys():
+    """Where its request was put back in between, the target reads again first."""
+    cases = [Case((1, 2, n % VOCAB) * (1 + n % 4), "self", "fixed:gamma=7", tokens=14) for n in range(8)]
+    found = run(Scheduler(max_batch=4), cases, House(Room(36)))
+    assert [found[number] for number in range(8)] == [case.alone() for case in cases]
+
+
 def test_requests_join_and_leave_at_any_step():
     house, choice = House(Room(150)), standard_random.Random(5)
     scheduler = Scheduler(max_batch=5, max_tokens_per_pass=12)

@@ -38,7 +38,7 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
     "two beside": lambda: StaticTree.shaped((-1, -1)),
     "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
-    "dynamic": lambda: DynamicTree(2, 3, 2),
+    "dynamic": lambda: DynamicTree(2, 8, 4),
 }
 
 
@@ -87,8 +87,9 @@ def greedy(
     return tokens, steps
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
-@pytest.mark.parametrize("penalty", [1.4])
+@pytest.mark.parametrize(
+    ("cache", "penalty"), [("dynamic", 1.0), ("dynamic", 1.4), ("preallocated", 1.4), ("static", 1.0)]
+)
 def test_greedy_outputs_are_the_targets_own(cache, penalty):
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model, cache)
