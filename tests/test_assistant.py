@@ -313,23 +313,6 @@ def chain_rule(model: Any, prompt: list[int], sampling: Sampling) -> dict[tuple[
     return growing
 
 
-def test_it_drafts_on_the_command_line(cli, pair):
-    made = pair("gemma4")
-
-    def tiny(*options: object) -> Any:
-        words = ("generate", "--target", made.folder, "--dtype", "float32", "the thing", "-n", 10, "--json")
-        return cli(*words, *options).json()
-
-    plain = tiny("--drafter", "none")["token_ids"]
-    for options in (
-        ("--drafter", made.own_folder, "--drafter-dtype", "float32", "--gamma", 3),
-        ("--drafter", f"lookup+{made.own_folder}", "--cache", "preallocated"),
-    ):
-        figures = tiny(*options)
-        assert figures["token_ids"] == plain
-        assert figures["drafted"] > 0
-
-
 def test_its_size_is_known_before_its_weights_are_read(pair):
     made = pair("gemma4")
     files: Any = find_head(parse_model(str(made.own_folder)))

@@ -1,9 +1,8 @@
-"""Passes over several requests against passes over each, and outputs side by side against outputs alone."""
+"""Passes over several requests against passes over each."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,21 +14,15 @@ from test_zoo import ZOO, build
 from tiny import tiny_llama
 
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.kernels.surgery import first_layers, quantize_linears, quantized_copy
+from specbench.backends.torch.kernels.surgery import quantize_linears
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter, ForwardRequest
-from specbench.decoding.records import Generation, Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
-from specbench.decoding.schedule import Scheduler
+from specbench.decoding.protocols import ForwardRequest
+from specbench.decoding.records import Generation
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
-from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.models.target import wrap_target
-from specbench.policies import FixedLength, build_policy
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 VOCAB = 64
@@ -126,21 +119,6 @@ def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     assert torch.allclose(found, Scorer(scorer.model).logits(contexts[2]), atol=1e-4)
     assert third.vocabulary is not None
     assert third.vocabulary.ids == places.tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_long_part_of_a_prompt_is_read_beside_drafts(kind):
-    scorer, choice = loaded("llama"), random.Random(3)
-    batch = BatchedModel(scorer, pool_of(scorer, kind))
-    long, short = batch.open(), batch.open()
-    prompt, context = tokens_of(choice, 110), tokens_of(choice, 6)
-    for end in (50, 100, 110):  # the first and later parts are longer than a short pass
-        part, chain = batch.score(
-            [ForwardRequest(long, prompt[:end], rows=1), ForwardRequest(short, context, [1, 2])]
-        )
-        assert torch.allclose(part.logits, Scorer(scorer.model, "none").logits(prompt[:end]), atol=1e-3)
-        assert torch.allclose(chain.logits, Scorer(scorer.model, "none").logits(context, [1, 2]), atol=1e-3)
-        short.rollback(len(context) - 1)
 
 
 def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
@@ -252,108 +230,6 @@ def test_a_trial_that_fails_gives_the_reason(monkeypatch):
     assert "no kernel" in (reason or "")
 
 
-# -- outputs ---------------------------------------------------------------------------------------
-
-
-NEW = 14
 PROMPTS = [
     [5, 6, 7, 8, 5, 6, 7, 8, 5], [9], list(range(20, 50)), list(range(20, 46)), [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4],
-    [60, 61, 62], list(range(20, 50)), [11, 12, 13, 11, 12],
 ]  # fmt: skip
-
-
-class Side:
-    """A target and its drafters, for requests side by side, and for one alone."""
-
-    def __init__(self, kind: PoolKind | None, tokens: int = 4096, slots: int = 16) -> None:
-        model = tiny_llama(vocab_size=VOCAB)
-        self.scorer, small = Scorer(model), Scorer(tiny_llama(seed=5, layers=1, vocab_size=VOCAB))
-        self.kind = kind
-        if kind is None:
-            return
-        self.pool, own = pool_of(self.scorer, kind, tokens, slots), pool_of(small, kind, 4096, 16)
-        self.target = BatchedModel(self.scorer, self.pool)
-        self.small = BatchedModel(small, own, exact=False)
-        self.cheap = {
-            name: BatchedModel(Scorer(cheaper, "none"), self.pool, exact=False)
-            for name, cheaper in (("layers", first_layers(model, 1)), ("int8", quantized_copy(model)))
-        }
-        assert all(each.why_not_batched is None for each in (self.target, self.small, *self.cheap.values()))
-
-    def request(self, number: int, drafter: str, sampling: Sampling) -> Request:
-        prompt, gamma = PROMPTS[number % len(PROMPTS)], 1 + number % 4
-        policy = DraftPlan(FixedLength(gamma))
-        if drafter.endswith("tree"):
-            drafter, policy = drafter.split()[0], build_policy("dynamic-tree:top-k=2,depth=3,nodes=5")
-        if self.kind is None:
-            target = self.scorer
-            makes: dict[str, Callable[[], Drafter]] = {
-                "model": lambda: ModelDrafter(
-                    Scorer(tiny_llama(seed=5, layers=1, vocab_size=VOCAB)), "model"
-                ),
-                "layers": lambda: SelfDrafter(Scorer(first_layers(target.model, 1), target.cache), "layers"),
-                "int8": lambda: SelfDrafter(Scorer(quantized_copy(target.model), target.cache), "int8"),
-            }
-        else:
-            target = self.target.open()
-            makes = {
-                "model": lambda: ModelDrafter(self.small.open(), "model"),
-                **{
-                    name: lambda cheap=cheap: SelfDrafter(cheap.open(target.cache), "self")  # type: ignore[misc]
-                    for name, cheap in self.cheap.items()
-                },
-            }
-        made = makes | {"none": NoDraft, "lookup": LookupDrafter}
-        return Request(
-            prompt, target, made[drafter](), policy, sampling, Randomness(number), NEW, first_target=number % 3 > 0
-        )  # fmt: skip
-
-
-def outputs(side: Side, drafters: Sequence[str], sampling: Sampling, **limits: int) -> list[list[int]]:
-    scheduler = Scheduler(**limits)
-    found: list[list[int]] = [[] for _ in drafters]
-    for number, drafter in enumerate(drafters):
-        scheduler.add(lambda number=number, drafter=drafter: side.request(number, drafter, sampling))
-    for number, event in scheduler:
-        assert isinstance(event, Prefill | Step), event
-        tokens = event.tokens if isinstance(event, Step) else () if event.token is None else (event.token,)
-        found[number] += tokens
-    return found
-
-
-DRAFTERS = ("none", "lookup", "model", "layers", "int8", "model tree", "layers tree")
-
-
-@cache
-def expected(drafters: tuple[str, ...], sampling: Sampling) -> list[list[int]]:
-    return outputs(Side(None), drafters, sampling, max_batch=1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_outputs_side_by_side_are_those_alone(batch, kind):
-    assert_as_alone(kind, DRAFTERS, batch)
-
-
-def assert_as_alone(kind: PoolKind, drafters: tuple[str, ...], batch: int) -> None:
-    side = Side(kind)
-    found = outputs(side, drafters, Greedy(), max_batch=batch, max_tokens_per_pass=24)
-    assert found == expected(drafters, Greedy())
-    assert side.pool.use.used == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_samples_side_by_side_are_those_alone(kind):
-    """An int8 drafter makes much of a sum's last bit: it draws other drafts of the same distribution."""
-    drafters = ("none", "lookup", "model", "layers", "model", "model tree", "layers tree")
-    found = outputs(Side(kind), drafters, Multinomial(0.8), max_batch=8)
-    assert found == expected(drafters, Multinomial(0.8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pool_that_is_too_small_for_all_loses_nothing(kind):
-    side = Side(kind, 160 if kind == "paged" else 5 * 60, 5)
-    found = outputs(side, DRAFTERS, Greedy(), max_batch=8)
-    assert found == expected(DRAFTERS, Greedy())
-    assert side.pool.use.used == 0
-    assert side.pool.use.peak >= side.pool.use.blocks - 1

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
-from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base.errors import RunError
 from specbench.models import cache
@@ -30,7 +29,6 @@ from specbench.options import LoadOptions
 
 CPU = LoadOptions(device="cpu")
 INT8 = LoadOptions(dtype="int8", device="cpu")
-INT4 = LoadOptions(dtype="int4", device="cpu")
 TEXT = torch.arange(24)[None]
 
 
@@ -58,6 +56,10 @@ def roundings(monkeypatch) -> list[torch.Size]:
         return quantize_int8(weight)
 
     monkeypatch.setattr(linear, "quantize_int8", counted)
+    in_panels = native.Panels.quantize_int4
+    monkeypatch.setattr(
+        native.Panels, "quantize_int4", lambda weight: done.append(weight.shape) or in_panels(weight)
+    )
     return done
 
 
@@ -73,52 +75,35 @@ def int8_logits(folder: Path, options: LoadOptions = INT8) -> torch.Tensor:
     return found
 
 
-def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings):
-    first = int8_logits(folder)
+ROUNDED = ["int8", pytest.param("int4", marks=needs_native)]
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings, kind):
+    options = LoadOptions(dtype=kind, device="cpu")
+    first = int8_logits(folder, options)
     made = len(roundings)
     assert made == 2 * 4 + 1  # qkv, output, gate and up, down; the head
     (entry,) = entries()
     assert sorted(path.name for path in entry.iterdir()) == ["layers.safetensors", "manifest.json"]
-    again = int8_logits(folder)
+    again = int8_logits(folder, options)
     assert len(roundings) == made
     assert torch.equal(first, again)
 
 
-def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings):
-    load_target(str(folder), INT8)
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings, kind):
+    options = LoadOptions(dtype=kind, device="cpu")
+    load_target(str(folder), options)
     made = len(roundings)
     target = load_target(str(folder), CPU)
-    for drafter in ("self:int8", str(folder)):
-        load_drafter(drafter, target, CPU)
+    for drafter in (f"self:{kind}", str(folder)):
+        load_drafter(drafter, target, options)
         assert len(roundings) == made, drafter
     assert len(entries()) == 1
-    load_drafter("self:int8,skip=1", target)  # its places are others
+    load_drafter(f"self:{kind},skip=1", target)  # its places are others
     assert len(roundings) > made
     assert len(entries()) == 1
-
-
-@needs_native
-def test_int4_layers_are_kept_too(folder, monkeypatch):
-    packed: list[int] = []
-    whole = native.Panels.quantize_int4
-
-    def counted(weight: torch.Tensor) -> native.Panels:
-        packed.append(len(weight))
-        return whole(weight)
-
-    monkeypatch.setattr(native.Panels, "quantize_int4", counted)
-    first = int8_logits(folder, INT4)
-    made = len(packed)
-    assert made == 2 * 4 + 1
-    assert torch.equal(int8_logits(folder, INT4), first)
-    load_drafter("self:int4", load_target(str(folder), CPU), CPU)
-    load_drafter(str(folder), load_target(str(folder), CPU), INT4)
-    assert len(packed) == made
-    assert len(entries()) == 1
-    load_drafter("self:int4,skip=1", load_target(str(folder), CPU), CPU)
-    assert len(packed) > made
-    int8_logits(folder)
-    assert len(entries()) == 2
 
 
 @pytest.mark.skipif(
@@ -176,20 +161,6 @@ def test_packed_layers_that_would_not_be_made_here_are_made_again(folder, monkey
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("tiles", "laid", "usable"), [(False, False, True), (True, True, True), (True, False, False)]
-)
-def test_12_bits_are_of_use_where_a_long_prompt_can_be_multiplied_by_them(tiles, laid, usable, monkeypatch):
-    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
-    monkeypatch.setattr(linear, "_slice_of", lambda *_: True if laid else None)
-    weight = native.Panels(12, 64, 32, width=native.WIDE_PANEL)
-    assert linear.is_usable(weight, "packed", (64, 32), ()) == usable
-    assert not linear.is_usable(weight, "packed", (64, 32), (40, 24))
-    assert not linear.is_usable(weight, "packed", (64, 64), ())
-    assert not linear.is_usable(weight, "int8", (64, 32), ())
-
-
-@needs_native
 @pytest.mark.parametrize("part", ["sizes", "scales", "panels"])
 def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, monkeypatch):
     """Whole by their checksums, as another version has made them."""
@@ -210,18 +181,6 @@ def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, mon
     assert entries() == []
     assert torch.equal(int8_logits(folder), expected)
     assert len(entries()) == 1
-
-
-def test_a_file_in_large_pages_takes_few_faults(tmp_path, monkeypatch):
-    """By a made-up count of faults: what pages a system has for files is its own matter."""
-    faults = iter([100, 101, 100, 200])
-    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_minflt=next(faults)))
-    monkeypatch.setattr("sys.platform", "linux")
-    content = [torch.zeros(3 << 20, dtype=torch.uint8), torch.zeros(5, 5)]
-    assert lie_in_large_pages(content)
-    assert not lie_in_large_pages(content)
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert not lie_in_large_pages(content)
 
 
 def test_a_cut_head_is_another_entry(folder, roundings):
@@ -373,19 +332,6 @@ def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
 # -- the folder -------------------------------------------------------------------------------------
 
 
-def test_what_is_there_and_what_can_go(folder):
-    load_target(str(folder), INT8)
-    texts = cache_folder() / "texts"
-    texts.mkdir()
-    (texts / "a.json").write_text("{}")
-    found = {kind.folder: kind for kind in cached()}
-    assert len(found["layers"].entries) == 1
-    assert (len(found["texts"].entries), found["texts"].size) == (1, 2)
-    assert (found["suites"].entries, found["suites"].size) == ((), 0)
-    assert remove_cached("layers") == found["layers"].size > 0
-    assert [kind.folder for kind in cached() if kind.entries] == ["texts"]
-
-
 def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     """All bytes below the cache folder are of an entry, what this version does not write too."""
     load_target(str(folder), INT8)
@@ -445,13 +391,3 @@ def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(RunError, match="cannot be cleared"):
         remove_cached("layers")
-
-
-def test_the_command(folder, cli):
-    load_target(str(folder), INT8)
-    lines = cli("cache").out.splitlines()
-    assert lines[0].rpartition(": ")[0] == str(cache_folder())
-    assert [line.split()[:2] for line in lines[1:]][:2] == [["models", "0"], ["layers", "1"]]
-    assert cli("cache", "--remove", "layers").code == 0
-    assert entries() == []
-    assert cli("cache", "--all").code == 2

@@ -151,33 +151,12 @@ def held(layer: Any) -> int:
 
 @pytest.mark.parametrize("prompt", [1, 30])
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_prompt_first_then_drafts(family, kind, prompt):
-    walk = Walk(Scorer(tiny(family), kind), prompt)
-    for drafts in (0, 3, 1, 9, 0, 0, 12, 5, 2, 1, 14):
-        walk.step(drafts)
-
-
-@pytest.mark.parametrize("prompt", [1, 2, 30])
-@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_drafts_in_the_first_pass(family, kind, prompt):
     """Without a first-target pass the prompt and the first drafts reach an empty cache together."""
     for seed in range(3):
         walk = Walk(Scorer(tiny(family), kind), prompt, seed)
         for drafts in (12, 3, 0, 7):
             walk.step(drafts)
-
-
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_a_drafter_makes_many_passes_between_two_rollbacks(family, kind):
-    scorer = Scorer(tiny(family), kind)
-    walk = Walk(scorer, 12)
-    for drafts in (1, 5, 2, 13, 1, 4):
-        drafted: list[int] = []
-        for token in walk.tokens(drafts):
-            found = scorer.logits(walk.context, drafted, rows=1)
-            assert_close(found, whole(scorer.model, [*walk.context, *drafted]))
-            drafted.append(token)
-        walk.rollback(drafted)
 
 
 @pytest.mark.smoke
@@ -188,7 +167,7 @@ def test_a_cache_serves_one_context_after_the_other(family, kind):
         empty()
         assert scorer.cache.length == 0
         walk = Walk(scorer, 15, seed)
-        for drafts in (4, 0, 12, 3):
+        for drafts in (0, 3, 1, 9, 0, 0, 12, 5):
             walk.step(drafts)
 
 
@@ -292,9 +271,8 @@ def test_many_drops(family, prompt, monkeypatch):
 # -- preallocated buffers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_preallocated_buffers_double_when_full(family):
-    scorer = Scorer(tiny(family), "preallocated")
+def test_preallocated_buffers_double_when_full():
+    scorer = Scorer(tiny("llama"), "preallocated")
     walk = Walk(scorer, 100)
     capacities = set()
     while len(walk.context) < 1100:

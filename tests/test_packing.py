@@ -293,19 +293,6 @@ def test_channels_have_scales_of_their_own():
         assert relative_error(found[:, channel], expected[:, channel]) < 0.02
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them():
-    layer = linear(100, 257, True)
-    quantized = Int8Linear(layer.weight, layer.bias)
-    if not quantized.quantizes_rows:
-        pytest.skip("without oneDNN's operators float additions may come in another order")
-    x = random_rows(17, 100)
-    x[4] *= 1e4  # an outlier beside them
-    together = quantized(x)
-    for i in range(17):
-        assert torch.equal(quantized(x[i : i + 1])[0], together[i])
-    assert torch.equal(quantized(x[3:9]), together[3:9])
-
-
 @pytest.mark.usefixtures("_with_and_without_operators")
 def test_zeros_stay_zeros_and_extremes_give_no_nan():
     def quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
@@ -350,52 +337,10 @@ def test_a_quantized_model_is_close(tied):
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def places(model: Any) -> set[int]:
-    return {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_an_int8_copy_shares_what_is_not_linear(packed):
-    model = llama(tie_word_embeddings=True)
-    if packed:
-        pack_linears(model)
-    expected = logits(model)
-    clone = quantized_copy(model)
-    assert 0 < relative_error(logits(clone), expected) < MODEL_CLOSE
-    assert torch.equal(logits(model), expected)
-    assert not any(isinstance(module, Int8Linear) for module in model.modules())
-    assert {parameter.data_ptr() for parameter in clone.parameters()} <= places(model)
-    assert clone.model.embed_tokens.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_first_layers_share_every_weight(packed):
-    model = llama()
-    if packed:
-        pack_linears(model)
-    expected = logits(model)
-    short = first_layers(model, 2)
-    assert places(short) <= places(model)
-    assert short.model.layers[0].self_attn.q_proj is not model.model.layers[0].self_attn.q_proj
-    assert short.config.num_hidden_layers == short.model.config.num_hidden_layers == 2
-    assert model.config.num_hidden_layers == len(model.model.layers) == 3
-    assert torch.equal(logits(model), expected)
-    pack_linears(short)
-    quantize_linears(short)
-    assert torch.equal(logits(model), expected)
-
-
 @pytest.mark.parametrize("count", [0, -1, 4])
 def test_counts_that_cannot_be(count):
     with pytest.raises(ValueError, match=f"{count} layers were requested, but the model has 3"):
         first_layers(llama(), count)
-
-
-def test_layers_that_are_not_found():
-    model = llama()
-    model.model.adapters = nn.ModuleList([nn.Identity() for _ in range(3)])
-    with pytest.raises(ValueError, match="decoder layers of LlamaForCausalLM"):
-        first_layers(model, 2)
 
 
 @pytest.mark.parametrize("copy", [quantized_copy, lambda model: first_layers(model, 2)])

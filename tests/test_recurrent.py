@@ -153,16 +153,17 @@ def test_a_pass_after_any_rollback_gives_the_logits_of_decoding_token_by_token(k
     model, expected = built(kind)
     text, prompt = [*IDS, *expected], len(IDS)
     whole = survey.one_by_one(model, text, prompt)
-    scorer, random = Scorer(model), Random(3)
-    scorer.logits(IDS)
-    read = prompt
-    for right in (0, 3, 1, 6, 2, 5):
-        wrong = random.choices(range(3, survey.VOCABULARY), k=random.randint(0, 4))
-        context = text[: read + 1]
-        found = scorer.logits(context, [*text[read + 1 : read + 1 + right], *wrong])[: right + 1]
-        torch.testing.assert_close(found, whole[read : read + right + 1], atol=2e-4, rtol=0)
-        read += 1 + random.randint(0, right)
-        scorer.rollback(read)
+    random = Random(3)
+    for rights, rejects in (((0, 3, 1, 6, 2, 5), True), ((4, 0, 4, 0, 0, 2), False)):
+        scorer, read = Scorer(model), prompt
+        scorer.logits(IDS)
+        for right in rights:
+            wrong = random.choices(range(3, survey.VOCABULARY), k=random.randint(0, 4) if rejects else 0)
+            context = text[: read + 1]
+            found = scorer.logits(context, [*text[read + 1 : read + 1 + right], *wrong])[: right + 1]
+            torch.testing.assert_close(found, whole[read : read + right + 1], atol=2e-4, rtol=0)
+            read += 1 + (random.randint(0, right) if rejects else right)
+            scorer.rollback(read)
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -392,17 +393,3 @@ def test_the_native_delta_rule_follows_its_formula_with_the_same_bits_in_passes_
         read = torch.einsum("hkv,hk->hv", expected, q) / (1 if adds else 24**0.5)
         torch.testing.assert_close(found[0, row], read, atol=1e-4, rtol=1e-4)
         state = after
-
-
-@pytest.mark.parametrize("kind", QUICK)
-def test_a_step_without_a_draft_after_an_accepted_one(kind):
-    model, expected = built(kind)
-    text = [*IDS, *expected]
-    whole = survey.one_by_one(model, text, len(IDS))
-    scorer, read = Scorer(model), len(IDS)
-    scorer.logits(IDS)
-    for accepted in (4, 0, 4, 0, 0, 2):
-        found = scorer.logits(text[: read + 1], text[read + 1 : read + 1 + accepted])
-        torch.testing.assert_close(found, whole[read : read + accepted + 1], atol=2e-4, rtol=0)
-        read += 1 + accepted
-        scorer.rollback(read)

@@ -520,26 +520,6 @@ def test_more_minutes_may_be_given_later(target, tmp_path, monkeypatch):
     assert 2 * 60 < clock.now < 4 * 60
 
 
-def test_a_text_is_read_again_only_after_all_others(target, monkeypatch):
-    texts = made_up(*range(8, 40))
-    monkeypatch.setattr(learner_module, "_KEPT_BYTES", 3 * 64 * 4 * 32 * 4)  # three batches of 64 tokens
-    settings = replace(QUICK, batch_tokens=64)
-    learner = Learner(target, texts, settings)
-    read: list[Sequence[Text]] = []
-    reads = learner._read
-    monkeypatch.setattr(learner, "_read", lambda each: (read.append(each), reads(each))[1])
-    learner.plan(2 * learner.epoch_steps + 1)
-    assert learner.turns == 2
-    for number in range(2 * learner.epoch_steps):
-        learner.step(number, 2 * learner.epoch_steps)
-    assert sorted(text.prompt for batch in read for text in batch) == list(range(32))
-    turns = []
-    for epochs in (1, 4, 6, 9, 100):
-        learner.plan(epochs * learner.epoch_steps)
-        turns.append(learner.turns)
-    assert turns == [1, 4, 3, 3, 4]  # so that the last texts are learnt from as often as the first
-
-
 def test_a_place_weighs_what_share_of_drafts_gets_there(target, monkeypatch):
     texts = made_up(20, 20)
     learner = Learner(target, texts, QUICK)
