@@ -11,17 +11,13 @@ import pytest
 import torch
 from cli_runs import refusal
 from safetensors.torch import load_file, save_file
-from scripted import enumerate_outcomes
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.records import Prefill
 from specbench.decoding.request import DraftPlan
-from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
@@ -263,54 +259,6 @@ def test_it_drafts_nothing_where_the_target_has_to_read_again(pair):
     found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
     assert found.shape == (4, VOCAB)
     assert not found.any(), "a draft that had begun goes on with tokens that are alike"
-
-
-NEW = 4
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(Multinomial(1.5), marks=pytest.mark.slow), Sampling(temperature=2.0, top_k=2)],
-    ids=["all", "top-k"],
-)
-def test_sampled_outputs_have_the_targets_distribution(pair, sampling):
-    made = pair("gemma4", 3)
-    target, drafter = few(made)
-    prompt = [1, 2, 0, 1, 2, 2, 0]
-    drafted = []
-
-    def run(random: Any) -> tuple[int, ...]:
-        tokens: list[int] = []
-        for record in decode_steps(
-            prompt, target.scorer, drafter, policy=FixedLength(2), sampling=sampling, random=random, max_new_tokens=NEW
-        ):  # fmt: skip
-            if isinstance(record, Prefill):
-                assert record.token is not None
-                tokens.append(record.token)
-            else:
-                drafted.append(len(record.drafted))
-                tokens += record.tokens
-        return tuple(tokens)
-
-    found = enumerate_outcomes(run, NEW)
-    expected = chain_rule(made.target, prompt, sampling)
-    assert max(drafted) == 2
-    assert max(abs(found.get(key, 0.0) - expected[key]) for key in expected) < 1e-5
-    assert abs(sum(found.values()) - 1) < 1e-5
-
-
-@torch.inference_mode()
-def chain_rule(model: Any, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    growing: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NEW):
-        grown: dict[tuple[int, ...], float] = {}
-        for tokens, weight in growing.items():
-            context = [*prompt, *tokens]
-            logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1:]
-            p = sampling.probabilities(logits, context)[0].double()
-            grown |= {(*tokens, token): weight * float(p[token] / p.sum()) for token in range(len(p))}
-        growing = grown
-    return growing
 
 
 def test_its_size_is_known_before_its_weights_are_read(pair):

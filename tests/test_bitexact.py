@@ -66,16 +66,6 @@ def _in_operators(monkeypatch):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_models_with_a_preallocated_cache_are_bit_exact(dtype):
-    if not can_pack(dtype, "cpu"):
-        pytest.skip("no packed layers here")
-    scorer = scorer_of(tiny_llama(dtype=dtype))
-    assert scorer.why_not_bit_exact() is None
-    assert scorer.cache.length == 0
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,6 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardOutput, ForwardRequest, run_to_end
-from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -71,35 +70,6 @@ def kinds(draft: Draft) -> str:
     if draft.match_confidence is None:
         return "m" * len(draft.tokens)
     return "".join("m" if math.isnan(draft.match_confidence[i]) else "f" for i in range(len(draft.tokens)))
-
-
-def decode(
-    prompt: Sequence[int],
-    target: ScriptedScorer,
-    drafter: Any,
-    policy: DraftPolicy | None = None,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 30,
-    seed: int = 0,
-    **options: Any,
-) -> tuple[list[int], list[Step]]:
-    records = list(
-        decode_steps(
-            prompt,
-            target,
-            drafter,
-            policy=policy or FixedLength(4),
-            sampling=sampling or Greedy(),
-            random=Randomness(seed),
-            max_new_tokens=max_new_tokens,
-            **options,
-        )
-    )
-    first = records[0]
-    assert isinstance(first, Prefill)
-    steps = [record for record in records if isinstance(record, Step)]
-    tokens = [] if first.token is None else [first.token]
-    return tokens + [token for step in steps for token in step.tokens], steps
 
 
 def propose(
@@ -398,8 +368,10 @@ def test_what_others_drafted_is_fed_in_one_pass():
     prompt = [1, 2, 3]
     target = scripted(cycle, len(prompt), ScriptedScorer)
     drafter = cascade(cycle, len(prompt))
-    tokens, steps = decode(prompt, target, drafter, FixedLength(3), max_new_tokens=26)
-    assert tokens == (cycle * 5)[:26]
+    prefill, *steps = decode_steps(
+        prompt, target, drafter, policy=FixedLength(3), sampling=Greedy(), random=Randomness(0), max_new_tokens=26
+    )  # fmt: skip
+    assert [prefill.token, *(token for step in steps for token in step.tokens)] == (cycle * 5)[:26]
     assert [kinds(draft) for draft in drafter.drafts] == ["mmm", "mmm", "fff", "fff", "fff", "fff", ""]
     # Prompt and first token, two drafts; the last draft and the bonus, two drafts; then it is not needed any more.
     assert drafter.model.scorer.passes == [4, 1, 1, 2, 1, 1]

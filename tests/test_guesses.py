@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
+from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
@@ -155,46 +155,6 @@ def test_a_pass_gives_up_to_five_tokens_of_a_repetition():
     assert drafter.scorer.passes == [5, 5]
 
 
-@pytest.mark.smoke
-def test_auto_knows_that_passes_give_several_tokens():
-    """A pass of the model takes 1 s and each further row 0.2 s more, one of the target 3 s.
-
-    More than a token per second is decoded so, yet a draft of which every token is accepted pays in each step.
-    """
-    clock = Ticking(0.0)
-
-    class Slow(Careful):
-        def score(self, asked: ForwardRequest) -> ForwardOutput:
-            rows = super().score(asked)
-            clock.time += 0.8 + 0.2 * len(rows.logits)
-            return rows
-
-    class Target(ScriptedScorer):
-        def score(self, asked: ForwardRequest) -> ForwardOutput:
-            clock.time += 3.0
-            return super().score(asked)
-
-    text = random_table(3, 9, spread=4.0)
-    scorer = Slow(text, 9)
-    drafter = ModelDrafter(scorer, "model", clock)  # type: ignore[arg-type]
-    steps = [
-        record
-        for record in decode_steps(
-            [1, 2, 3],
-            Target(text, 9),
-            drafter,
-            policy=build_policy("auto"),
-            sampling=Greedy(),
-            random=Randomness(0),
-            max_new_tokens=80,
-            clock=clock,
-        )
-        if isinstance(record, Step)
-    ]
-    assert sum(step.passes or 0 for step in steps) < sum(step.gamma for step in steps) / 2
-    assert all(step.gamma for step in steps[:-1])
-
-
 def test_a_policy_can_stop_among_guesses_and_is_told_what_needs_no_pass():
     told = []
 
@@ -249,6 +209,3 @@ def test_there_are_none_without(missing):
         drafter.scorer.batch = object()
     assert propose(drafter, context, 5).passes == 5
     assert drafter.scorer.passes == [1] * 5
-
-
-# -- a real model --------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from specbench.backends.torch.head_forward import (
     NativeHeadForward,
     choose_head_forward,
 )
-from specbench.backends.torch.head_scorers import EagleScorer
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.kernels import linear, native, onednn_layout
 from specbench.backends.torch.kernels.attention import fold_attention
@@ -43,16 +42,13 @@ from specbench.backends.torch.kernels.surgery import (
     quantized_copy,
 )
 from specbench.backends.torch.pools import KVPool
-from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.records import Generation
 from specbench.decoding.tree import tree_mask
-from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
-from specbench.generate_many import speculative_generate_many
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
@@ -62,11 +58,25 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native lib
 
 SIZES: dict[str, Any] = {
     "vocab_size": 301, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.3,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {}, "Qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1}, "Qwen3": {"head_dim": 32},
-    "Mistral": {"sliding_window": None},
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = KINDS | {
+    "Gemma": {},
+    "Gemma3": MIXED | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 10.0},
+    "Granite": {
+        "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 5.0, "attention_multiplier": 0.2,
+    },
+    "Mistral": {"sliding_window": 20},
+    "Olmo2": {},
+    "Olmo3": MIXED,
+    "Phi3": {"head_dim": 32, "rope_parameters": PARTIAL, "sliding_window": 33},
+    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
 }  # fmt: skip
 OTHER_SIZES = [{"intermediate_size": 80}, {"hidden_size": 36}, {"head_dim": 8}]  # not supported
 CONTEXT = torch.randint(0, 301, (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -87,7 +97,9 @@ def level(request, monkeypatch) -> int:
 
 def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A random model, not packed."""
-    config = getattr(hf, f"{kind}Config")(**SIZES | KINDS[kind] | more)
+    sizes = SIZES | FAMILIES[kind] | more
+    config = getattr(hf, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**sizes)
+    config.head_dim = sizes["head_dim"]  # not an argument of all of them
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
@@ -96,6 +108,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             if "bias" in name:
                 torch.nn.init.normal_(parameter)
+    model.generation_config = hf.GenerationConfig(do_sample=False)
     model = model.to(dtype).requires_grad_(False)
     fold_attention(model)
     return model
@@ -333,7 +346,7 @@ WIDTHS = (1, 2, 5, 31, 32, 40, 120)
 
 
 def passes(scorer: Scorer) -> list[torch.Tensor]:
-    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks in between."""
+    """Logits of prefills and of passes of several widths behind the longer one, with rollbacks; and hidden states."""
     scorer.begin()
     found = [scorer.logits(CONTEXT[:7]), scorer.logits(CONTEXT[:9])]
     scorer.begin()
@@ -341,7 +354,8 @@ def passes(scorer: Scorer) -> list[torch.Tensor]:
     for width in WIDTHS:
         found.append(scorer.logits(CONTEXT, CONTEXT[:width]))
         scorer.rollback(len(CONTEXT))
-    return found
+    output = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1)))
+    return [*found, output.logits, cast("torch.Tensor", output.hidden)]
 
 
 def layers_of(scorer: Scorer) -> list[Any]:
@@ -386,22 +400,32 @@ def chosen(model: Any, cache: CacheKind = "dynamic") -> Scorer:
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, dtype) for kind in FAMILIES for dtype in DTYPES if kind in KINDS or dtype == torch.float32],
+)
 def test_a_target_s_passes_are_as_near_to_the_exact_ones_as_torch_s(kind, dtype, cache, level):
     model = target_of(kind, dtype)
     exact = passes(Scorer(build(kind, dtype, intermediate_size=128).double(), cache))
     expected = passes(scorer_of(model, ways.HFForward, cache))
     found = passes(chosen(model, cache))
-    for width, one, usual, truth in zip(WIDTHS, found[3:], expected[3:], exact[3:], strict=True):
+    for width, one, usual, truth in zip((*WIDTHS, 3, 0), found[3:], expected[3:], exact[3:], strict=True):
         in_one_call = width < 48 or level > 1 or dtype == torch.bfloat16
-        assert one.dtype == (torch.float32 if in_one_call else usual.dtype)
-        assert relative(one, truth) < 1.5 * relative(usual, truth) + 1e-6
+        assert width == 0 or one.dtype == (torch.float32 if in_one_call else usual.dtype)
+        assert relative(one, truth) < 2 * relative(usual, truth) + 1e-6
     assert deviation(found, exact) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("form", [*COPIES, *DTYPES], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (kind, form)
+        for kind in FAMILIES
+        for form in (*COPIES, *DTYPES)
+        if kind in KINDS or form in (8, torch.float32)
+    ],
+    ids=str,
+)
 def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
     if form in COPIES:
         scorer = Scorer(COPIES[form](build(kind, torch.bfloat16)), "dynamic")
@@ -414,11 +438,11 @@ def test_a_row_has_the_same_bits_in_every_pass(kind, form, level):
         scorer.rollback(len(CONTEXT))
         together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
-    assert form in COPIES or scorer.why_not_bit_exact() is None
+    assert form in COPIES or kind not in KINDS or scorer.why_not_bit_exact() is None
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_outputs_are_those_of_generate(kind):
     model = build(kind, intermediate_size=128)
     ids = torch.tensor([CONTEXT])
@@ -426,7 +450,7 @@ def test_greedy_outputs_are_those_of_generate(kind):
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
     assert type(target.scorer.forward) is ways.NativeForward
-    for spec in (None, "self:int8", "self:layers=2", "lookup"):
+    for spec in (None, "self:int8", "self:layers=2", "self:skip=2", "lookup"):
         drafter = None if spec is None else load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
         assert list(run.token_ids) == own
@@ -845,35 +869,6 @@ def test_long_readings_through_operators_give_what_a_native_call_gives(dtype, lo
         assert found.dtype == row.dtype
         assert relative(found, row) < 0.02
     assert rows == [each for each in (41, 5, 2, 3, 1) if each < longest]
-
-
-def long_head(monkeypatch: pytest.MonkeyPatch) -> tuple[Target, HeadDrafter, list[int]]:
-    """A target in float32, a native head for it in bfloat16, and a list that grows with the rows of long readings."""
-    target, read, run = wrap_target(build("Llama")), list[int](), HeadForward.__call__
-    head = head_of(8, {"vocab_size": 301}, vocab=301).bfloat16()
-    scorer = EagleScorer(head, target.scorer.model.get_input_embeddings(), (0, 1), FittedLogits(301), None)
-    assert type(scorer._forward) is NativeHeadForward
-    monkeypatch.setattr(head_forward, "LONG_READING", 50)
-
-    def reading(way: HeadForward, inputs: list[HeadInput]) -> Any:
-        read.extend(len(each.embedded) for each in inputs)
-        return run(way, inputs)
-
-    monkeypatch.setattr(HeadForward, "__call__", reading)
-    return target, HeadDrafter(scorer, "head"), read
-
-
-def test_after_a_long_prompt_the_output_is_the_targets_own(monkeypatch):
-    target, head, read = long_head(monkeypatch)
-    expected = speculative_generate(CONTEXT, target, None, max_new_tokens=24)
-    found = speculative_generate(CONTEXT, target, head, gamma=3, max_new_tokens=24)
-    assert found.token_ids == expected.token_ids
-    assert read == [150]
-    prompts = [CONTEXT, CONTEXT[:20], CONTEXT[60:]]
-    plain = [speculative_generate(each, target, None, max_new_tokens=12).token_ids for each in prompts]
-    many = speculative_generate_many(prompts, target, head, gamma=2, max_new_tokens=12)
-    assert [cast("Generation", each).token_ids for each in many.results()] == plain
-    assert sorted(read) == [90, 150, 150]
 
 
 @pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])

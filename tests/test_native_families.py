@@ -1,145 +1,41 @@
-"""Native passes of families other than Llama's: equal to `transformers`' forward, row by row, over windows too."""
+"""Native passes of families other than Llama's: windows, batches, and what is read wrongly."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from test_native import chosen, in_one_call, relative
+from test_native import CONTEXT, FAMILIES, build, chosen, in_one_call, relative, target_of
+from test_native import level as level
 
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer
 from specbench.backends.torch.kernels import decoder_parts, native
-from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.linear import can_pack
-from specbench.backends.torch.kernels.surgery import pack_linears, quantized_copy
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
-from specbench.generate import speculative_generate
-from specbench.models.drafters import load_drafter
-from specbench.models.target import wrap_target
 
 pytestmark = pytest.mark.skipif(
     not (native.is_available() and can_pack(torch.float32, "cpu")), reason="no native passes here"
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 301, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "initializer_range": 0.3,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Gemma": {},
-    "Gemma3": MIXED | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 10.0},
-    "Granite": {
-        "residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 5.0, "attention_multiplier": 0.2,
-    },
-    "Mistral": {"sliding_window": 20},
-    "Olmo2": {},
-    "Olmo3": MIXED,
-    "Phi3": {"head_dim": 32, "rope_parameters": PARTIAL, "sliding_window": 33},
-    "SmolLM3": {"no_rope_layers": [1, 0, 1]},
-}  # fmt: skip
 WINDOWS = [name for name, sizes in FAMILIES.items() if "sliding_window" in sizes]
-CONTEXT = torch.randint(0, 301, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def build(kind: str, **more: Any) -> Any:
-    """A random model in float32, not packed."""
-    config = getattr(hf, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(
-        **SIZES | FAMILIES[kind] | more
-    )
-    config.head_dim = (SIZES | FAMILIES[kind])["head_dim"]  # not an argument of all of them
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = getattr(hf, f"{kind}ForCausalLM")(config).eval()
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.generation_config = hf.GenerationConfig(do_sample=False)
-    model.requires_grad_(False)
-    fold_attention(model)
-    return model
 
 
 def packed(kind: str, **more: Any) -> Any:
-    """The same as it decodes."""
-    model = build(kind, **more)
-    pack_linears(model)
-    return model
+    return target_of(kind, torch.float32, **more)
 
 
 def usual(model: Any) -> Scorer:
     scorer = Scorer(model)
     scorer.forward = ways.HFForward(model, scorer.cache)
     return scorer
-
-
-def passes(scorer: Scorer) -> Iterator[torch.Tensor]:
-    """Logits of a prefill, of passes of several widths behind it, and of a step with hidden states."""
-    scorer.begin()
-    yield scorer.logits(CONTEXT)
-    for width in (1, 2, 7, 33):
-        yield scorer.logits(CONTEXT, CONTEXT[:width])
-        scorer.rollback(len(CONTEXT))
-    found = scorer.score(ForwardRequest(scorer, [*CONTEXT, 5], [6, 7], layers=(3, 0, 1)))
-    yield found.logits
-    assert found.hidden is not None
-    yield found.hidden
-
-
-@pytest.fixture(params=[1, 2], ids=["avx2", "avx512"])
-def level(request, monkeypatch) -> int:
-    own = native.loaded()
-    if own.highest < request.param:
-        pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(native, "loaded", lambda: own._replace(level=request.param))
-    return int(request.param)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_passes_are_those_of_transformers(kind, cache, level):
-    model = packed(kind)
-    exact = list(passes(Scorer(build(kind).double())))
-    for one, other, truth in zip(passes(chosen(model, cache)), passes(usual(model)), exact, strict=True):
-        assert relative(one, truth) < 2 * relative(other, truth) + 1e-6
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_row_has_the_same_bits_in_every_pass(kind, rounded, level):
-    scorer = chosen(quantized_copy(packed(kind)) if rounded else packed(kind))
-    scorer.begin()
-    scorer.logits(CONTEXT)
-    one_by_one = [scorer.logits([*CONTEXT, *CONTEXT[: n + 1]], rows=1)[0] for n in range(24)]
-    for width in (2, 3, 7, 13, 24):
-        scorer.rollback(len(CONTEXT))
-        together = scorer.logits(CONTEXT, CONTEXT[:width], rows=width)
-        assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=False))
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_greedy_outputs_are_those_of_generate(kind):
-    model, ids = build(kind), torch.tensor([CONTEXT])
-    own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
-                         eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
-    target = wrap_target(packed(kind))
-    assert type(target.scorer.forward) is ways.NativeForward
-    for spec in (None, "lookup", "self:int8", "self:layers=2", "self:skip=2"):
-        drafter = None if spec is None else load_drafter(spec, target)
-        run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
-        assert list(run.token_ids) == own
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
@@ -169,10 +65,11 @@ def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
         assert all(layer.dropped and layer.keys.shape[-2] < 900 for layer in sliding)
 
 
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
-def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache, level):
+def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
     """In layers with a window of more than one part; the others take all of their rows at once."""
-    model, context, width = packed("Gemma3", sliding_window=300), CONTEXT * 12, 6
+    model, context, width = packed("Gemma3", sliding_window=300), CONTEXT * 5, 6
     scorer, own = chosen(model, cache), usual(model)
     for each in (scorer, own):
         each.begin()

@@ -120,17 +120,6 @@ def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slot
     assert not plain.blocks._by_digest
 
 
-def test_neighbors_are_taken_as_long_as_there_are_any():
-    blocks = BlockAllocator(32, 4)
-    tables = [BlockTable() for _ in range(4)]
-    for end in range(4, 33, 4):  # all of them grow in turn
-        for table in tables:
-            assert blocks.extend(table, end - 4, end) == []
-    for table in tables:
-        assert table.blocks == list(range(table.blocks[0], table.blocks[0] + 8))
-    assert blocks.free == 0
-
-
 def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
     blocks, first, second = BlockAllocator(4, 4), BlockTable(), BlockTable()
     assert blocks.extend(first, 0, 9) == []
