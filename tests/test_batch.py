@@ -141,18 +141,6 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
     assert torch.allclose(rows[1].logits, Scorer(scorer.model, "none").logits([4, 5]), atol=1e-4)
 
 
-def test_a_hook_sees_every_row(monkeypatch):
-    model = build(ZOO["llama"][0], ZOO["llama"][1]())
-    scorer = wrap_target(model, name="hooked").scorer
-    batch = BatchedModel(scorer, pool_of(scorer, "paged"))
-    seen: list[int] = []
-    handle = model.model.layers[0].register_forward_hook(lambda *given: seen.append(given[1][0].shape[1]))
-    first, second = batch.open(), batch.open()
-    batch.score([ForwardRequest(first, [1, 2, 3]), ForwardRequest(second, [4, 5])])
-    assert seen == [5]
-    handle.remove()
-
-
 # -- models that are read one by one ---------------------------------------------------------------
 
 

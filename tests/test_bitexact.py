@@ -6,27 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from head_files import VOCAB, WIDTH, eagle_tensors, speculators_settings, write_head
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench.backends.torch import trials
-from specbench.backends.torch.forward import NativeForward
 from specbench.backends.torch.kernels import attention, linear, native
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.records import Generation
-from specbench.decoding.request import DraftPlan
-from specbench.generate import GenerationRun, speculative_generate
-from specbench.generate_many import GenerationRuns
+from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
-from specbench.options import LoadOptions, QuantizedName
-from specbench.policies import FixedLength
+from specbench.options import QuantizedName
 
 needs_packing = pytest.mark.skipif(not can_pack(torch.float32, "cpu"), reason="no packed layers here")
 
@@ -134,19 +128,6 @@ def test_the_trial_looks_at_the_edge_of_a_block(monkeypatch):
     monkeypatch.setattr(attention, "attend", unmasked)
     reason = scorer_of(grouped_llama(2, torch.float32)).why_not_bit_exact()
     assert "of one" in (reason or "")
-
-
-def test_a_single_row_in_half_precision_is_never_alone():
-    if not linear.onednn_packs(torch.bfloat16):
-        pytest.skip("oneDNN packs no such layers here")
-    weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
-    layer = linear.PackedLinear(weight.bfloat16(), None)
-    rows: list[int] = []
-    product = layer._product
-    layer._product = lambda x: rows.append(x.shape[-2]) or product(x)  # type: ignore[func-returns-value,assignment,method-assign]
-    for count in (1, 2, 3, 6):
-        layer(torch.randn(1, count, 64).bfloat16())
-    assert rows == [2, 2, 3, 6]
 
 
 def test_a_tree_changes_no_bit_of_the_row_after_a_prompt_read_along_with_it():
@@ -266,33 +247,3 @@ def test_the_trial_finds_what_depends_on_hidden_states(monkeypatch):
     monkeypatch.setattr(type(scorer.forward), "_run", shaky)
     reason = scorer.why_not_bit_exact()
     assert "hidden states" in (reason or "")
-
-
-@pytest.mark.parametrize("layers", [(1, 1, 2), (2, 0, 2)])
-@pytest.mark.parametrize("rounded", ["int8", "int4"])
-def test_a_head_that_reads_a_layer_twice_changes_nothing_of_a_rounded_targets_output(
-    rounded, layers, tmp_path
-):
-    """EAGLE-3's own layers 2, n/2 and n - 3 coincide in targets of up to six layers."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.3,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        target = rounded_target(LlamaForCausalLM(config).bfloat16().eval(), rounded)
-    if not target.bit_exact:
-        assert type(target.scorer.forward) is not NativeForward, target.widths_differ
-        pytest.skip(target.widths_differ or "activations are not rounded here")
-    files = write_head(tmp_path / "head", speculators_settings(layers), eagle_tensors(2))
-    head = load_drafter(str(files), target, LoadOptions(dtype="float32"))
-    asked = [[3 * start + 5 * i for i in range(3 + 7 * start)] for start in range(4)]
-    policy = DraftPlan(FixedLength(4))
-    plain = [speculative_generate(prompt, target, None, max_new_tokens=32).token_ids for prompt in asked]
-    runs = [GenerationRun(prompt, target, head, policy=policy, max_new_tokens=32) for prompt in asked]
-    for run in runs:
-        list(run)
-    assert [run.result().token_ids for run in runs] == plain
-    again = [GenerationRun(prompt, target, head, policy=policy, max_new_tokens=32) for prompt in asked]
-    together = GenerationRuns(again, max_batch=3).results()
-    assert [made.token_ids for made in together if isinstance(made, Generation)] == plain

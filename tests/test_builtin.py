@@ -309,13 +309,6 @@ def test_a_damaged_entry_is_made_again(tiny_gguf, file, how):
     assert (folder / file).read_bytes() == original
 
 
-def test_an_entry_of_another_format_is_made_again(tiny_gguf, monkeypatch):
-    folder = prepare_gguf(tiny_gguf)
-    monkeypatch.setattr(builtin, "MANIFEST_FORMAT", 999)
-    assert json.loads((prepare_gguf(tiny_gguf) / "manifest.json").read_text())["format"] == 999
-    assert folder.exists()
-
-
 def test_large_files_are_checked_in_full_when_loading_fails(tiny_gguf, monkeypatch):
     monkeypatch.setattr(builtin, "SMALL_FILE", 0)
     weights = prepare_gguf(tiny_gguf) / "model.safetensors"

@@ -143,23 +143,6 @@ def test_packed_layers_are_kept_if_they_are_large(folder, monkeypatch, mapped):
     assert entries() == [entry]
 
 
-@pytest.mark.skipif(
-    not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
-)
-def test_packed_layers_that_would_not_be_made_here_are_made_again(folder, monkeypatch):
-    """As where tiles have come, and oneDNN cannot multiply a long prompt by what was kept without them."""
-    monkeypatch.setattr(module, "_WORTH_PACKING", 0)
-    bfloat16 = LoadOptions(dtype="bfloat16", device="cpu")
-    assert load_target(str(folder), bfloat16).language_model.notes == []
-    monkeypatch.setattr(linear, "has_tiles", lambda: True)
-    monkeypatch.setattr(linear, "layout_of", lambda *_: None)
-    monkeypatch.setattr(linear, "_slices", SimpleNamespace())
-    target = load_target(str(folder), bfloat16)
-    assert len(target.language_model.notes) == 1
-    assert entries() == []
-    assert target.scorer.logits([*range(1, 60)]).isfinite().all()
-
-
 @needs_native
 @pytest.mark.parametrize("part", ["sizes", "scales", "panels"])
 def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, monkeypatch):
@@ -353,8 +336,8 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     shown = cli("cache")
     assert shown.code == 0
     assert "\x1b" not in shown.out
-    for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc (half made)", "1.json", "5f", "6a", "7b.json"):
-        assert any(line.endswith(f"  {name}") for line in shown.out.splitlines()), name
+    for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc", "1.json", "5f", "6a", "7b.json"):
+        assert name in shown.out
     kinds = cached()
     assert sum(kind.size for kind in kinds) == module.folder_size(cache_folder())
 

@@ -432,16 +432,9 @@ def assert_rows_of_blocks(
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, kind, named):
-    if kind == "peagle":
-        settings, tensors = parallel_settings(), parallel_tensors()
-    else:
-        settings, tensors = speculators_settings(), eagle_tensors()
-    settings.pop("eagle_aux_hidden_state_layer_ids", None)
-    if named:
-        settings["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
-    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
+def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, named):
+    settings = speculators_settings() | ({} if named else {"eagle_aux_hidden_state_layer_ids": None})
+    drafter = drafter_of(write_head(tmp_path / "head", settings, eagle_tensors()), tiny_target())
     assert len(drafter_notes([drafter])) == (not named)
 
 

@@ -165,7 +165,6 @@ def test_greedy_outputs_are_the_targets(folder, family, layers):
     [
         ("deepseek", ("--drafter", "mtp", "--draft-policy", "dynamic-tree")),
         ("deepseek", ("--drafter", "lookup+mtp", "--draft-policy", "confidence")),
-        ("qwen3.5", ("--drafter", "mtp")),
     ],
 )
 def test_a_checkpoints_own_layer_on_the_command_line(cli, folder, family, options):

@@ -121,17 +121,7 @@ def test_a_packed_model_computes_the_same(tied):
 
 @needs_packing
 def test_other_layers_are_left_alone():
-    """GPT-2's Conv1D is no linear layer, and a subclass may compute something else."""
-    config = hf.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
-    )
-    gpt2: Any = seeded(lambda: hf.GPT2LMHeadModel(config).eval().requires_grad_(False))
-    expected = logits(gpt2)
-    pack_linears(gpt2)
-    kinds = [type(module).__name__ for module in gpt2.modules()]
-    assert kinds.count("Conv1D") == 8
-    assert kinds.count("PackedLinear") == 1
-    torch.testing.assert_close(logits(gpt2), expected, rtol=1e-4, atol=1e-4)
+    """A subclass may compute something else."""
 
     class Doubling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

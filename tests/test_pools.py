@@ -162,40 +162,6 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_slots_read_and_roll_back_side_by_side(kind, sliding):
-    held, choice = pool(kind, sliding=sliding), random.Random(1)
-    scorers = [Scorer(model(sliding), PooledCache(held)) for _ in range(3)]
-    contexts = [CONTEXT[:20], CONTEXT[5:9], CONTEXT[:17]]
-    for _ in range(8):
-        for scorer, context in zip(scorers, contexts, strict=True):
-            drafted = [choice.randrange(50) for _ in range(choice.randrange(4))]
-            found = scorer.logits(context, drafted)
-            whole = [*context, *drafted]
-            assert close(found, alone(whole, len(drafted) + 1, sliding=sliding))
-            context += [*drafted[: choice.randrange(len(drafted) + 1)], choice.randrange(50)]
-            scorer.rollback(len(context) - 1)
-    assert held.use.used >= 3
-    for scorer in scorers:
-        scorer.rollback(0)
-    assert held.use.used == 0
-    assert held.use.peak >= 3
-
-
-def test_a_slot_holds_a_tree_and_keeps_a_path_of_it():
-    scorer = Scorer(model(), PooledCache(pool("paged")))
-    assert scorer.takes_trees
-    context, nodes, parents = CONTEXT[:18], [4, 5, 6, 7, 8], (-1, -1, 1, 1, 3)
-    found = scorer.score(ForwardRequest(scorer, context, nodes, parents)).logits
-    assert close(found[[0, 2, 4, 5]], alone([*context, 5, 7, 8], 4))
-    context = [*context, 5, 7, 8, 9]
-    scorer.rollback(len(context) - 1, [1, 3, 4])
-    assert scorer.cached_len == len(context) - 1
-    assert close(scorer.logits(context, [3]), alone([*context, 3], 2))
-    assert not Scorer(model(sliding=True), PooledCache(pool("paged", sliding=True))).takes_trees
-
-
 def test_requests_that_begin_alike_share_blocks_until_they_part():
     held = pool("paged")
     prompt = CONTEXT[: 2 * PAGE + 5]

