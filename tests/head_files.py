@@ -244,45 +244,28 @@ def speculators_settings(
 ) -> dict[str, Any]:
     """A ``config.json`` of ``speculators``."""
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
         "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "proposal_methods": [{"speculative_tokens": 3}],
             "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
         },
-        "transformer_layer_config": {**LAYER, "vocab_size": vocab},
-        "draft_vocab_size": DRAFTED,
-        "eagle_aux_hidden_state_layer_ids": [*layers],
-        **more,
-    }
+        "transformer_layer_config": {**LAYER, "vocab_size": vocab}, "draft_vocab_size": DRAFTED,
+        "eagle_aux_hidden_state_layer_ids": [*layers], **more,
+    }  # fmt: skip
 
 
 def eagle_settings(layers: Sequence[int] = (0, 1, 2), vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
     """A ``config.json`` of SpecForge, which names the layer that puts a state out."""
+    read = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers], "use_aux_hidden_state": True}
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **LAYER,
-        "vocab_size": vocab,
-        "draft_vocab_size": DRAFTED,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
-            "use_aux_hidden_state": True,
-        },
-        **more,
-    }
+        "architectures": ["LlamaForCausalLMEagle3"], **LAYER, "vocab_size": vocab, "draft_vocab_size": DRAFTED,
+        "eagle_config": read, **more,
+    }  # fmt: skip
 
 
 def medusa_tensors(
-    seed: int = 0,
-    heads: int = 3,
-    blocks: int = 1,
-    vocab: int = VOCAB,
-    drafted: int | None = None,
-    spread: float = 0.3,
-) -> dict[str, torch.Tensor]:
+    seed: int = 0, heads: int = 3, blocks: int = 1, vocab: int = VOCAB, drafted: int | None = None, spread: float = 0.3
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Of Medusa heads, as vLLM calls them."""
     generator, random, _ = drawn(seed, spread)
     tensors: dict[str, torch.Tensor] = {}

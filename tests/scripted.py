@@ -237,6 +237,16 @@ def sequences(vocab_size: int, length: int) -> Iterator[tuple[int, ...]]:
     return itertools.product(range(vocab_size), repeat=length)
 
 
+class Careful(ScriptedScorer):
+    """Holds nothing but the very tokens of context and draft after every pass, each fed once."""
+
+    def score(self, asked: ForwardRequest) -> ForwardOutput:
+        rows = super().score(asked)
+        if asked.parents is None:
+            assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
+        return rows
+
+
 class Ticking:
     """A clock that moves by some seconds whenever somebody reads it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedScorer, fixed_script, random_table
+from scripted import Careful, ScriptedScorer, fixed_script, random_table
 from test_exact import LENGTHS, NEW, SAMPLINGS, largest_gap, loop_distribution, target_distribution
 from tiny import tiny_language_model, tiny_tokenizer
 
@@ -19,7 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, DraftPolicy, ForwardOutput, ForwardRequest, run_to_end
+from specbench.decoding.protocols import Decoding, DraftPolicy, run_to_end
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -54,15 +54,6 @@ class Watched(CascadeDrafter):
     def propose(self, *arguments: Any) -> Decoding[Draft]:
         self.drafts.append((yield from super().propose(*arguments)))
         return self.drafts[-1]
-
-
-class Careful(ScriptedScorer):
-    """Holds nothing but the very tokens of context and draft after every pass, each fed once."""
-
-    def score(self, asked: ForwardRequest) -> ForwardOutput:
-        rows = super().score(asked)
-        assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
-        return rows
 
 
 def kinds(draft: Draft) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scripted import ScriptedScorer, random_table
+from scripted import ScriptedScorer, Ticking, random_table
 from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
 
 from specbench.base.errors import UsageError
@@ -372,16 +372,7 @@ class Noisy(ModelDrafter):
     def __init__(self) -> None:
         right, noise = random_table(1, 40, spread=4.0), random_table(2, 40, spread=4.0)
         scorer = ScriptedScorer(lambda read: (right if len(read) < 40 else noise)(read), 40)
-        super().__init__(scorer, "noisy", TickingClock())  # type: ignore[arg-type]
-
-
-class TickingClock:
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:
-        self.time += 0.01
-        return self.time
+        super().__init__(scorer, "noisy", Ticking(0.01))  # type: ignore[arg-type]
 
 
 def drafted(drafter: ModelDrafter, prompt: int, new: int = 30, *, keep: bool = True) -> list[Step]:
@@ -389,7 +380,7 @@ def drafted(drafter: ModelDrafter, prompt: int, new: int = 30, *, keep: bool = T
     policy = AutoLength(8, parse_costs({"target_pass_s": {"1": 1.0, "9": 1.05}, "drafter_pass_s": 0.2}))
     records = decode_steps(
         [n % 7 for n in range(prompt)], target, drafter, policy=DraftPlan(policy, keeps_state=keep),
-        sampling=Greedy(), random=Randomness(0), max_new_tokens=new, clock=TickingClock(),
+        sampling=Greedy(), random=Randomness(0), max_new_tokens=new, clock=Ticking(0.01),
     )  # fmt: skip
     return [each for each in records if isinstance(each, Step)]
 

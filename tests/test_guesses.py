@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, fixed_script, random_table
+from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, random_table
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest, run_to_end
+from specbench.decoding.protocols import Drafter, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
@@ -26,16 +26,6 @@ from specbench.specs.drafters import Lookup
 VOCAB = 4
 PROMPT = [1, 2, 3, 0, 1, 2, 3, 1, 2]
 TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
-
-
-class Careful(ScriptedScorer):
-    """Holds nothing but the very tokens of context and draft after every pass."""
-
-    def score(self, asked: ForwardRequest) -> ForwardOutput:
-        rows = super().score(asked)
-        if asked.parents is None:
-            assert [token for token, _ in self.cache.entries] == [*asked.context, *asked.tokens]
-        return rows
 
 
 def own_model() -> ModelDrafter:

@@ -38,7 +38,6 @@ from specbench.models.pairing import translation_of
 from specbench.models.target import wrap_target
 from specbench.models.tokenizers import end_ids_of
 from specbench.options import LoadOptions
-from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
 CPU = LoadOptions(device="cpu")
@@ -102,16 +101,6 @@ def test_what_names_no_model(text):
     assert message.isprintable()
     assert ("no such file or folder" in message) == (text in PATHS)
     assert ("Python program" in message) == (text == __file__)
-
-
-def test_a_mistyped_drafter_is_named():
-    for text, meant in (
-        ("lokup", "lookup"),
-        ("ngrm:order=3", "ngram:order=3"),
-        ("lookup+slef:int8", "self:int8"),
-    ):
-        assert repr(meant) in refusal(parse_drafter, text, kind=UsageError)
-    assert str(parse_drafter("lookup+lokup")) == "lookup+lokup", "a model: no other word may stand there"
 
 
 # -- options -------------------------------------------------------------------------------------

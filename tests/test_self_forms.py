@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,35 +34,24 @@ LAYERS = 5
 USUAL = {**TINY, "num_hidden_layers": LAYERS}
 
 
-def families() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Configurations with five layers."""
-    without_kv_heads = {key: value for key, value in USUAL.items() if key != "num_key_value_heads"}
-    gemma = {**USUAL, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6}
-    yield "llama", lambda: hf.LlamaConfig(**USUAL)
-    yield "tied", lambda: hf.LlamaConfig(**USUAL, tie_word_embeddings=True)
-    yield "qwen2", lambda: hf.Qwen2Config(**USUAL)
-    yield "mistral", lambda: hf.MistralConfig(**USUAL, sliding_window=6)
-    yield "gemma2", lambda: hf.Gemma2Config(**gemma)
-    yield (
-        "gemma3",
-        lambda: hf.Gemma3TextConfig(
-            **gemma,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
-                         "full_attention"],
-        ),
-    )  # fmt: skip
-    yield "phi3", lambda: hf.Phi3Config(**USUAL)
-    yield "gpt-neox", lambda: hf.GPTNeoXConfig(**without_kv_heads)
-    yield (
-        "gpt2",
-        lambda: hf.GPT2Config(
-            vocab_size=TINY["vocab_size"], n_embd=32, n_layer=LAYERS, n_head=4, initializer_range=0.3,
-            bos_token_id=None, eos_token_id=None,
-        ),
-    )  # fmt: skip
-
-
-BY_FAMILY = dict(families())
+WINDOW = {**USUAL, "sliding_window": 6}
+GEMMA = {**WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+GPT2 = {"vocab_size": TINY["vocab_size"], "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "initializer_range": 0.3,
+        "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+BY_FAMILY: dict[str, Callable[[], Any]] = {
+    "llama": partial(hf.LlamaConfig, **USUAL),
+    "tied": partial(hf.LlamaConfig, **USUAL, tie_word_embeddings=True),
+    "qwen2": partial(hf.Qwen2Config, **USUAL),
+    "mistral": partial(hf.MistralConfig, **WINDOW),
+    "gemma2": partial(hf.Gemma2Config, **GEMMA),
+    "gemma3": partial(hf.Gemma3TextConfig, **GEMMA, layer_types=TYPES),
+    "phi3": partial(hf.Phi3Config, **USUAL),
+    "gpt-neox": partial(
+        hf.GPTNeoXConfig, **{key: USUAL[key] for key in USUAL if key != "num_key_value_heads"}
+    ),
+    "gpt2": partial(hf.GPT2Config, **GPT2),
+}
 
 
 @cache

@@ -55,19 +55,10 @@ DRAFTED = torch.arange(0, 280, 2)
 PLAIN = LoadOptions(dtype="float32")
 PROMPTS = [
     Prompt(f"p{i}", "ab"[i % 2], (text,))
-    for i, text in enumerate(
-        [
-            "the thing",
-            "and the king",
-            "of the ring",
-            "in the station",
-            "a nation to",
-            "the end",
-            "is the",
-            "on and on",
-        ]
-    )
-]
+    for i, text in enumerate([
+        "the thing", "and the king", "of the ring", "in the station", "a nation to", "the end", "is the", "on and on",
+    ])
+]  # fmt: skip
 QUICK = TrainingSettings(
     tokens=200, answer_tokens=24, epochs=3, depth=DEPTH, batch_tokens=96, held_out=2, measured_tokens=16, measures=3,
     vocab=200,
