@@ -95,7 +95,9 @@ def check(
         from specbench.decoding.sampling import Sampling
 
         transforms = Sampling(**sampling.transforms)
-        request = CheckRequest(ctx, recipe, checked, chat, system, transforms, progress.console)
+        request = CheckRequest(
+            ctx, recipe, checked.json_output, checked.quiet, chat, system, transforms, progress.console
+        )
         job: DecodingJob | OutputsJob
         if checked.outputs is not None:
             job = OutputsJob(request, checked.outputs, limit=checked.limit)

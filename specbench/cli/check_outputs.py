@@ -65,7 +65,7 @@ class OutputsJob:
         failed: list[RejectedLine] = []
         complete = False
         try:
-            with StageProgress(self.request.shown.quiet) as progress:
+            with StageProgress(self.request.quiet) as progress:
                 for number, (each, prompt) in enumerate(self._given):
                     progress.update("scoring outputs", number, len(self._given))
                     try:
@@ -82,7 +82,7 @@ class OutputsJob:
             result = OutputsResult(tuple(done), tuple(self._rejected), tuple(failed), complete)
             header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
             piece = pieces_of(target.language_model)
-            if self.request.shown.json_output:
+            if self.request.json_output:
                 write_json({**header, **result.to_dict(piece)})
             else:
                 console = Console(highlight=False)

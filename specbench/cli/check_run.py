@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import GreedyOutput
     from specbench.check.results import CheckResult, Piece
-    from specbench.cli.check import CheckedOptions
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
@@ -52,7 +51,8 @@ class CheckRequest:
 
     ctx: typer.Context
     recipe: Recipe
-    shown: CheckedOptions
+    json_output: bool
+    quiet: bool
     chat: bool | None
     system: str | None
     sampling: Sampling
@@ -71,7 +71,7 @@ class CheckRequest:
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
-        if not self.shown.quiet:
+        if not self.quiet:
             show_notes([text], spaced=False, console=self.console)
 
     def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
@@ -115,7 +115,7 @@ class DecodingJob:
         done: list[tuple[str, DecodingCheck]] = []
         complete = False
         try:
-            with StageProgress(self.request.shown.quiet) as progress, quiet_transformers():
+            with StageProgress(self.request.quiet) as progress, quiet_transformers():
                 self.request.console = progress.console
                 for number, (label, checking) in enumerate(self._checks):
                     done.append((label, checking))
@@ -270,7 +270,7 @@ class DecodingJob:
         header, piece = self._header, pieces_of(self._model)
         checks = dict(self._checks)
         names = [(checks[label].setup.drafter.name, checks[label].setup.policy.name) for label, _ in results]
-        if self.request.shown.json_output:
+        if self.request.json_output:
             verdict = worst([result.verdict for _, result in results])
             found = [
                 {"drafter": drafter, "draft_policy": policy, **result.to_dict(piece)}
