@@ -293,12 +293,7 @@ CATEGORIES = (
     "chat", "question-answering", "summarisation", "translation", "mathematics", "code", "code-editing",
     "structured-output", "retrieval",
 )  # fmt: skip
-PASS_S = {
-    n: 0.12 * v
-    for n, v in {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.01, 5: 1.02, 6: 1.04, 7: 1.06, 8: 1.09, 9: 1.12}.items()
-}
-
-
+PASS_S = {n: 0.12 * v for n, v in enumerate((1.0, 1.0, 1.0, 1.01, 1.02, 1.04, 1.06, 1.09, 1.12), 1)}
 NOISE = 0.03
 """Of times, on the logarithmic scale."""
 
@@ -361,11 +356,8 @@ def write_run(
             for order, place in enumerate(rng.permutation(len(configs)).tolist()):
                 config = configs[place]
                 who = by_name.get(config["drafter"])
-                alpha = (
-                    0.0
-                    if who is None
-                    else float(np.clip(who.alpha + who.spread * (tilt[category] + own), 0.02, 0.98))
-                )
+                shift = tilt[category] + own
+                alpha = 0.0 if who is None else float(np.clip(who.alpha + who.spread * shift, 0.02, 0.98))
                 steps = _steps(rng, config, who, alpha, tokens - 1, drift)
                 plain_s = 0.0
                 if config["kind"] == "transformers":
@@ -430,9 +422,7 @@ def _steps(
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
-        if (
-            "tree" in config["draft_policy"]
-        ):  # two candidates for every draft, the second of them kept now and then
+        if "tree" in config["draft_policy"]:  # two candidates for every draft, the second kept now and then
             ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
             values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
         for name, value in values.items():

@@ -28,7 +28,7 @@ from stored_runs import (
 )
 
 from specbench.cli import run as command
-from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, ranks
+from specbench.results.acceptance import RankRow, ranks
 from specbench.results.results import Results, load_results
 from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
 from specbench.show import plots
@@ -105,11 +105,6 @@ def texts(figure: Figure) -> str:
 
 
 class TestContent:
-    def test_every_figure_is_there(self, drawn):
-        assert list(drawn.figures) == CHAINS
-        assert set(drawn.skipped) == TREES | BATCHES | SERVERS
-        assert all(isinstance(figure, Figure) for figure in drawn.figures.values())
-
     @pytest.mark.parametrize("name", ["speedup", "acceptance"])
     def test_lines_are_the_summary(self, drawn, summary, name):
         column = {"acceptance": "acceptance_rate"}.get(name, name.replace("-", "_"))
@@ -127,13 +122,11 @@ class TestContent:
         assert (round(row[f"{column}_low"], 9), round(row[f"{column}_high"], 9)) in segments
 
     def test_a_rule_stands_at_the_mean_it_drafted(self, drawn, summary):
-        axes = drawn.figures["speedup"].axes[0]
-        hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
-        assert len(hollow) == 1
-        assert hollow[0].get_xdata().item() == pytest.approx(summary.loc["egag", "mean_gamma"], abs=0.3)
-        assert hollow[0].get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
-        across = [line for line in axes.lines if list(line.get_ydata()) == [hollow[0].get_ydata().item()] * 2]
-        assert [line.get_color() for line in across] == [hollow[0].get_color()], "a level to compare with"
+        (rule,) = [
+            line for line in drawn.figures["speedup"].axes[0].lines if line.get_markerfacecolor() == "white"
+        ]
+        assert rule.get_xdata().item() == pytest.approx(summary.loc["egag", "mean_gamma"], abs=0.3)
+        assert rule.get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
 
     def test_a_series_has_one_mark_in_all_figures(self, drawn):
         """Its color and marker, hollow for an adaptive policy."""
@@ -198,23 +191,6 @@ class TestContent:
             .ravel()
         )
         assert shown.count("–") >= frame["speedup_low"].notna().sum() > len(frame) / 2
-
-    def test_the_histogram_of_the_fastest_gamma(self, df, drawn, summary):
-        fastest = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "speedup"].idxmax()
-        frame = to_frame(accepted_lengths(df), AcceptedRow)
-        expected = frame.loc[frame["config"] == fastest, "share"].tolist()
-        axes = drawn.figures["accepted-length"].axes[1]
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx(expected)
-        assert f"γ={fastest[-1]}" in axes.get_title(loc="left")
-
-    def test_every_caption_names_machine_models_prompts_and_tokens(self, drawn):
-        machine, target = "AMD EPYC 9R14, 2 threads", "target Qwen2.5-Coder-1.5B-Instruct (bfloat16)"
-        for name, figure in drawn.figures.items():
-            said = figure.get_supxlabel().replace("\n", " · ")
-            assert all(part in said for part in (machine, target, "18 prompts", "48 tokens"))
-            if name != "categories":  # whose axes are names, as the rows of time are
-                assert figure.axes[0].get_ylabel() or name == "time"
-                assert figure.axes[-1].get_xlabel()
 
 
 class TestTrees:
@@ -344,16 +320,12 @@ class TestCommand:
         for name in ("a", "b"):
             write_run(tmp_path / name, run_id=name, **SMALL)
         change_run(tmp_path / "b", created="2025-01-02T00:00:00Z")
-        assert command(["plot", str(tmp_path), "--only", "speedup", "--format", "svg"]) == 0
-        assert not (tmp_path / "a/plots").exists()
-        assert f"the newest is {tmp_path / 'b'}." in capsys.readouterr().err
-        arguments = ["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "speedup", "--format", "svg"]
-        assert command(arguments) == 0
-        assert (tmp_path / "a/plots/speedup.svg").exists()
-        assert (tmp_path / "b/plots/speedup.svg").exists()
-        assert command([*arguments, "--out", str(tmp_path / "figures")]) == 0
-        assert (tmp_path / "figures/a/speedup.svg").exists()
-        assert (tmp_path / "figures/b/speedup.svg").exists()
+        words = ["--only", "speedup", "--format", "svg"]
+        assert command(["plot", str(tmp_path), *words]) == 0
+        assert [path.parent.parent.name for path in tmp_path.glob("*/plots/speedup.svg")] == ["b"]
+        named = [str(tmp_path / name) for name in ("a", "b")]
+        assert command(["plot", *named, *words, "--out", str(tmp_path / "figures")]) == 0
+        assert len([*tmp_path.glob("figures/?/speedup.svg")]) == 2
 
     def test_one_bad_run_does_not_keep_the_others(self, tmp_path, capsys):
         write_run(tmp_path / "a", run_id="a", **SMALL)
@@ -364,20 +336,11 @@ class TestCommand:
         assert said.out.splitlines() == [str(tmp_path / "b/plots/speedup.png")]
         assert "damaged" in said.err
 
-    def test_the_help_names_every_figure(self, capsys):
-        assert command(["plot", "--help"]) == 0
-        assert ", ".join(sorted(plots.FIGURES)) in " ".join(capsys.readouterr().out.split()).replace(
-            "- ", "-"
-        )
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["missing"], "does not exist"),
-            (["empty"], "There are no results in"),
             (["empty-run"], "nothing to plot"),
-            (["damaged"], "damaged"),
-            (["other-schema"], "schema version 99"),
             (["run", "--only", "nonsense"], "There is no figure 'nonsense'"),
             (["run", "--format", "gif"], "gif"),
             (["plain"], "no speculative configuration"),
@@ -385,13 +348,10 @@ class TestCommand:
         ],
     )
     def test_refusals(self, tmp_path, monkeypatch, capsys, arguments, message):
-        for name in ("run", "empty-run", "damaged", "other-schema"):
+        for name in ("run", "empty-run"):
             write_run(tmp_path / name, **SMALL)
         write_run(tmp_path / "plain", drafters=(), categories=("chat",))
-        (tmp_path / "empty").mkdir()
         write_lines(tmp_path / "empty-run", [])
-        (tmp_path / "damaged/run.json").write_text("{")
-        change_run(tmp_path / "other-schema", schema=99)
         monkeypatch.chdir(tmp_path)
         assert command(["plot", *arguments]) == 2
         said = capsys.readouterr()

@@ -103,9 +103,8 @@ def test_a_line_cut_short_is_ignored_and_measured_again(tmp_path, kept):
     file.write_bytes(b"".join(whole[:2]) + whole[2][:kept])
     frame = load_results(tmp_path)
     assert len(frame.generations) == 2
-    assert frame.problems == [
-        f"Line 3 of {tmp_path.name}/generations.jsonl was cut short by a crash and is not used."
-    ]
+    (problem,) = frame.problems
+    assert "Line 3" in problem
     with RunStore.open(tmp_path) as store:
         assert len(store.done_keys()) == 2
         store.append(measurement(row(repeat=2)))
@@ -152,7 +151,8 @@ def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path, damag
     (tmp_path / "generations.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[1] + whole[2])
     frame = load_results(tmp_path)
     assert len(frame.generations) == 3
-    assert frame.problems == [f"Line 2 of {tmp_path.name}/generations.jsonl is damaged and is not used."]
+    (problem,) = frame.problems
+    assert "Line 2" in problem
 
 
 @pytest.mark.parametrize(
@@ -250,11 +250,9 @@ def test_a_file_in_the_folders_place_is_refused(tmp_path):
 
 def test_two_writers_cannot_mix(tmp_path):
     with RunStore.create(tmp_path, RUN):
-        for attempt in (RunStore.open, RunStore.check_writable):
+        for attempt in (RunStore.open, RunStore.check_writable, lambda path: RunStore.create(path, RUN)):
             with pytest.raises(UsageError, match="Another sweep is writing"):
                 attempt(tmp_path)
-        with pytest.raises(UsageError, match="Another sweep is writing"):
-            RunStore.create(tmp_path, RUN)
         assert len(load_results(tmp_path).generations) == 0  # readers are never kept out
     RunStore.open(tmp_path).close()
 
@@ -332,20 +330,6 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
     assert frame.generations["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
     assert frame.generations["steps_widths"].tolist() == [[[2, 2], [2], []]] * 2
     assert frame.generations["steps_parents"].tolist() == [lists["parents"], []]
-
-
-def test_several_runs_and_folders_of_runs(tmp_path):
-    for name in ("b", "a"):
-        with RunStore.create(tmp_path / "all" / name, run_of({**FIELDS, "run_id": name})) as store:
-            store.append(measurement(row(run_id=name)))
-    (tmp_path / "all" / "notes").mkdir()
-    assert find_runs(tmp_path / "all") == [tmp_path / "all" / "a", tmp_path / "all" / "b"]
-    assert find_runs([tmp_path / "all" / "b" / "run.json", tmp_path / "all"]) == [
-        tmp_path / "all" / "b",
-        tmp_path / "all" / "a",
-    ]
-    with pytest.raises(UsageError, match=r"There are 2 runs in .*Name one"):
-        load_results(tmp_path / "all")
 
 
 def test_rows_of_another_run_or_configuration_are_left_out(tmp_path):

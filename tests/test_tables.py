@@ -16,8 +16,7 @@ from rich.console import Console
 from stored_runs import CATEGORIES, DRAFTERS, PASS_S, write_run
 
 from specbench.base.record import Estimate
-from specbench.decoding import metrics
-from specbench.decoding.records import PARTS, Step, StepTimes
+from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, positions, ranks
@@ -123,11 +122,8 @@ class TestPairedRuns:
             row("x", "b-1", 30.0),
         )  # fmt: skip
         pairs = paired_generations(df)
-        assert pairs[["turn", "repeat", "ratio"]].to_numpy().tolist() == [
-            [0, 0, 2.0],
-            [0, 1, 4.0],
-            [1, 0, 0.5],
-        ]
+        found = pairs[["turn", "repeat", "ratio"]].to_numpy().tolist()
+        assert found == [[0, 0, 2.0], [0, 1, 4.0], [1, 0, 0.5]]
         assert set(pairs["config"]) == {"x"}  # the baseline is beside, not among them
 
     def test_whole_times_are_taken_per_token(self):
@@ -135,12 +131,6 @@ class TestPairedRuns:
         longer = row("x", "a-1", new_tokens=22, total_s=3.0)
         pairs = paired_generations(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
-
-    def test_failures_pair_with_nothing(self):
-        df = frame_of(
-            row("plain", "a-1", status="failed"), row("x", "a-1"), row("plain", "b-1"), row("x", "b-1")
-        )
-        assert paired_generations(df)["prompt"].tolist() == ["b-1"]
 
     def test_each_temperature_has_its_own_baseline(self):
         hot = {"temperature": 0.7, "baseline": "plain-hot"}
@@ -185,28 +175,6 @@ class TestSummary:
         assert shares == pytest.approx([0.4 / total, 1.6 / total, 0.3 / total, 0.1 / total, 0.1 / total])
         assert figures["share_draft_prefill"] == pytest.approx(0.2 / total)
 
-    def test_the_same_as_the_metrics_of_single_generations(self, made):
-        """For a run of one generation the summary and specbench.decoding.metrics are two ways to the same figures."""
-        first = made.generations[(made.generations["config"] == "self:int8-g4")].iloc[[0]]
-        generation = Results(made.run, first.reset_index(drop=True))
-        lists = {name.removeprefix("steps_"): first[name].item() for name in first if "steps_" in name}
-        ends = np.cumsum(lists["tested"])
-        expected = list(np.concatenate([np.asarray(e) for e in lists["expected_acceptance"] if len(e)]))
-        steps = [
-            Step(
-                index=i, position=0, drafted=(0,) * lists["drafted"][i], accepted=int(lists["accepted"][i]),
-                tested=int(lists["tested"][i]), tokens=(0,) * lists["emitted"][i], closing=None,
-                expected_acceptance=tuple(expected[ends[i] - lists["tested"][i] : ends[i]]), times=StepTimes(),
-            )
-            for i in range(len(ends))
-        ]  # fmt: skip
-        figures = one(summarize(generation), "self:int8-g4")
-        assert figures["tokens_per_step"] == pytest.approx(metrics.tokens_per_step(steps))
-        assert figures["acceptance_rate"] == pytest.approx(metrics.acceptance_rate(steps))
-        assert figures["alpha"] == pytest.approx(metrics.mean_expected_acceptance(steps))
-        for ours, theirs in zip(positions(generation), metrics.acceptance_by_position(steps), strict=True):
-            assert ours.rate == pytest.approx(math.nan if theirs is None else theirs, nan_ok=True)
-
     @pytest.mark.smoke
     def test_known_truth(self, made):
         """α, costs, speeds and predictions are what the run was made with."""
@@ -221,17 +189,6 @@ class TestSummary:
         assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
         assert frame.frame["identical_share"].dropna().eq(1.0).all()
 
-    def test_passes_count_in_predictions(self):
-        """Two drafts a step and one pass for both; both accepted, or one."""
-        times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
-        steps = [(2, 2, 2, 3, [1.0, 1.0], times), (2, 2, 1, 2, [1.0, 0.0], times)]
-        mine = row("x", "a-1", drafter="d", steps=steps)
-        mine["steps_passes"] = np.array([1, 1])
-        costs = {"target_pass_s": {"1": 0.5, "3": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
-        expected = 1 + 1.0 + 0.5  # by position 1 and 1/2
-        assert figures["predicted_speedup"] == pytest.approx(expected / (0.2 + 1.5))
-
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
         counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]
@@ -244,11 +201,7 @@ class TestSummary:
         assert figures["corrected_share"] == pytest.approx(1 / 6)
         assert figures["share_masks"] == pytest.approx(0.12 / 2.4)
         sheet = tables.summary_sheet(summary)
-        assert [*zip(sheet.headings, sheet.rows[1], strict=True)].count(("forced", "50%")) == 1
-        assert ("masks", "5%") in zip(sheet.headings, sheet.rows[1], strict=True)
-        assert not {"forced", "masks"} & {
-            *tables.summary_sheet(summarize(frame_of(row("plain", "a-1")))).headings
-        }
+        assert {("forced", "50%"), ("masks", "5%")} <= {*zip(sheet.headings, sheet.rows[1], strict=True)}
 
     def test_all_nodes_of_a_tree_count_in_predictions(self):
         """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""
@@ -259,9 +212,7 @@ class TestSummary:
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
-        assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5)), (
-            "the tokens per step there were"
-        )
+        assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5))
         costs["drafter_later_pass_s"] = {"d": 0.05}
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
         assert figures["predicted_speedup"] == pytest.approx(2 / (0.2 + 0.1 + 1.5)), (
@@ -306,20 +257,6 @@ class TestSummary:
         alone = frame_of(row("plain", "b-1"), failed)
         assert math.isnan(one(summarize(alone), "x")["speedup"])
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
-
-    def test_pooled_and_mean_are_both_told_where_they_differ(self):
-        rows = []
-        for i in range(6):
-            size, speed = (100.0, 5.0) if i == 5 else (1.0, 13.0 + 0.1 * i)
-            rows += [
-                row("plain", f"a-{i}", 10.0, decode_s=size),
-                row("x", f"a-{i}", speed, decode_s=size * 10.0 / speed),
-            ]
-        frame = summarize(frame_of(*rows))
-        figures = one(frame, "x")
-        assert figures["speedup"] > 1.0 > figures["pooled_speedup"]
-        (note,) = [note for note in tables.notes(frame) if "all tokens over all seconds" in note]
-        assert f"{figures['pooled_speedup']:.2f}" in note
 
 
 class TestOtherFrames:
@@ -375,17 +312,7 @@ def shown(figures: Summary | list[CategoryRow], width: int = 80) -> str:
     return file.getvalue()
 
 
-@pytest.fixture
-def small() -> Summary:
-    times = (0.02, 0.0, 0.06, 0.01, 0.005, 0.005)
-    steps = [(2, 2, 2, 3, [0.9, 0.7], times), (2, 1, 0, 1, [0.2], times)]
-    return summarize(frame_of(*beside_plain(12.0, 13.0, 12.5, 16.0, label="x [red]γ=2", steps=steps)))
-
-
 class TestRendering:
-    def test_at_80_columns(self, small, snapshot):
-        snapshot(shown(small))
-
     @pytest.mark.parametrize("width", [60, 80, 200])
     def test_fits_and_never_loses_the_interval(self, made, width):
         frame = summarize(made)
@@ -393,20 +320,10 @@ class TestRendering:
         assert max(map(len, text.splitlines())) <= width
         for figures in frame.frame.to_dict("records"):
             if figures["kind"] == "speculative":
-                interval = (
-                    f"{figures['speedup']:.2f} [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]"
-                )
-                assert interval in text
+                assert f" [{figures['speedup_low']:.2f}, {figures['speedup_high']:.2f}]" in text
         assert "1 (baseline)" in text
         assert "verdict" in text
         assert text.count("fastest") == 1
-
-    def test_every_category_is_shown(self, made):
-        text = shown(categorize(made), 80)
-        assert all(
-            category in text.replace("\n", " ") or category.split("-")[0] in text for category in CATEGORIES
-        )
-        assert max(map(len, text.splitlines())) <= 80
 
     def test_names_are_data(self):
         name = "[bold]\x1b[31m|<b>&`*_$\n#x"
@@ -424,9 +341,6 @@ class TestRendering:
         df = frame_of(*beside_plain(*speeds))
         for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
-            assert "Too few to say: one run of one prompt, or an interval with ends" in " ".join(
-                document.to_markdown(sheet(frame)).split()
-            )
         assert one(summarize(df), "x")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("busy", [4, 5])
@@ -467,10 +381,8 @@ class TestRendering:
         names = [name for name in quiet.frame.columns if name.startswith("predicted_speedup")]
         assert quiet.frame[names].notna().any(axis=None)
         assert busy.frame[names].isna().all(axis=None)
-        why = f"other programs used the processor during {count} of {count} generations."
-        said = f"Predicted speedups are left out: {why}"
-        assert any(note.startswith(said) for note in tables.notes(busy))
-        assert not any(note.startswith("Predicted") for note in tables.notes(quiet))
+        for summary, said in ((busy, True), (quiet, False)):
+            assert any(note.startswith("Predicted speedups") for note in tables.notes(summary)) == said
 
     def test_numbers(self):
         values = (0.012345, 0.5, 9.994, 9.999, 99.97, 12.34, 123.4, math.inf, math.nan)

@@ -132,10 +132,6 @@ def last(*events: Event, **options: Any) -> str:
 # --- What events hold -----------------------------------------------------------------------------
 
 
-def test_a_step_event_holds_the_whole_record(snapshot):
-    snapshot(json.dumps(to_dict(event(REJECTION)), indent=1))
-
-
 TREE = step(
     1, "bonus", (BREAK, SKY, BECAUSE),
     DraftVerdict(AIR, 0.5, 0.25, None, "rejected"), DraftVerdict(BREAK, 0.25, 0.5, None, "accepted"),
@@ -148,20 +144,6 @@ TREE = step(
 def test_a_tree_is_drawn_by_branches(snapshot):
     assert event(TREE).parents == [-1, -1, 1, 1, 0]
     snapshot(last(header(), event(TREE)))
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_deep_tree_keeps_its_columns(width):
-    deep = replace(
-        TREE,
-        drafted=(AIR,) * 20,
-        parents=tuple(range(-1, 19)),
-        verdicts=tuple(DraftVerdict(AIR, 0.5, None, None, "untested") for _ in range(20)),
-    )
-    rows = [line for line in last(header(), event(deep), width=width).splitlines() if "untested" in line]
-    assert len(rows) == 20
-    assert {row.index("·") for row in rows} == {rows[0].index("·")}
-    assert all("air" in row and cell_len(row) <= width for row in rows)
 
 
 @pytest.mark.parametrize("method", ["naive", "traversal"])
@@ -212,18 +194,9 @@ def test_values_that_json_lacks_are_left_open():
 # --- Files ----------------------------------------------------------------------------------------
 
 HOSTILE = [
-    "[red]",
-    "[/]",
-    "\x1b[31m\x9b2J",
-    "\x00\r",
-    "👩\u200d👧",
-    "שלום\u202e",
-    "\ud800",
-    " \u2028\n",
-    ":smile:",
-    "</td><script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>{{ 1 }}',
-]
+    "[red]", "[/]", "\x1b[31m\x9b2J", "\x00\r", "👩\u200d👧", "שלום\u202e", "\ud800", " \u2028\n", ":smile:",
+    "</td><script>alert(1)</script>", '"><img src=x onerror=alert(1)>{{ 1 }}',
+]  # fmt: skip
 
 
 def hostile_events() -> list[Event]:
@@ -282,30 +255,13 @@ def as_line(event: Event, **changes: Any) -> bytes:
     return json.dumps(to_dict(event) | changes).encode() + b"\n"
 
 
-def without(whole: Event, *path: Any) -> bytes:
-    """The event as a line without one field."""
-    changed = holder = to_dict(whole)
-    for key in path[:-1]:
-        holder = holder[key]
-    del holder[path[-1]]
-    return json.dumps(changed).encode() + b"\n"
-
-
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
         (b'{"event": \n{}\n', "line 2 is damaged: it is not JSON"),
         (b"[1]\n", "line 2 is damaged: it is not an event"),
         (b'{"event": "leap"}\n', "line 2 is damaged: it is not an event"),
-        (without(event(REJECTION), "texts"), r"line 2 is damaged: step\.texts is missing"),
-        (
-            without(event(REJECTION), "times", "draft_s"),
-            r"line 2 is damaged: step\.times\.draft_s is missing",
-        ),
-        (
-            without(event(REJECTION), "verdicts", 1, "q"),
-            r"line 2 is damaged: step\.verdicts\[1\]\.q is missing",
-        ),
+        (as_line(event(REJECTION), texts=None), r"line 2 is damaged: step\.texts is"),
         (as_line(header(), trace_version=TRACE_VERSION + 1), f"a trace of version {TRACE_VERSION + 1}"),
         (as_line(header(), trace_version="new"), "line 2 is damaged: it has no trace version"),
     ],
@@ -323,11 +279,6 @@ def test_broken_lines(trace_file, rest, message):
         (b"", "is not a step trace: it is empty"),
         (b"Dear diary\n", "is not a step trace: line 1 is not JSON"),
         (b'{"text": "a result"}\n', "is not a step trace: line 1 is not a header"),
-        (
-            as_line(header(), trace_version=TRACE_VERSION + 1),
-            f"a trace of version {TRACE_VERSION + 1}.* Update",
-        ),
-        (without(header(), "trace_version"), "line 1 is damaged: it has no trace version"),
     ],
 )
 def test_files_that_are_no_trace(trace_file, content, message):
@@ -351,37 +302,10 @@ NOTHING = TraceEnd(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        pytest.param([header(), prefill()], id="header and prefill"),
-        pytest.param([prefill(None)], id="no first target pass"),
-        pytest.param([header(greedy=True), event(GREEDY)], id="greedy"),
-        pytest.param([SUMMARY], id="end"),
-        pytest.param([NOTHING], id="interrupted"),
-    ],
-)
-def test_view(snapshot, events):
-    snapshot(shown(*events))
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        pytest.param([prefill(), event(ACCEPTED_ALL)], id="every draft accepted"),
-        pytest.param([event(REJECTION)], id="rejection"),
-        pytest.param([event(NOTHING_DRAFTED)], id="nothing drafted"),
-        pytest.param([event(REJECTION), event(STOP_CUT)], id="stop inside the accepted drafts"),
-    ],
-)
-def test_view_of_the_last_step(snapshot, events):
-    snapshot(last(header(), *events))
-
-
 def test_adjustment_off():
     text = shown(header(lossless=False), event(REJECTION))
-    assert "\n  note       not lossless: the residual adjustment is off\n" in text
-    assert "\n  corrected  ␣scatters  with probability 0.0314 from p₂: adjustment off\n" in text
+    assert "not lossless" in text
+    assert "from p₂: adjustment off" in text
     assert "norm" not in text
 
 
@@ -393,13 +317,24 @@ def test_no_line_is_wider_than_the_console(width):
         position=1_234_567, times=StepTimes(9.9, 9.9, 9.9, 9.9, 9.9, 5.0), finish_reason="context-limit",
         policy={f"note_{i}": i / 7 for i in range(9)}, closing_probability=1e-5,
     )  # fmt: skip
+    branch = {"drafted": (AIR,) * 20, "parents": tuple(range(-1, 19))}
+    untested = tuple(DraftVerdict(AIR, 0.5, None, None, "untested") for _ in range(20))
+    steps = (
+        ACCEPTED_ALL,
+        REJECTION,
+        STOP_CUT,
+        NOTHING_DRAFTED,
+        deep,
+        replace(TREE, verdicts=untested, **branch),
+    )
     for greedy in (False, True):
-        events = [
-            header(greedy=greedy, lossless=False),
-            *map(event, (ACCEPTED_ALL, REJECTION, STOP_CUT, deep)),
-            SUMMARY,
-        ]
-        assert max(cell_len(line) for line in shown(*events, width=width).splitlines()) <= width
+        events = [header(greedy=greedy, lossless=False), prefill(None), *map(event, steps), SUMMARY, NOTHING]
+        events[4:4] = [event(GREEDY)] * greedy
+        lines = shown(*events, width=width).splitlines()
+        assert max(map(cell_len, lines)) <= width
+        rows = [line for line in lines if "untested" in line and "air" in line]
+        assert len(rows) == 20
+        assert len({row.index("·") for row in rows}) == 1
 
 
 @pytest.mark.parametrize("piece", [" word{}", "{}\n"])
@@ -419,17 +354,9 @@ def test_text_so_far_is_a_tail(piece):
 def test_hostile_text_stays_text():
     plain = shown(*hostile_events())
     assert {c for c in plain if not c.isprintable()} <= {"\n", "\u200d", "\u2028"}
-    for piece in (
-        "[red]",
-        "[/]",
-        "\\x1b[31m\\x9b2J",
-        "\\x00\\r",
-        "שלום\\u202e",
-        "\\ud800",
-        "␣\\u2028⏎",
-        ":smile:",
-    ):
-        assert piece in plain
+    assert all(
+        piece in plain for piece in ("[red]", "[/]", "\\x1b[31m\\x9b2J", "\\x00\\r", "\\ud800", ":smile:")
+    )
 
 
 # --- The command ----------------------------------------------------------------------------------
