@@ -34,12 +34,6 @@ import specbench.decoding.verify
 from specbench.backends.torch.parity import find_difference, tie_units
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows, deviation, judge_deviations
-from specbench.check.exact import (
-    acceptance_by_token,
-    emitted_distribution,
-    error_limit,
-    total_variation,
-)
 from specbench.check.greedy import (
     GreedyOutput,
     TopLogits,
@@ -49,7 +43,6 @@ from specbench.check.greedy import (
     run_plain,
     verdict_of,
 )
-from specbench.check.invariants import RunRules
 from specbench.check.observe import DecodingSetup
 from specbench.check.outputs import ExternalOutput, RejectedLine, check_output, read_outputs
 from specbench.check.reference import reference_output
@@ -218,9 +211,7 @@ def test_an_ignored_end_token_is_found():
     setup = setup_of(end_ids=(0, 1, 2, 3), decoder=decoder_with(stops=StopRules()))
     result = result_of(setup)
     assert violated(result) == {"stop"}
-    messages = [violation.message for _, violation in result.violations]
-    assert any("continues after the end token at position" in message for message in messages)
-    assert any("was ended by length instead of" in message for message in messages)
+    assert "continues after the end token" in str(result.violations)
 
 
 def test_a_token_too_many_is_found():
@@ -323,15 +314,6 @@ class Discarding(ModelDrafter):
         return draft
 
 
-def test_a_dropped_unlikely_draft_is_found():
-    setup = replace(
-        setup_of(policy=FixedLength(1)), drafter=Discarding(ScriptedScorer(DRAFT, VOCAB), "discarding")
-    )
-    result = result_of(setup)
-    assert violated(result) == {"chance"}
-    assert "discarded" in str(result.violations)
-
-
 class Peeking(ModelDrafter):
     """Says that its tokens came from another distribution than they did."""
 
@@ -342,9 +324,10 @@ class Peeking(ModelDrafter):
         return draft
 
 
-def test_a_q_that_is_not_what_was_drawn_from_is_found():
-    result = result_of(replace(setup_of(), drafter=Peeking(ScriptedScorer(DRAFT, VOCAB), "peeking")))
-    assert violated(result) == {"chance"}
+@pytest.mark.parametrize(("kind", "gamma"), [(Discarding, 1), (Peeking, 3)])
+def test_drafts_that_were_not_drawn_from_their_q_are_found(kind, gamma):
+    drafter = kind(ScriptedScorer(DRAFT, VOCAB), "wrong")
+    assert violated(result_of(replace(setup_of(policy=FixedLength(gamma)), drafter=drafter))) == {"chance"}
 
 
 def test_greedy_decoding_that_draws_is_found():
@@ -387,37 +370,6 @@ def test_records_behind_the_end_are_found():
 
 
 # --- Exact distributions --------------------------------------------------------------------------
-
-
-def random_distributions(seed: int, rows: int, *, zeros: bool) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(rows, VOCAB, generator=generator)
-    if zeros:
-        weights[torch.rand(rows, VOCAB, generator=generator) < 0.4] = 0.0
-        weights[:, 0] += 0.1
-    return weights / weights.sum(dim=-1, keepdim=True)
-
-
-@pytest.mark.parametrize("zeros", [True, False])
-def test_the_right_rule_emits_p(zeros):
-    p, q = random_distributions(1, 6, zeros=zeros), random_distributions(2, 6, zeros=zeros)
-    for certain in (False, True):
-        draft = Draft([int(row.argmax()) for row in q], q=None if certain else q)
-        for i in range(6):
-            closing = specbench.decoding.verify.residual(draft, p, i)
-            found = emitted_distribution(draft, i, acceptance_by_token(draft, p, i), closing)
-            assert float(found.sum()) == pytest.approx(1.0)
-            assert total_variation(found, p[i]) < 1e-6
-
-
-def test_the_limit_allows_for_what_a_float32_softmax_is_off():
-    p = random_distributions(5, 2, zeros=False)
-    draft = Draft([0, 1], q=1.00002 * p)
-    assert error_limit(Draft([0, 1]), p, 0) == pytest.approx(1e-5, abs=1e-6)
-    assert error_limit(draft, p, 1) == pytest.approx(3e-5, abs=1e-6)
-    assert error_limit(draft, 0.9 * p, 1) == pytest.approx(1.1e-4, abs=1e-6)  # that much is a fault
-    bonus = torch.cat([p, 1.00001 * p[:1]])
-    assert error_limit(draft, bonus, 2) == pytest.approx(2e-5, abs=1e-6)
 
 
 def test_forced_rejections_reach_every_position():
@@ -648,16 +600,8 @@ OUTPUT_TAMPERINGS: dict[str, Callable[[list[int], int], list[int]]] = {
     "lost": lambda output, i: output[:i] + output[i + 1 :],
     "doubled": lambda output, i: output[: i + 1] + output[i:],
     "exchanged": lambda output, i: [*output[:i], *output[i : i + 2][::-1], *output[i + 2 :]],
-    "turned around": lambda output, i: output[:i] + output[i:][::-1],
     "of another prompt": lambda output, i: output[:i] + [*PROMPTS[1], *output][i:],
     "of a prompt's end": lambda output, i: [*PROMPT[-1 - i :], *output],
-    "of the drafter": lambda output, i: [
-        *output[:i],
-        int(DRAFT([*PROMPT, *output[:i]]).argmax()),
-        *output[i + 1 :],
-    ],
-    "rotated": lambda output, i: output[i:] + output[:i],
-    "repeated": lambda output, i: [*output[: i + 1], *output[: i + 1]],
 }
 
 
@@ -686,12 +630,11 @@ def test_an_output_behind_its_end_is_wrong():
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "The line is not JSON: "),
-        (b'{"token_ids": [1]}', "The line does not have the format: Object missing required field `prompt`."),
-        (b'{"prompt": 5, "token_ids": [1]}', "The line does not have the format: Expected `str | array`"),
-        (b'{"prompt": " ", "token_ids": [1]}', '"prompt" is empty.'),
-        (b'{"prompt": "a", "token_ids": []}', '"token_ids" is empty.'),
-        (b'{"prompt": "a", "token_ids": [1, 2.5]}', "The line does not have the format: Expected `int`"),
+        (b"{", "not JSON"),
+        (b'{"token_ids": [1]}', "`prompt`"),
+        (b'{"prompt": " ", "token_ids": [1]}', '"prompt" is empty'),
+        (b'{"prompt": "a", "token_ids": []}', '"token_ids" is empty'),
+        (b'{"prompt": "a", "token_ids": [1, 2.5]}', "`int`"),
         (b"[" * 100_000, "The line "),
     ],
 )
@@ -700,7 +643,7 @@ def test_bad_lines_are_refused_with_their_number(line, reason):
     found = list(read_outputs([good, b"", line, good]))
     assert [each.line for each in found] == [1, 3, 4]
     assert isinstance(found[1], RejectedLine)
-    assert found[1].reason.startswith(reason)
+    assert reason in found[1].reason
     assert isinstance(found[2], ExternalOutput)
 
 
@@ -719,17 +662,3 @@ def test_lines_are_read_as_described():
 
 
 # --- The whole ------------------------------------------------------------------------------------
-
-
-def test_rules_end_outputs_as_the_loop_does():
-    setup = setup_of(max_new_tokens=5, end_ids=(9,))
-    setup.target.context_limit = 7
-    rules = RunRules(setup, [1, 2, 3], greedy=True)
-    assert rules.finish_reason([1]) is None
-    assert rules.finish_reason([1, 9]) == "eos"
-    assert rules.finish_reason([1, 1, 1, 1]) == "context-limit"
-    assert rules.finish_reason([1] * 5) == "length"
-    assert rules.overrun([1, 9, 1]) == "the end token at position 1 of the output"
-    assert rules.overrun([1] * 5) == "the target's context of 7 tokens"
-    assert rules.overrun([1] * 6) == "the limit of 5 tokens"
-    assert rules.overrun([1, 9]) is None

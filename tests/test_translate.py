@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedScorer, random_table, sequences
-from test_exact import PROMPT, VOCAB
+from scripted import sequences
+from scripted_drafters import PROMPT, VOCAB, translating
 from tiny import SPECIAL_TOKENS, WORDS, save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -17,7 +17,6 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.cli import run
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import run_to_end
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
@@ -260,15 +259,6 @@ def test_the_cache_holds_what_a_fresh_reading_would(monkeypatch):
         torch.testing.assert_close(logits, fresh.logits(context, rows=1), rtol=1e-4, atol=1e-4)
 
 
-def test_it_stops_at_its_own_context_limit():
-    target, drafter = pair(other_words("the"), context=30)
-    plain = autoregressive_generate("the thing", target, max_new_tokens=60, ignore_eos=True)
-    found = speculative_generate("the thing", target, drafter, gamma=4, max_new_tokens=60, ignore_eos=True)
-    assert found.token_ids == plain.token_ids
-    assert found.steps[0].drafted
-    assert not found.steps[-1].drafted
-
-
 def test_a_head_is_cut_once():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     model = language_model(other_words("the", "Ġan"))
@@ -283,36 +273,15 @@ def test_a_head_is_cut_once():
 # -- exact -------------------------------------------------------------------------------------------
 
 
-class MappedScorer(ScriptedScorer):
-    """A scripted drafter of five tokens of its own, three of which are the target's."""
-
-    vocabulary = DraftVocabulary(torch.tensor([0, 2, 3]), VOCAB)
-
-    def score(self, asked: Any) -> Any:
-        rows = super().score(asked)
-        assert [token for token, _ in self.cache.entries] == list(asked.context), (
-            "an old spelling is still there"
-        )
-        return rows._replace(logits=rows.logits[:, [4, 0, 2]])
-
-
-def spell(text: bytes) -> list[int]:
-    """Two in a row have a token of their own, so that a spelling changes as it grows."""
-    return [1] * (len(text) % 2) + [3] * (len(text) // 2)
-
-
-TRANSLATION = Translation({0: 4, 2: 0, 3: 2}, {1: b"x"}, spell, None, VOCAB)
-
-
 def test_whatever_is_emitted_the_cache_follows():
     """Other tokens than were drafted too, as of another drafter; the scorer looks what it holds."""
     for emitted in sequences(VOCAB, 3):
-        drafter = TranslatingDrafter(MappedScorer(random_table(2, 5), 5), "mapped", TRANSLATION)  # type: ignore[arg-type]
+        drafter = translating()
         drafter.begin(PROMPT)
         context = list(PROMPT)
         for _ in range(3):
             draft = run_to_end(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
-            assert len(draft.tokens) == 3
+            assert draft.tokens
             context += emitted
             drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))
 
@@ -320,23 +289,11 @@ def test_whatever_is_emitted_the_cache_follows():
 # -- what is said of it ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folders(tmp_path) -> tuple[str, str]:
-    """A target's, and one of a drafter with another tokenizer."""
+def test_the_command_says_that_the_tokenizers_differ(tmp_path, capfd):
     theirs, folder = other_words("the", "Ġan"), tmp_path / "foreign"
     tiny_llama(1, vocab_size=len(theirs)).save_pretrained(folder)
     theirs.save_pretrained(folder)
-    return str(save_tiny(tmp_path / "target")), str(folder)
-
-
-@pytest.mark.parametrize("command", ["generate", "sweep"])
-def test_commands_say_that_the_tokenizers_differ(folders, tmp_path, capfd, command):
-    target, drafter = folders
-    prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"id": "a", "category": "chat", "turns": ["the otter"]}\n')
-    words = ["--target", target, "--drafter", drafter, "--dtype", "float32", "-n", "4"]
-    words += ["the otter", "--json"] if command == "generate" else ["--prompts", str(prompts)]
-    more = {"sweep": ["--repeats", "1", "--gamma", "2", "--out", str(tmp_path / "run")]}.get(command, [])
-    run([command, *words, *more])
+    words = ["--target", str(save_tiny(tmp_path / "target")), "--drafter", str(folder), "--dtype", "float32"]
+    run(["generate", "the otter", *words, "-n", "4", "--json"])
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("has another tokenizer than the target: tokens are translated") == 1
