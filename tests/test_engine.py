@@ -202,9 +202,7 @@ def test_costs_are_times_of_single_passes(engine):
     assert {line.context_tokens for line in costs} == {256}
     assert pass_costs(costs).target_s == {1: 1.0, 2: 1.0, 5: 1.0}
     assert len(pass_costs(costs).drafter_s) == 3
-    assert {line.drafter: line.passes for line in costs if isinstance(line, DrafterTimes) and line.passes > 1} == {
-        "lookup": 4, "small": 4, "self:int8": 4,
-    }  # fmt: skip
+    assert {line.passes for line in costs if isinstance(line, DrafterTimes)} == {1, 4}
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
 
@@ -239,31 +237,14 @@ def test_conversations_go_through_the_chat_template(engine):
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
         "<|im_start|>assistant\nFine<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(engine.encode(prompt, [])).endswith(
-        "user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_a_template_without_a_system_role_gets_its_text_all_the_same(engine):
-    tokenizer = engine.target.tokenizer
-    assert tokenizer is not None
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
         + str(tokenizer.chat_template)
     )
     text = tokenizer.decode(engine.encode(Prompt("p", "c", ("Hello",), system="Be kind"), []))
     assert text == "<|im_start|>user\nBe kind\n\nHello<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_without_a_template_the_texts_follow_each_other(engine):
-    tokenizer = engine.target.tokenizer
-    assert tokenizer is not None
     tokenizer.chat_template = None
-    prompt = Prompt("p", "c", ("Hello", "More"), system="Be kind")
-    assert (
-        tokenizer.decode(engine.encode(prompt, [tokenizer("Fine")["input_ids"]]))
-        == "Be kind\n\nHello\n\nFine\n\nMore"
-    )
+    assert tokenizer.decode(engine.encode(prompt, [answer])) == "Be kind\n\nHello\n\nFine\n\nMore"
 
 
 # -- loading ---------------------------------------------------------------------------------------

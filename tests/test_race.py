@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import regret
-from regret import FakeClock, Simulated, choice_of, race_over, regret_in, scatter_of, simulated
-from stored_runs import kept_run, write_exact
+from regret import FakeClock, Simulated, choice_of, scatter_of, simulated
+from stored_runs import kept_run
 
 from specbench.decoding.theory import PassCosts
-from specbench.results.results import load_results
 from specbench.tune.race import (
     ERROR,
     MARGIN,
@@ -57,15 +56,15 @@ def new(*names: str, limit: int = 100) -> Race:
 
 
 @pytest.mark.parametrize("predicted", [None, 0.5])
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(3))
 def test_the_choice_is_within_5_percent_of_the_best(number, predicted):
-    """Five runs with other speeds, prompts, drift and neighbors each; also where predictions are wrong."""
+    """Three runs with other speeds, prompts, drift and neighbors each; also where predictions are wrong."""
     made = replace(simulated(number), predicted=predicted)
     race, _ = made.race()
     assert made.regret(race) <= MARGIN
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_planted_good_candidate_is_found(seed):
     """Behind eleven others, on a machine that drifts and that others use; and within the time of some thirty blocks."""
     truth = {PLAIN: 0.0, **{f"c-{n}": 0.02 * n for n in range(11)}, "planted": 0.5}
@@ -103,19 +102,6 @@ def test_predictions_help_where_little_can_be_measured():
     assert sum(each <= MARGIN for each in both) > sum(each <= MARGIN for each in alone)
 
 
-def test_what_is_predicted_leads_until_more_is_known():
-    race = Race(["a", "b"], PLAIN, limit=40, expected={"a": 1.6, "b": 1.2})
-
-    def measure(name: str, block: Block) -> Timing:
-        speed = {PLAIN: 10.0, "a": 12.0, "b": 15.0}[name]
-        return Timing(100, 100 / speed * (1.0 + wobble(name, block)))
-
-    led = []
-    run_race(race, blocks(40), measure, clock=FakeClock(), on_block=lambda race: led.append(race.leader))
-    assert led[0] == "a"
-    assert led[-1] == "b"
-
-
 @pytest.mark.parametrize(("a", "verdicts"), [(-0.3, {"plain"}), (0.01, {"equal", "faster", "plain"})])
 def test_plain_decoding_wins_where_nothing_is_faster(a, verdicts):
     race, ending = Simulated({PLAIN: 0.0, "a": a, "b": -0.5}, spread=0.01, noise=0.01).race()
@@ -123,33 +109,6 @@ def test_plain_decoding_wins_where_nothing_is_faster(a, verdicts):
     assert ending == "decided"
     assert "b" in race.eliminated
     assert (choice_of(race) == PLAIN) == (race.verdict != "faster")
-
-
-@pytest.mark.smoke
-def test_a_stored_run_is_raced(tmp_path):
-    prompts = {f"code-{n:02}": [10.0 + n % 3] for n in range(12)}
-    scaled = {
-        name: {prompt: [factor * speed[0] + n % 2 / 10] for n, (prompt, speed) in enumerate(prompts.items())}
-        for name, factor in {"plain": 1.0, "d@1": 1.2, "d@2": 1.5, "d@3": 0.6}.items()
-    }
-    df = load_results(write_exact(tmp_path / "run", scaled))
-    race = race_over(df)
-    assert choice_of(race) == "d@2"
-    assert {"d@1", "d@3"} == set(race.eliminated)
-    best, ratio = regret_in(df, "d@1", ["plain", "d@1", "d@2", "d@3"])
-    assert best == "d@2"
-    assert ratio.value == pytest.approx(0.8, rel=0.01)
-    assert regret_in(df, "d@2", ["d@1", "d@2"])[1].value == 1.0
-
-
-def test_the_benchmark_counts(capsys, tmp_path):
-    assert regret.main(["--simulated", "3"]) == 0
-    assert '"races": 3, "within_5_percent": 3' in capsys.readouterr().out.splitlines()[-1]
-    speeds = {name: {f"p-{n}": [k + n % 3] for n in range(8)} for name, k in (("plain", 10.0), ("d@1", 20.0))}
-    write_exact(tmp_path / "run", speeds)
-    assert regret.main(["--stored", str(tmp_path)]) == 0
-    with pytest.raises(SystemExit, match="Give"):
-        regret.main([])
 
 
 # -- disturbances ------------------------------------------------------------------------------------
@@ -167,7 +126,7 @@ def test_what_held_up_one_of_two_is_told_from_what_is_usual():
 
     noisy = np.array(
         [0.9, -0.5, 0.3, -0.8, 0.6, 0.2]
-    )  # where blocks say little the two are taken to be alike
+    )  # blocks that say little: the two are taken to be alike
     held, doubt = noise_correction(noisy)
     assert held == pytest.approx(noisy, abs=0.01)
     assert doubt == pytest.approx(0.02, abs=0.001)
@@ -233,14 +192,6 @@ def test_a_race_ends_as_soon_as_nothing_is_left_to_tell_apart():
     assert fall.bound == pytest.approx(0.4)
 
 
-def test_looks_come_ever_more_rarely():
-    race, looks = new(), []
-    for block in blocks(100):
-        race.add_block(block, {PLAIN: Timing(1, 1.0)})
-        looks += [race.blocks] if race.look_due else []
-    assert looks == [6, 8, 12, 16, 24, 32, 48, 64, 96]
-
-
 def test_all_looks_together_spend_no_more_than_there_is():
     """One bound for each of the others at every look on the way, and at the last one."""
     race = new("a", "b", "c", limit=24)
@@ -277,19 +228,6 @@ def test_a_race_keeps_to_its_time():
     assert run(race, measure, clock=clock, until=100.0) == "time"
     assert clock.seconds <= 100.0
     assert race.blocks == 11  # another one would take until 108
-
-
-def test_a_race_that_is_not_over_says_how_much_more_it_takes():
-    made = Simulated({PLAIN: 0.0, "a": 0.5, "b": 0.46}, spread=0.1, noise=0.02)
-    few, _ = made.race(prompts=6)
-    assert few.open == [name for name in ("a", "b") if name != few.leader]
-    wanted = few.blocks_needed()
-    assert wanted is None or wanted > 20
-    many, _ = Simulated(made.truth, spread=0.1, noise=0.02).race(prompts=24)
-    assert many.blocks_needed() is not None
-    over = new("fast")
-    run(over, steady(plain=1, fast=3))
-    assert over.blocks_needed() == 0
 
 
 def test_who_may_be_faster_than_a_new_leader_is_measured_again():
@@ -341,7 +279,7 @@ def scatter() -> regret.Scatter:
 @pytest.mark.parametrize("kind", regret.TRUTHS)
 def test_over_the_scatter_of_a_stored_run_choices_are_good(scatter, kind):
     """Two drafters that differ much from prompt to prompt; benchmarks/regret.py has all runs, and more races."""
-    for seed in range(4):
+    for seed in range(2):
         made, best = scatter.simulated(seed, kind, busy=0.0)
         race, _ = made.race(40)
         if kind != "apart":

@@ -75,10 +75,7 @@ def test_the_sides_of_a_command_line(tmp_path):
         python=["llama.cpp=/x/python"], options={}, side=["mine=serve --at {port}"],
     )  # fmt: skip
     sides, left_out = race.sides_of(given)
-    assert left_out == {
-        "llama.cpp": "no --gguf", "vllm": "no --python vllm=PYTHON",
-        "transformers": "no --python transformers=PYTHON",
-    }  # fmt: skip
+    assert left_out.keys() == {"llama.cpp", "vllm", "transformers"}
     assert sides["mine"](81) == ["serve", "--at", "81"]
     assert sides["specbench plain"](81)[-4:] == ["--drafter", "none", "--port", "81"]
     model = tmp_path / "m.gguf"
@@ -86,11 +83,7 @@ def test_the_sides_of_a_command_line(tmp_path):
     given.gguf = str(model)
     sides, _ = race.sides_of(given)
     words = next(line for name, line in sides.items() if name == "llama.cpp plain")(81)
-    assert words[0] == "/x/python"
-    assert words[-1] == "81"
-    assert sum(name.startswith("llama.cpp ") for name in sides) > 2
+    assert (words[0], words[-1]) == ("/x/python", "81")
     given.python = ["vllm=/y/python"]
     sides, _ = race.sides_of(given)
-    words = [*sides["vllm plain"](81)]
-    assert words[:6] == ["/y/python", *race.VLLM.split(), "--dtype", "bfloat16", "--model"]
-    assert "smollm2" in words[6].lower()
+    assert [*sides["vllm plain"](81)][: 1 + len(race.VLLM.split())] == ["/y/python", *race.VLLM.split()]

@@ -20,7 +20,6 @@ from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate
 from specbench.bench.grid import Sweep, SweepConfig, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
@@ -29,12 +28,10 @@ from specbench.bench.serving import BenchRequest, SkippingClock, Workload, Workl
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
-from specbench.results.requests import Curve, RequestRow, batch_curves, request_rows
+from specbench.results.requests import RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
-from specbench.results.run import RunConfig
-from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
-from specbench.show import document, tables
-from specbench.show.answer import find_answers, how_far_it_pays
+from specbench.results.summary import categorize, summarize, to_frame
+from specbench.show.answer import find_answers
 from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 
 # -- what is asked for -----------------------------------------------------------------------------
@@ -43,7 +40,6 @@ from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 def test_ways_for_requests_to_come():
     assert parse_arrivals("closed:8") == Closed(8)
     assert parse_arrivals(" poisson:0.5") == Poisson(0.5)
-    assert parse_arrivals("poisson:2.") == Poisson(2.0)
     assert [str(parse_arrivals(text)) for text in ("closed:8", "poisson:.25")] == ["closed:8", "poisson:0.25"]
 
 
@@ -98,26 +94,6 @@ def test_groups_take_categories_in_turn_and_hold_every_prompt_once():
     # A group that holds other prompts is another one.
     more = make_groups([*mixed, Prompt("d-0", "d", ("Hello",))], Closed(4))
     assert {group.id for group in groups}.isdisjoint(group.id for group in more)
-
-
-def test_the_plan_of_batches():
-    sweep = batched(5, repeats=3)
-    cells = sweep.plan()
-    assert cells == sweep.plan()
-    measured = [cell for cell in cells if not cell.warmup]
-    assert len(measured) == 3 * (5 + 3) * 2  # repeats × groups of both batches × configurations
-    assert len(cells) - len(measured) == 4
-    assert len({cell.key for cell in cells}) == len(cells)
-    configs = {config.id: config for config in sweep.configs}
-    for start in range(0, len(measured), 2):
-        block = measured[start : start + 2]
-        assert [cell.order for cell in block] == [0, 1]
-        assert (
-            len({(cell.prompt, cell.repeat, cell.seed, configs[cell.config].workload) for cell in block}) == 1
-        )
-    orders = [[cell.prompt for cell in measured if cell.repeat == repeat] for repeat in range(3)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
 
 
 # -- requests as they come -------------------------------------------------------------------------
@@ -240,14 +216,11 @@ def test_a_group_is_a_line_with_its_requests(falls):
     assert (counts == 16).all()
     row = frame.generations[frame.generations["config"] == "d@3,b=4"].iloc[0]
     assert (row["batch"], row["arrivals"], row["queued_s"]) == (4, "closed:4", 0.025)
-    groups = frame.groups.set_index(["config", "group", "repeat"])
-    group = groups.loc[(row["config"], row["group"], row["repeat"])]
-    assert group["pool_peak_blocks"] == 40
-    assert group["pool_peak_bytes"] == pytest.approx(400)
-    mine = frame.generations[
-        (frame.generations["config"] == row["config"]) & (frame.generations["group"] == row["group"])
-    ]
-    mine = mine[mine["repeat"] == row["repeat"]]
+    keys = ["config", "group", "repeat"]
+    place = tuple(row[keys])
+    group = frame.groups.set_index(keys).loc[place]
+    assert (group["pool_peak_blocks"], group["pool_peak_bytes"]) == (40, pytest.approx(400))
+    mine = frame.generations.set_index(keys).loc[[place]]
     assert group["throughput"] == pytest.approx(4 * 36 / mine["total_s"].sum())
 
 
@@ -288,12 +261,9 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path):
     assert result.measured == 2 * 8 * 2 - result.found
     lines = read_lines(tmp_path)
     assert (tmp_path / "generations.jsonl").read_text().startswith(begun)
-    assert len({(line["config"], line["prompt"], line["repeat"], line["warmup"]) for line in lines}) == len(
-        lines
-    )
-    assert Counter(load_results(tmp_path).generations["config"]) == dict.fromkeys(
-        (c.id for c in sweep.configs), 10
-    )
+    names = ("config", "prompt", "repeat", "warmup")
+    assert len({tuple(line[name] for name in names) for line in lines}) == len(lines)
+    assert set(load_results(tmp_path).generations["config"].value_counts()) == {10}
 
 
 def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
@@ -370,12 +340,8 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
     )
     assert row["prompts"] == 16
     assert math.isnan(row["speedup_total"])
-    assert row["tokens_per_second"] == pytest.approx(
-        stats.geometric_mean(fast["throughput"], fast["group"].to_numpy()).value
-    )
-    assert row["pooled_speedup"] == pytest.approx(
-        (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
-    )
+    pooled = (1 / plain["throughput"]).sum() / (1 / fast["throughput"]).sum()
+    assert row["pooled_speedup"] == pytest.approx(pooled)
     assert summary.winners == {"d@3,b=1", "d@3,b=2"}
     (compared,) = compare_configs(frame, "d@3,b=1", "plain,b=1").overall
     assert compared.verdict == "faster"
@@ -396,41 +362,7 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
         }.items():
             for percent in (50, 95, 99):
                 assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
-    text = document.to_markdown(tables.request_sheet(request_rows(frame)))
-    assert "ms/token p99" in text
-    assert "99th percentile of fewer than 100 requests" in text
     assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []
-
-
-def line(*points: tuple[int, stats.Verdict | None]) -> Curve:
-    values = {"faster": (1.5, 1.2), "cannot tell": (1.05, 0.95), "slower": (0.8, 0.7)}
-
-    def row(batch: int, verdict: stats.Verdict | None) -> SummaryRow:
-        config = RunConfig(
-            id="d", label="d", kind="speculative", drafter="d", gamma=1, draft_policy="fixed", temperature=0.0,
-            cache="dynamic", baseline="plain", batch=batch, arrivals=f"closed:{batch}",
-        )  # fmt: skip
-        if verdict is None:
-            return SummaryRow(config, 9, verdict="cannot tell", speedup=Estimate(1.3, None, None, 9))
-        value, low = values[verdict]
-        return SummaryRow(config, 9, verdict=verdict, speedup=Estimate(value, low, value * 1.1, 9, "prompts"))
-
-    return Curve([row(batch, verdict) for batch, verdict in points])
-
-
-@pytest.mark.parametrize(
-    ("points", "words"),
-    [
-        ([(1, "faster"), (2, "faster"), (4, "cannot tell")], ("pays up to batch 2", "at batch 4")),
-        ([(1, "faster"), (8, "faster")], ("everywhere up to batch 8",)),
-        ([(2, "slower"), (4, "slower")], ("not certain", "at batch 2")),
-        ([(1, "cannot tell"), (2, "faster"), (4, "slower")], ("pays at batch 2", "yet at batch 1")),
-        ([(1, None), (2, None)], ("too few", "1.30×")),
-    ],
-)
-def test_how_far_it_pays_in_words(points, words):
-    said = how_far_it_pays(line(*points))
-    assert all(word in said for word in words), said
 
 
 def test_the_answer_of_batches(falls):
@@ -442,9 +374,7 @@ def test_the_answer_of_batches(falls):
     (answer,) = find_answers(frame, summary, categorize(frame))
     assert answer.headline.startswith("d γ=3: pays up to batch 2, ")
     assert answer.verdict == "faster"
-    assert answer.command.endswith("--prompts PROMPTS.jsonl --batch 2")
-    assert answer.details[0].startswith("d γ=1: ")
-    assert any(part.startswith("Plain decoding gives ") for part in answer.details)
+    assert answer.command.endswith("--batch 2")
 
 
 # -- on tiny models --------------------------------------------------------------------------------
@@ -470,14 +400,10 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     code, out, err = sweep(*arguments)
     assert code == 0, err
     frame = load_results("run")
-    assert Counter(frame.generations["config"]) == dict.fromkeys(
-        [
-            f"{name},b={batch}{how}"
-            for name in ("plain", "lookup@2")
-            for batch, how in ((1, ",closed:2"), (1, ",poisson:50"), (2, ""), (2, ",poisson:50"))
-        ],
-        4,
-    )
+    ways = ("b=1,closed:2", "b=1,poisson:50", "b=2", "b=2,poisson:50")
+    assert Counter(frame.generations["config"]) == {
+        f"{name},{way}": 4 for name in ("plain", "lookup@2") for way in ways
+    }
     assert (frame.generations["status"] == "ok").all()
     assert (frame.generations["turn"] == 0).all()
     assert (frame.generations["total_s"] >= frame.generations["queued_s"]).all()
@@ -487,9 +413,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     assert (summary["identical_share"].dropna() == 1).all()
     assert "speedup" in out
     assert "TTFT" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
-    code, _, err = sweep(*arguments, "--resume")
-    assert code == 0, err
-    assert "12 of 12 batches are there" in " ".join(err.split())
+    assert "12 of 12 batches are there" in " ".join(sweep(*arguments, "--resume").err.split())
 
 
 @pytest.mark.parametrize(
