@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from specbench import UsageError
-from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.options import DecodingOptions
-from specbench.serve.protocol import BaseRequest, ChatRequest, Reply, TextRequest, Usage, parse
+from specbench.serve.protocol import BaseRequest, ChatRequest, TextRequest, parse
 
 SAID = [{"role": "user", "content": "hi"}]
 
@@ -39,12 +38,8 @@ def test_what_is_given_is_read():
     assert asked.decoding == {"max_new_tokens": 3, "stop": ["x"]}
     assert (asked.seed, asked.wants_usage) == (2**64 - 1, True)
     assert text(max_tokens=5, stop=["a", "b"], n=None).max_new_tokens == 5
-    assert [text(seed=seed).sampling_seed for seed in (None, 7, -1, 2**64 - 1)] == [
-        None,
-        7,
-        2**64 - 1,
-        2**64 - 1,
-    ]
+    seeds = [text(seed=seed).sampling_seed for seed in (None, 7, -1, 2**64 - 1)]
+    assert seeds == [None, 7, 2**64 - 1, 2**64 - 1]
     assert text(stop=[]).decoding == {"stop": []}
     assert (
         text(max_tokens=None, seed=None, stop=None, stream_options=None, logprobs=None, n=None).max_new_tokens
@@ -141,65 +136,6 @@ def test_text_of_a_request_is_data():
     with pytest.raises(UsageError) as caught:
         parse(json.dumps({"prompt": "x", "a\x1b[31m\nb\ud800": 1}).encode(), TextRequest)
     assert str(caught.value).isprintable()
-
-
-def step(drafted: int, accepted: int) -> Step:
-    return Step(
-        index=0, position=3, drafted=tuple(range(drafted)), accepted=accepted, tested=accepted,
-        tokens=tuple(range(accepted + 1)), closing="corrected", expected_acceptance=(), times=StepTimes(),
-    )  # fmt: skip
-
-
-def test_usage_counts_tokens_and_not_pieces():
-    usage = Usage()
-    assert usage.add(Prefill(7, 1, 0.0)) == (1,)
-    assert len(usage.add(step(5, 2))) == 3
-    usage.add(step(4, 0))
-    assert usage.body() == {
-        "prompt_tokens": 7,
-        "completion_tokens": 5,
-        "total_tokens": 12,
-        "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 7},
-    }
-
-
-def test_bodies_of_answers():
-    head = {"id": "i", "created": 5, "model": "m"}
-    whole = Reply(chat(), "i", 5, "m").whole(["h", "i"], "eos", Usage(1, 2))
-    assert whole == {
-        **head,
-        "object": "chat.completion",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "hi"},
-                "logprobs": None,
-                "finish_reason": "stop",
-            }
-        ],
-        "usage": Usage(1, 2).body(),
-        "metrics": Usage(1, 2).metrics(),
-    }
-    reply = Reply(text(), "i", 5, "m")
-    assert reply.first_chunk() is None
-    assert reply.whole(["hi"], "context-limit", Usage())["choices"][0]["finish_reason"] == "length"
-    assert reply.part_chunk("a") == {
-        **head,
-        "object": "text_completion",
-        "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}],
-    }
-    streamed = Reply(chat(stream_options={"include_usage": True}), "i", 5, "m")
-    opening = streamed.first_chunk()
-    assert opening is not None
-    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert opening["usage"] is None
-    assert streamed.finish_chunk("stop-string", called=False)["choices"][0] == {
-        "index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"
-    }  # fmt: skip
-    assert streamed.usage_chunk(Usage(1, 2)) == {
-        **head, "object": "chat.completion.chunk", "choices": [], "usage": Usage(1, 2).body(),
-        "metrics": Usage(1, 2).metrics(),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

