@@ -433,7 +433,9 @@ def assert_rows_of_blocks(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_layers_that_a_head_does_not_name_are_assumed_and_said_to_be(tmp_path, named):
-    settings = speculators_settings() | ({} if named else {"eagle_aux_hidden_state_layer_ids": None})
+    settings = speculators_settings()
+    if not named:
+        del settings["eagle_aux_hidden_state_layer_ids"]
     drafter = drafter_of(write_head(tmp_path / "head", settings, eagle_tensors()), tiny_target())
     assert len(drafter_notes([drafter])) == (not named)
 

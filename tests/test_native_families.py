@@ -12,7 +12,6 @@ from test_native import CONTEXT, FAMILIES, build, chosen, in_one_call, relative,
 from test_native import level as level
 
 from specbench.backends.torch import forward as ways
-from specbench.backends.torch import trials
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer
 from specbench.backends.torch.kernels import decoder_parts, native
@@ -138,13 +137,6 @@ def test_a_layer_that_is_read_wrongly_is_found_out(kind, field, wrong, monkeypat
     monkeypatch.setattr(decoder_parts, "read_layer", misread)
     model = packed(kind, **({"sliding_window": 512} if kind == "Gemma3" else {}))
     assert type(Scorer(model).forward) is ways.HFForward
-
-
-def test_layers_of_every_kind_are_tried():
-    model = packed("SmolLM3", num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1])
-    sample = trials._one_of_each_kind(model, least=2)
-    assert sample is not None
-    assert sample.config.num_hidden_layers == 4
 
 
 def test_other_models_are_not_read():

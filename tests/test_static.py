@@ -320,10 +320,8 @@ def test_what_cannot_be_compiled_is_refused(compiler, monkeypatch):
     monkeypatch.setitem(COMPILERS, "cpu", broken)
     scorer = Scorer(tiny_llama(), "compiled")
     scorer.begin()
-    with pytest.raises(RunError, match="cannot be compiled here") as caught:
+    with pytest.raises(RunError, match=r"cannot be compiled here.*--compile"):
         scorer.logits(CONTEXT)
-    assert "Leave --compile out" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["layers", "wrapped"])
