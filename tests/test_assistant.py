@@ -301,15 +301,12 @@ def refused(pair: Pair, target: str | None = None, kind: type[SpecbenchError] = 
 def test_a_target_that_it_does_not_fit_is_refused_in_a_sentence(pair, tmp_path):
     made = pair("gemma4")
     other = pair("gemma4_unified")
-    families = (
-        "gemma-assistant is an assistant of a target of type 'gemma4_text', not of 'gemma4_unified_text'."
-    )
-    assert families in refused(made, str(other.folder))
-    assert "of a target of type 'gemma4_text', not of 'llama'" in refused(made, "smollm2-135m")
+    assert "not of 'gemma4_unified_text'" in refused(made, str(other.folder))
+    assert "not of 'llama'" in refused(made, "smollm2-135m")
     sizes = Pair(tmp_path / "sizes", "gemma4", head_dim=16)
-    assert "attends with 4 heads of size 16 to layers of the target with 2 of size 8" in refused(sizes)
+    assert "attends with 4 heads of size 16" in refused(sizes)
     heads = Pair(tmp_path / "heads", "gemma4", num_attention_heads=3, num_key_value_heads=3)
-    assert "attends with 3 heads of size 8 to layers of the target with 2 of size 8" in refused(heads)
+    assert "attends with 3 heads of size 8" in refused(heads)
     settings = json.loads((made.own_folder / "config.json").read_text())
     wide = change(made, tmp_path / "wide", settings | {"backbone_hidden_size": 64})
     assert "trained for another target: for hidden states of the size 64" in refused(wide)

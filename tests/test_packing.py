@@ -327,12 +327,6 @@ def test_a_quantized_model_is_close(tied):
 # -- copies ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, -1, 4])
-def test_counts_that_cannot_be(count):
-    with pytest.raises(ValueError, match=f"{count} layers were requested, but the model has 3"):
-        first_layers(llama(), count)
-
-
 @pytest.mark.parametrize("copy", [quantized_copy, lambda model: first_layers(model, 2)])
 def test_a_model_whose_layers_were_wrapped_is_refused(copy):
     """The wrapper's ``forward`` belongs to the original: the copy would run the whole original unnoticed."""
