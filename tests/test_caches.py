@@ -153,7 +153,7 @@ def held(layer: Any) -> int:
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_drafts_in_the_first_pass(family, kind, prompt):
     """Without a first-target pass the prompt and the first drafts reach an empty cache together."""
-    for seed in range(3):
+    for seed in range(2):
         walk = Walk(Scorer(tiny(family), kind), prompt, seed)
         for drafts in (12, 3, 0, 7):
             walk.step(drafts)

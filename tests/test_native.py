@@ -631,8 +631,7 @@ def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **m
     return prepare_target(loaded, default_cache(model.config, quantized=True))
 
 
-@pytest.mark.parametrize("pool", ["slotted", "paged"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("pool", "dtype"), [("slotted", torch.float32), ("paged", torch.bfloat16)])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_rows_have_the_same_bits_alone_and_among_any_others(kind, bits, dtype, pool, monkeypatch):
