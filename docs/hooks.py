@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 OUTSIDE = (
     "README.md",
     "CHANGELOG.md",
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def _with_tables(markdown: str) -> str:
-    from specbench.results.format import with_tables
+    from record_tables import with_tables
 
     return with_tables(markdown)
 
@@ -67,7 +67,6 @@ def _with_names(markdown: str) -> str:
 
 
 def _with_picture(markdown: str) -> str:
-    sys.path.insert(0, str(ROOT / "docs"))
     from picture import draw
 
     said = "Each row imports from the marked columns, the darker the more; all of them are before it."

@@ -134,7 +134,7 @@ def test_a_busy_machine_predicts_nothing():
             for i in itertools.count()
         )
         pairs = Pairs(lambda plain, made=made: made, snapshot=lambda every=every: next(every))
-        pairs.measure_alone()
+        pairs.measure_one(plain=False)
         figures = pairs.figures()
         assert (figures["explained"] is None) == (busy or drafter == "none")
         assert [each["id"] for each in figures["warnings"]] == ["machine-busy"] * (busy and drafter != "none")

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
 from specbench.specs.drafters import parse_drafter
-from specbench.tune.engine_answer import EngineAnswer, schedule
+from specbench.tune.engine_answer import schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 from specbench.tune.search import Found
 
@@ -424,18 +423,22 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
     assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma]) < leader.gamma
     ranges = schedule(found.batches, leader.gamma)
     assert (ranges[0][0], ranges[-1][1]) == (1, 16)
-    told = EngineAnswer.of(engine, TARGET, leader, found, ("--tp", "2"), "")
-    assert "one draft length for all batch sizes" in told.needs[-1]
+    _, needs = start_command(engine, TARGET, leader, found.batches, ("--tp", "2"), "")
+    assert "one draft length for all batch sizes" in needs[-1]
     vllm = started_engine("vllm")
     setting = EngineSetting("x@4", "x", 4, {"--speculative-config": {"num_speculative_tokens": 4}})
-    found = replace(found, batches={2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}})
-    told = EngineAnswer.of(vllm, TARGET, setting, found, (), "")
-    config = json.loads(told.words[told.words.index("--speculative-config") + 1])
+    batches: dict[int, dict[int, float]] = {
+        2: {0: 1.0, 4: 1.5},
+        8: {0: 1.0, 4: 0.9, 1: 1.1},
+        32: {0: 1.0, 4: 0.5},
+    }
+    words, _ = start_command(vllm, TARGET, setting, batches, (), "")
+    config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 1], [9, 32, 0]]
     eagle = EngineSetting("x@4", "x", 4, {"--speculative-algorithm": "EAGLE3"})
-    told = EngineAnswer.of(started_engine("sglang"), TARGET, eagle, found, (), "")
-    assert told.words[-3:] == ("--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json")
-    assert '"3": {"candidate_steps": [1]}' in told.needs[-1]
+    words, needs = start_command(started_engine("sglang"), TARGET, eagle, batches, (), "")
+    assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
+    assert '"3": {"candidate_steps": [1]}' in needs[-1]
 
 
 # -- commands ----------------------------------------------------------------------------------------

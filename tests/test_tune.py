@@ -33,12 +33,13 @@ from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
 from specbench.show.answer import find_answers
+from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
 from specbench.tune.answer import (
+    answer_parts,
     as_json,
-    as_markdown,
     exports,
     exports_json,
     exports_text,
@@ -512,7 +513,7 @@ def test_the_answer_as_text_markdown_and_json(tmp_path):
     exported = exports(load_results(tmp_path), Path("run"))
     for words in (full_text, short_text):
         assert answer.headline in words(answer, "specbench generate", exported)
-    assert "| d auto |" in as_markdown(answer)
+    assert "| d auto |" in to_markdown(*answer_parts(answer))
     assert {each["config"] for each in exports_json(exported)} == {"d@auto"}
     assert "vllm" in exports_text(exported)
     facts = json.loads(json.dumps(as_json(answer, found), allow_nan=False))

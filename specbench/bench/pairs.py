@@ -72,13 +72,10 @@ class Pairs:
         while not self._is_enough(self._clock.now() - began):
             plain_first = len(self.plain) % 2 == 1
             for plain in (plain_first, not plain_first):
-                self._measure_one(plain)
+                self.measure_one(plain=plain)
 
-    def measure_alone(self) -> None:
-        """Decode once, with the drafter."""
-        self._measure_one(plain=False)
-
-    def _measure_one(self, plain: bool) -> None:
+    def measure_one(self, *, plain: bool) -> None:
+        """Decode once, with the drafter or plainly."""
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         (self.plain if plain else self.speculative).append(self._decode(plain))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from specbench.results.results import load_results
-from specbench.results.run import RIVALS, Stopping
+from specbench.results.run import Stopping
 from specbench.results.stats import AT_EVERY_LOOK
-from specbench.results.summary import Summary, SummaryRow, summarize
+from specbench.results.summary import SummaryRow, best_by_baseline, summarize
 from specbench.specs.stopping import parse_until
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class StoppingRule:
         self._store.update(stopping=rule)
 
     def _is_answered(self) -> bool:
-        summary = summarize(load_results(self._store.path))
-        best = fastest(summary)
+        rows = summarize(load_results(self._store.path)).rows
+        best = best_by_baseline(row for row in rows if row.measured)
         return bool(best) and all(self._is_known(row) for row in best)
 
     def _is_known(self, row: SummaryRow) -> bool:
@@ -88,14 +88,3 @@ class StoppingRule:
         if speedup.basis != "prompts" or speedup.low is None or speedup.high is None:
             return False
         return (speedup.high - speedup.low) / 2 <= self._half_width * speedup.value
-
-
-def fastest(summary: Summary) -> list[SummaryRow]:
-    """Return the configuration with the highest measured speedup over each baseline."""
-    best: dict[str, SummaryRow] = {}
-    for row in summary.rows:
-        if row.config.kind in RIVALS and row.measured:
-            known = best.setdefault(row.config.baseline, row)
-            if row.speedup.value > known.speedup.value:
-                best[row.config.baseline] = row
-    return list(best.values())

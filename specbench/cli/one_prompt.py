@@ -203,7 +203,7 @@ def decode(
         if show.compare:
             pairs.measure()
         else:
-            pairs.measure_alone()
+            pairs.measure_one(plain=False)
     except KeyboardInterrupt:
         finished = False
     result = run.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,29 +106,29 @@ class _EngineJob(TuneJob):
         from specbench.results.summary import summarize
         from specbench.show import tables
         from specbench.show.document import to_markdown, to_text
-        from specbench.tune.answer import answer_parts, as_json, as_markdown
-        from specbench.tune.engine_answer import EngineAnswer, batch_lines
+        from specbench.tune.answer import answer_parts, as_json
+        from specbench.tune.engine_answer import batch_lines, start_command
 
         summary = summarize(load_results(self.folder))
         table = to_markdown(tables.summary_sheet(summary))
         planned = self._planned
-        shown = EngineAnswer.of(
+        command, needs = start_command(
             planned.engine,
             planned.target,
             self.settings[answer.winner.id],
-            found,
+            found.batches,
             planned.arguments,
             planned.options.engine_command,
         )
-        lines = [*batch_lines(found), *shown.needs, f"Start:  {shown.command}"]
-        self.write_summary(summary, "\n\n".join([as_markdown(answer), *lines, table]))
+        lines = [*batch_lines(found), *needs, f"Start:  {shlex.join(command)}"]
+        self.write_summary(summary, "\n\n".join([to_markdown(*answer_parts(answer)), *lines, table]))
         if asked.json_output:
             write_json(
                 {
                     **as_json(answer, found),
                     "engine": planned.engine.name,
-                    "command": shown.words,
-                    "needs": list(shown.needs),
+                    "command": command,
+                    "needs": needs,
                     "results": str(self.folder),
                 }
             )

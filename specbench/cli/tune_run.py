@@ -236,12 +236,12 @@ class _OwnTuneJob(TuneJob):
         from specbench.results.summary import summarize
         from specbench.show import tables
         from specbench.show.document import to_markdown
-        from specbench.tune.answer import as_json, as_markdown, exports, exports_json, full_text, short_text
+        from specbench.tune.answer import answer_parts, as_json, exports, exports_json, full_text, short_text
 
         results, out = load_results(self.folder), shown.out
         summary = summarize(results)
         table = to_markdown(tables.summary_sheet(summary))
-        self.write_summary(summary, "\n".join([as_markdown(answer), table]))
+        self.write_summary(summary, "\n".join([to_markdown(*answer_parts(answer)), table]))
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder, self.recipes) if found.race.verdict == "faster" else None
         if shown.json_output:

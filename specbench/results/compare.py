@@ -19,7 +19,7 @@ from specbench.results import stats
 from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
 from specbench.results.run import PLAIN, Run, RunConfig
-from specbench.results.summary import baseline_name, disturbance
+from specbench.results.summary import disturbance
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -397,7 +397,7 @@ def _differing_machines(run_a: Run, run_b: Run) -> str:
 
 
 def _baselines(run_a: Run, run_b: Run) -> str:
-    a, b = baseline_name(run_a), baseline_name(run_b)
+    a, b = run_a.baseline, run_b.baseline
     if a != b:
         return f"the baseline ({a} / {b})"
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"

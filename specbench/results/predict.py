@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from specbench.base.record import NO_FIGURE, Estimate, ratio
+from specbench.base.record import ratio
 from specbench.decoding.metrics import kept_by_rank
 from specbench.decoding.theory import (
     PassCosts,
@@ -23,42 +22,27 @@ from specbench.results.run import RunConfig
 from specbench.results.steps import Steps, rank_counts
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The speedup that theory predicts for a configuration.
-
-    Attributes:
-        speedup: Predicted from the tokens per step.
-        speedup_iid: Predicted from α.
-        c: Time of a drafter's forward pass over the target's with one token; NaN for batches.
-    """
-
-    speedup: Estimate = NO_FIGURE
-    speedup_iid: Estimate = NO_FIGURE
-    c: float = math.nan
-
-
-NO_PREDICTION = Prediction()
-
-
-def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results) -> Prediction:
+def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results) -> dict[str, Any]:
     """Predict the speedup from each prompt's steps and the run's costs, as a geometric mean over prompts.
 
     Args:
         steps, config: A configuration and its steps.
         timed: Times of forward passes in this run.
         results: The run.
+
+    Returns:
+        The fields of ``SummaryRow`` on predictions, as far as there are any.
     """
     drafter = config.drafter
     if not timed.target_s.get(1) or not steps["drafted"].any():
-        return NO_PREDICTION
+        return {}
     if drafter in timed.drafter_s:
         c, later = timed.c(drafter), timed.drafting(drafter, 0, 1)
     elif steps["passes"].any():  # not timed separately: what a drafted token took in these steps
         c = (steps["draft_s"] - steps["draft_prefill_s"]).sum() / steps["passes"].sum() / timed.target_s[1]
         later = c
     else:
-        return NO_PREDICTION
+        return {}
     widest = int(steps["nodes"].max()) + 1
     v = np.array([timed.v(n) for n in range(widest + 1)])
     wider = np.zeros(len(steps.trees) + 1)  # extra cost by tree; the last item is that of chains
@@ -87,4 +71,8 @@ def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results)
         found.append(predicted_speedup(mine["emitted"].sum(), *cost))
         iid.append(predicted_speedup(tokens_iid.sum(), *cost))
         prompts.append(prompt)
-    return Prediction(stats.geometric_mean(found, prompts), stats.geometric_mean(iid, prompts), c)
+    return {
+        "predicted_speedup": stats.geometric_mean(found, prompts),
+        "predicted_speedup_iid": stats.geometric_mean(iid, prompts),
+        "c": c,
+    }

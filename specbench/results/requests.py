@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -79,25 +81,8 @@ def _percentiles(values: pd.Series[float]) -> dict[str, float]:
     return {name: float(values.astype(float).quantile(int(name[1:]) / 100)) for name in PERCENTILES}
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Speedups of a drafter with a draft policy, or of a server, by batch size or length of context.
-
-    Attributes:
-        rows: Rows of the summary, by rising size or length; at least one, each with a speedup.
-    """
-
-    rows: list[SummaryRow]
-
-    @property
-    def sizes(self) -> list[int]:
-        """The measured lengths or batch sizes, ascending."""
-        return [size_of(row) for row in self.rows]
-
-    @property
-    def mean(self) -> float:
-        """Geometric mean of the speedups, to rank curves by."""
-        return math.exp(math.fsum(math.log(row.speedup.value) for row in self.rows) / len(self.rows))
+Curve: TypeAlias = list[SummaryRow]
+"""A drafter with a draft policy, or a server, by rising batch size or length of context: rows with speedups."""
 
 
 def size_of(row: SummaryRow) -> int:
@@ -113,8 +98,8 @@ def curves_of(rows: Iterable[SummaryRow]) -> list[Curve]:
         if config.kind in RIVALS and not row.is_baseline and row.speedup.value > 0:
             key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
             found.setdefault(key, []).append(row)
-    curves = [Curve(sorted(each, key=size_of)) for each in found.values()]
-    return sorted(curves, key=lambda curve: -curve.mean)
+    curves = [sorted(each, key=size_of) for each in found.values()]
+    return sorted(curves, key=lambda curve: -fmean(math.log(row.speedup.value) for row in curve))
 
 
 def is_closed(config: RunConfig) -> bool:
@@ -139,11 +124,11 @@ _BLIND = 1 / 3
 def blind_drafters(summary: Summary) -> Iterator[RunWarning]:
     """Yield a warning for each drafter whose drafts stop, or stop being accepted, from some length of context on."""
     named: set[tuple[str, float]] = set()
-    curves = sorted(context_curves(summary), key=lambda curve: curve.rows[0].config.gamma is None)
+    curves = sorted(context_curves(summary), key=lambda curve: curve[0].config.gamma is None)
     for curve in curves:  # fixed lengths first: a policy may have stopped for other reasons
-        config, first = curve.rows[0].config, curve.rows[0]
+        config, first = curve[0].config, curve[0]
         key = (config.drafter, config.temperature)
-        row = next((row for row in curve.rows[1:] if _is_blind(row, first)), None)
+        row = next((row for row in curve[1:] if _is_blind(row, first)), None)
         if row is None or key in named or config.kind == "server":
             continue
         named.add(key)

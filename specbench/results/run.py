@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, doc, to_dict
+from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
@@ -282,7 +283,7 @@ class Run(Record):
     @property
     def baseline(self) -> str:
         """The name of the baseline of speedups: plain decoding, or the first of several servers."""
-        return next((config.drafter for config in self.configs if config.kind == "server"), PLAIN)
+        return one_line(next((config.drafter for config in self.configs if config.kind == "server"), PLAIN))
 
     @property
     def tasks(self) -> dict[str, str]:

@@ -15,12 +15,11 @@ import numpy as np
 import pandas as pd
 
 from specbench.base.record import NO_FIGURE, Estimate, ratio
-from specbench.base.textsafe import one_line
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, paired_groups
-from specbench.results.predict import NO_PREDICTION, Prediction, predict
+from specbench.results.predict import predict
 from specbench.results.results import Results
 from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run, RunConfig
 from specbench.results.steps import Steps
@@ -158,13 +157,9 @@ class Summary:
         """
         if self.fastest is not None:
             return set(self.fastest)
-        best: dict[str, SummaryRow] = {}
-        for row in self.rows:
-            if row.config.kind in RIVALS and row.verdict == "faster":
-                known = best.setdefault(row.config.baseline, row)
-                if row.speedup.value > known.speedup.value:
-                    best[row.config.baseline] = row
-        return {row.config.id for row in best.values()}
+        return {
+            row.config.id for row in best_by_baseline(row for row in self.rows if row.verdict == "faster")
+        }
 
     @property
     def side_by_side(self) -> bool:
@@ -173,6 +168,15 @@ class Summary:
     def row(self, config: str) -> SummaryRow:
         """Return the row of a configuration, by id."""
         return next(row for row in self.rows if row.config.id == config)
+
+
+def best_by_baseline(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
+    """Return the rival with the highest speedup over each baseline, of rows that have speedups."""
+    best: dict[str, SummaryRow] = {}
+    for row in sorted(rows, key=lambda row: -row.speedup.value):
+        if row.config.kind in RIVALS:
+            best.setdefault(row.config.baseline, row)
+    return list(best.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +266,7 @@ def summarize(results: Results) -> Summary:
             " what generations took."
         )
     stopped = _stopped(run, rows["prompt"].nunique())
-    return Summary(found, baseline_name(run), run.target.dtype, disturbed, withheld, stopped, fastest)
+    return Summary(found, run.baseline, run.target.dtype, disturbed, withheld, stopped, fastest)
 
 
 def categorize(results: Results) -> list[CategoryRow]:
@@ -312,11 +316,6 @@ def confidence_of(run: Run) -> float:
     return stats.CONFIDENCE if run.stopping is None else run.stopping.confidence
 
 
-def baseline_name(run: Run) -> str:
-    """Return the name of the baseline of speedups."""
-    return one_line(run.baseline)
-
-
 AnyRow = TypeVar("AnyRow", SummaryRow, CategoryRow)
 
 
@@ -342,7 +341,6 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
     done = rows[rows["status"] == "ok"]
     prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
     server = config.kind == "server"
-    prediction = _prediction(results, config, steps)
     acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
     log_probability = (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean()
     masked = bool(steps["mask_s"].any())
@@ -355,10 +353,8 @@ def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps:
         failures=int((rows["status"] == "failed").sum()),
         tokens_per_second=speed_of(results, config, done),
         **acceptance,
-        predicted_speedup=prediction.speedup,
-        predicted_speedup_iid=prediction.speedup_iid,
+        **_prediction(results, config, steps),
         warming=_warming(done) if server else NO_FIGURE,
-        c=prediction.c,
         ttft_s=stats.geometric_mean(done["ttft_s"].to_numpy(), prompts, repeats).value,
         ms_per_token=1000.0 * float(ratio(steps.total_s().sum(), steps["emitted"].sum())),
         share={part: _share(steps, f"{part}_s") for part in PARTS},
@@ -453,9 +449,10 @@ def _acceptance(steps: Steps) -> dict[str, Any]:
     }
 
 
-def _prediction(results: Results, config: RunConfig, steps: Steps) -> Prediction:
+def _prediction(results: Results, config: RunConfig, steps: Steps) -> dict[str, Any]:
+    """Return the fields of a row on predictions."""
     if config.batch is not None or config.kind == "server" or results.run.costs is None:
-        return NO_PREDICTION
+        return {}
     return predict(steps, config, costs_at(results.run, config), results)
 
 

@@ -187,7 +187,7 @@ class _Answers:
 
     def _curves(self, find: Callable[[Summary], Sequence[Curve]]) -> list[Curve]:
         temperature = self.rows[0].config.temperature
-        return [each for each in find(self.summary) if each.rows[0].config.temperature == temperature]
+        return [each for each in find(self.summary) if each[0].config.temperature == temperature]
 
     def of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
         """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
@@ -200,12 +200,12 @@ class _Answers:
                 details=[*details],
             )
         headline, *others = [
-            f"{_described(each.rows[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
+            f"{_described(each[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
         ]
         headline = f"{self.summary.disturbance} {headline}".strip()
         if len(curves) > 1 + _TIES:
             others.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
-        rows = curves[0].rows
+        rows = curves[0]
         paying = [row for row in rows if row.verdict == "faster"]
         verdict: stats.Verdict = "faster" if paying else "cannot tell"
         if all(row.verdict == "slower" for row in rows):
@@ -299,11 +299,11 @@ class _Answers:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
 
 
-def how_far_it_pays(curve: Curve, over: str = PLAIN) -> str:
+def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
     """Return a sentence on the batch size or context up to which speculation pays, according to the intervals.
 
     Args:
-        curve: The speedups of a drafter with a draft policy.
+        rows: The speedups of a drafter with a draft policy.
         over: Name of the baseline.
     """
 
@@ -314,7 +314,6 @@ def how_far_it_pays(curve: Curve, over: str = PLAIN) -> str:
     def at(row: SummaryRow) -> str:
         return f"{place(row)}, {stats.ratio_text(row.speedup)} over {over}"
 
-    rows = curve.rows
     most = f"it measured most at {at(max(rows, key=lambda row: row.speedup.value))}"
     sure = [row for row in rows if row.speedup.basis == "prompts"]
     if not sure:

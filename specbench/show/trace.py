@@ -136,7 +136,10 @@ class TraceParts:
         prompt = self._one_line(event.prompt_tail)
         most = 2 * (self._width - _GUTTER) - 30
         prompt = f"…{prompt[-most:]}" if len(prompt) > most else prompt
-        texts = (self._one_line(option_text(name, value)) for name, value in options.items())
+        texts = (
+            self._one_line(f"{name} {value if isinstance(value, str) else json.dumps(value)}")
+            for name, value in options.items()
+        )
         facts: list[tuple[str, Sequence[Span]]] = [
             ("target", [(f"{self._one_line(event.target)} ({self._one_line(event.dtype)})", "")]),
             ("drafter", [(self._one_line(event.drafter), "")]),
@@ -357,10 +360,6 @@ def number_text(value: float | None) -> str:
     if value == 0 or 1e-4 <= abs(value) < 1e6:
         return next(shown for decimals in (4, 3, 2, 1, 0) if len(shown := f"{value:.{decimals}f}") <= 6)
     return f"{value:.0e}"
-
-
-def option_text(name: str, value: object) -> str:
-    return f"{name} {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def note_text(value: float | None) -> str:

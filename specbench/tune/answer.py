@@ -20,7 +20,7 @@ from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
-from specbench.show.document import Items, Paragraph, Part, Sheet, to_markdown, to_text
+from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
@@ -338,11 +338,6 @@ def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | N
     text = to_text(*answer_parts(answer))
     text += f"\nDecode with it:\n    {command}\n" if command else ""
     return text if exported is None else f"{text}\n{exports_text(exported)}"
-
-
-def as_markdown(answer: TuneAnswer) -> str:
-    """Return everything about the answer as Markdown."""
-    return to_markdown(*answer_parts(answer))
 
 
 def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.results import stats
@@ -31,48 +30,29 @@ def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tup
     return ranges
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """How to start the engine.
+def start_command(
+    engine: StartedEngine,
+    target: Model,
+    setting: EngineSetting,
+    batches: Mapping[int, Mapping[int, float]],
+    arguments: Sequence[str],
+    wrapper: str,
+) -> tuple[list[str], list[str]]:
+    """Return the command line of a setting, and what must be done first or cannot be expressed.
 
-    Attributes:
-        words: The words of the command line.
-        needs: What must be done first, or cannot be expressed.
+    Args:
+        engine, target: What is started.
+        setting: The winner.
+        batches: See ``Found``; draft lengths by batch size are set if they were measured.
+        arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
     """
-
-    words: tuple[str, ...]
-    needs: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """The command line as a shell takes it."""
-        return shlex.join(self.words)
-
-    @classmethod
-    def of(
-        cls,
-        engine: StartedEngine,
-        target: Model,
-        setting: EngineSetting,
-        found: Found,
-        arguments: Sequence[str],
-        wrapper: str,
-    ) -> EngineAnswer:
-        """Return the command line of a setting, with draft lengths by batch size if these were measured.
-
-        Args:
-            engine, target: What is started.
-            setting: The winner.
-            found: The outcome of the search.
-            arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
-        """
-        options, needs = setting.options, list(setting.needs)
-        ranges = schedule(found.batches, setting.gamma)
-        if setting.gamma and len(ranges) > 1:
-            options, needed = engine.with_schedule(options, ranges)
-            needs += [needed] if needed else []
-        first = shlex.split(wrapper) or engine.server
-        return cls((*first, *engine.words(target, options), *arguments), tuple(needs))
+    options, needs = setting.options, list(setting.needs)
+    ranges = schedule(batches, setting.gamma)
+    if setting.gamma and len(ranges) > 1:
+        options, needed = engine.with_schedule(options, ranges)
+        needs += [needed] if needed else []
+    first = shlex.split(wrapper) or engine.server
+    return [*first, *engine.words(target, options), *arguments], needs
 
 
 def batch_lines(found: Found) -> Iterator[str]:

@@ -449,7 +449,8 @@ def run_race(
     """
     durations: dict[str, float] = {}
 
-    def measure_block(block: Block) -> Timings | None:
+    def measure_block(blocks: Sequence[Block]) -> list[Timings] | None:
+        (block,) = blocks
         end = math.inf if all(is_stored(name, block) for name in race.running) else until
         if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > end:
             return None
@@ -460,13 +461,9 @@ def run_race(
                 return None
             timings[name] = measure(name, block)
             durations[name] = clock.now() - began
-        return timings
+        return [timings]
 
-    def measure_one(several: Sequence[Block]) -> list[Timings] | None:
-        timings = measure_block(several[0])
-        return None if timings is None else [timings]
-
-    return run_blocks(race, blocks, measure_one, on_block)
+    return run_blocks(race, blocks, measure_block, on_block)
 
 
 def run_blocks(

@@ -295,7 +295,12 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 f"Plain decoding failed: {error.rstrip('.')}.", "Speedups need it as the baseline."
             )
         if self._clock.now() > self._until:
-            raise self._no_time()
+            spent = self._seconds - (self._until - self._clock.now())
+            minutes = math.ceil(_MORE_TIME * max(self._seconds, spent) / 60)
+            raise RunError(
+                "The time was too short to compare anything.",
+                f"Results so far are kept; continue with --resume --minutes {minutes}.",
+            )
         return {name: Probe.from_steps(each) for name, each in steps.items() if each}, failed
 
     def _try_cell(self, config: SweepConfig, prompt: int) -> Cell:
@@ -313,15 +318,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 if problem := self._runner.measure_costs():
                     raise RunError(f"Single passes could not be timed: {problem}")
         return pass_costs(self._store.costs())
-
-    def _no_time(self) -> RunError:
-        """Return the error for a search whose time was too short to compare anything."""
-        spent = self._seconds - (self._until - self._clock.now())
-        minutes = math.ceil(_MORE_TIME * max(self._seconds, spent) / 60)
-        return RunError(
-            "The time was too short to compare anything.",
-            f"Results so far are kept; continue with --resume --minutes {minutes}.",
-        )
 
     # -- the race ----------------------------------------------------------------------------------
 

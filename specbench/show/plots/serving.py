@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from specbench.results.requests import RequestRow, batch_curves, context_curves, is_closed, request_rows
+from specbench.results.requests import (
+    RequestRow,
+    batch_curves,
+    context_curves,
+    is_closed,
+    request_rows,
+    size_of,
+)
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, short
 
@@ -52,7 +59,7 @@ def speedup_by_batch(run: PlotData) -> Figure:
     best = _best(batch_curves(run.summary))
     if not best:
         raise NoDataError("no closed loop was measured" if run.summary.side_by_side else _ALONE)
-    series = [run.make_series(each.rows, np.log2(each.sizes), loads=True) for each in best]
+    series = [_series(run, each) for each in best]
     said = ("Ratio of throughputs at the same batch size.", _chosen(run))
     return _speedups(run, series, "requests at a time", "Speedup against batch size", *said)
 
@@ -62,9 +69,13 @@ def speedup_by_context(run: PlotData) -> Figure:
     curves = context_curves(run.summary)
     if not curves:
         raise NoDataError("no lengths of context were measured (--context)")
-    series = [run.make_series(each.rows, np.log2(each.sizes), loads=True) for each in curves[:_MOST]]
+    series = [_series(run, each) for each in curves[:_MOST]]
     more = f"The best {_MOST} of {len(curves)}." if len(curves) > _MOST else ""
     return _speedups(run, series, "tokens of context", "Speedup against context", more)
+
+
+def _series(run: PlotData, curve: Curve) -> Series:
+    return run.make_series(curve, np.log2([size_of(row) for row in curve]), loads=True)
 
 
 def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *remarks: str) -> Figure:
@@ -151,7 +162,7 @@ def _best(curves: Sequence[Curve]) -> list[Any]:
     """Return the first, best curve of each drafter with a policy."""
     found: dict[_Alike, Curve] = {}
     for curve in curves:
-        found.setdefault(_alike(curve.rows[0].config), curve)
+        found.setdefault(_alike(curve[0].config), curve)
     return list(found.values())
 
 

@@ -21,7 +21,7 @@ from specbench.results.heads import head_rows, training_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
-from specbench.results.summary import Summary, baseline_name, categorize, summarize
+from specbench.results.summary import Summary, categorize, summarize
 from specbench.results.turns import turn_rows
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
@@ -194,7 +194,7 @@ def _is_tuned(run: Run) -> bool:
 def _method(results: Results) -> list[tuple[str, str]]:
     """Return how a run was measured, as titles and texts; a title without a text is left out."""
     run, done = results.run, results.done
-    over = baseline_name(run)
+    over = run.baseline
     prompts, configs, repeats = (done[name].nunique() for name in ("prompt", "config", "repeat"))
     categories = list(dict.fromkeys(done["category"].dropna().map(one_line)))
     temperatures = ", ".join(f"{each:g}" for each in sorted(done["temperature"].dropna().unique()))
