@@ -24,7 +24,7 @@ from specbench.bench.grid import Sweep, SweepConfig, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
-from specbench.bench.serving import BenchRequest, SkippingClock, Workload, WorkloadResult, run_workload
+from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
@@ -120,7 +120,9 @@ def target() -> Any:
     return wrap_target(tiny_llama(), tiny_tokenizer())
 
 
-def served(target: Any, load: Workload, batch: int, new: int = 4) -> tuple[WorkloadResult, Passes]:
+def served(
+    target: Any, load: Workload, batch: int, new: int = 4
+) -> tuple[Sequence[BenchResult], float, int, Passes]:
     hand = Ticking(0.0)
     clock = SkippingClock(hand)
 
@@ -128,42 +130,44 @@ def served(target: Any, load: Workload, batch: int, new: int = 4) -> tuple[Workl
         return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)
 
     runs = Passes([start(asked) for asked in (*load.requests, *load.background)], clock, hand, batch)
-    return run_workload(load, runs, start, clock), runs
+    return *run_workload(load, runs, start, clock), runs
 
 
 ASKED = [BenchRequest([i + 1, 2, 3], seed=i) for i in range(5)]
 
 
 def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target):
-    found, runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
+    (found, seconds, tokens), runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
     # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
-    assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 4.0]
-    assert [each.first_s for each in found.requests] == [1.0, 1.0, 5.0]
-    assert [each.last_s for each in found.requests] == [4.0, 4.0, 8.0]
-    assert [each.tokens for each in found.requests] == [4, 4, 4]
-    assert (found.seconds, found.tokens) == (8.0, 16)
+    assert [each.arrived_s for each in found] == [0.0, 0.0, 4.0]
+    assert [each.first_s for each in found] == [1.0, 1.0, 5.0]
+    assert [each.last_s for each in found] == [4.0, 4.0, 8.0]
+    assert [each.tokens for each in found] == [4, 4, 4]
+    assert (seconds, tokens) == (8.0, 16)
     assert runs.under_way == [2] * 8
     assert len(runs) == 0
-    for asked, each in zip(ASKED, found.requests, strict=False):
+    for asked, each in zip(ASKED, found, strict=False):
         alone = speculative_generate(asked.prompt, target, None, max_new_tokens=4, ignore_eos=True)
         assert each.run.result().token_ids == alone.token_ids
 
 
 def test_more_clients_than_places_wait(target):
-    found, _ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
-    assert [each.arrived_s for each in found.requests] == [0.0, 0.0, 0.0]
-    assert [each.queued_s for each in found.requests] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
-    assert found.requests[2].first_s == 5.0
+    (found, _, _), _ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
+    assert [each.arrived_s for each in found] == [0.0, 0.0, 0.0]
+    assert [each.queued_s for each in found] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
+    assert found[2].first_s == 5.0
 
 
 def test_requests_that_come_by_the_clock(target):
-    found, runs = served(target, Workload(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1)
-    assert [each.arrived_s for each in found.requests] == [10.0, 10.5, 30.0, 31.5]
+    (found, seconds, tokens), runs = served(
+        target, Workload(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1
+    )
+    assert [each.arrived_s for each in found] == [10.0, 10.5, 30.0, 31.5]
     # Nobody waits for the first to come; the second waits for the first to end.
-    assert [each.first_s for each in found.requests] == [11.0, 15.0, 31.0, 35.0]
-    assert [each.last_s for each in found.requests] == [14.0, 18.0, 34.0, 38.0]
-    assert found.seconds == 38.0
-    assert found.tokens == 16
+    assert [each.first_s for each in found] == [11.0, 15.0, 31.0, 35.0]
+    assert [each.last_s for each in found] == [14.0, 18.0, 34.0, 38.0]
+    assert seconds == 38.0
+    assert tokens == 16
     assert len(runs.under_way) == 16  # no pass without anybody
 
 

@@ -226,12 +226,9 @@ def time_passes(
     scorer.begin()
     target_pass(1)  # reads the context
     for drafter in drafters.values():
-        drafter.begin(text)
         if drafter.layers:
             scorer.begin()
-            states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=drafter.layers)).hidden
-            assert states is not None
-            drafter.update(_no_tokens(text, states))
+        _begin(drafter, scorer, text)
         draft(drafter)  # reads the context too, if it has a cache
     jobs: dict[Any, Callable[[], float]] = {n: partial(target_pass, n) for n in widths}
     for name, drafter in drafters.items():
@@ -325,11 +322,7 @@ def time_shared_passes(
     for name, drafter in drafters.items():
         opened = [factory.open(drafter) for _ in contexts]
         for (scorer, own), text in zip(opened, contexts, strict=True):
-            own.begin(text)
-            if own.layers:
-                states = scorer.score(ForwardRequest(scorer, text[:-1], rows=1, layers=own.layers)).hidden
-                assert states is not None
-                own.update(_no_tokens(text, states))
+            _begin(own, scorer, text)
         used += [scorer for scorer, _ in opened]
         jobs[name] = partial(draft, [own for _, own in opened])
     times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
@@ -340,6 +333,17 @@ def time_shared_passes(
         *(SharedTargetTimes(tokens=n, seconds=times[n], **at) for n in widths),
         *(SharedDrafterTimes(drafter=name, seconds=times[name], **at) for name in drafters),
     ]
+
+
+def _begin(drafter: Drafter, scorer: Scorer, context: Sequence[int]) -> None:
+    """Begin a context with a drafter, and give it the target's states if it needs them."""
+    from specbench.decoding.protocols import ForwardRequest
+
+    drafter.begin(context)
+    if drafter.layers:
+        states = scorer.score(ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
+        assert states is not None
+        drafter.update(_no_tokens(context, states))
 
 
 def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> StepOutcome:

@@ -87,17 +87,6 @@ class BenchResult:
         return emitted
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadResult:
-    """The results of the measured requests, the seconds until the last one ended,
-    and the tokens of all requests until then.
-    """
-
-    requests: Sequence[BenchResult]
-    seconds: float
-    tokens: int
-
-
 class SkippingClock:
     """A clock that can skip the time between requests in which nothing is active."""
 
@@ -118,7 +107,7 @@ def run_workload(
     runs: GenerationRuns,
     start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
     clock: SkippingClock,
-) -> WorkloadResult:
+) -> tuple[Sequence[BenchResult], float, int]:
     """Send the requests of a workload, and decode until the last measured one has ended.
 
     Args:
@@ -126,8 +115,12 @@ def run_workload(
         runs: Decodes the requests, with the same clock; must be empty, and is closed at the end.
         start: Returns the generation of a request.
 
-        Raises:
-            Exception: The error of a request that fails.
+    Returns:
+        The results of the measured requests, the seconds until the last one ended, and the tokens of all requests
+        until then.
+
+    Raises:
+        Exception: The error of a request that fails.
     """
     began, now, tokens = clock.now(), 0.0, 0
     left = own = len(workload.requests)
@@ -161,4 +154,4 @@ def run_workload(
                         send(now)
     finally:
         runs.close()
-    return WorkloadResult(sent[:own], now, tokens)
+    return sent[:own], now, tokens

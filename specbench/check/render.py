@@ -158,7 +158,7 @@ def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[P
             "position",
             "this: logit",
             "other: logit",
-            _gap_heading(dtype),
+            f"gap ({dtype} units)",
             "verdict",
         ]
         yield _table(headings, rows, left=(1, 3, 4), more=len(found))
@@ -199,16 +199,8 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> 
         cells = ["", "", "", ""] if shown is None else _difference_cells(shown, piece)
         rows.append([str(each.line), each.id, *cells, f"{each.ties}, {each.wrong}", each.verdict])
     if rows:
-        headings = [
-            "line",
-            "id",
-            "position",
-            "this: logit",
-            "target's: logit",
-            _gap_heading(dtype),
-            "ties, wrong",
-            "verdict",
-        ]
+        logits, gap = ("this: logit", "target's: logit"), f"gap ({dtype} units)"
+        headings = ["line", "id", "position", *logits, gap, "ties, wrong", "verdict"]
         parts.append(_table(headings, rows, left=(1, 3, 4), more=len(differing)))
     endless = [
         f"line {each.line}: it continues after the end token at position {each.after_end + 1}"
@@ -253,10 +245,6 @@ def _difference_cells(found: Difference, piece: Piece | None) -> list[str]:
         text = "" if token is None or piece is None else f" '{visible(piece(token))}'"
         cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
     return [*cells, f"{found.gap:.3g} ({found.gap_units:.3g})"]
-
-
-def _gap_heading(dtype: str) -> str:
-    return f"gap ({dtype} units)"
 
 
 def _sound(sound: bool) -> str:

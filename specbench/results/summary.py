@@ -378,7 +378,7 @@ def _with_speedups(
     """Return a row with its speedups, from the pairs of a configuration's generations and groups."""
     config = row.config
     if (config.kind == "plain" or row.is_baseline) and row.generations + row.failures:
-        one = without_interval(1.0)
+        one = Estimate(1.0, None, None, 0)
         total = one if config.batch is None else NO_FIGURE
         return replace(row, speedup=one, speedup_total=total, pooled_speedup=one)
     if pairs is None:
@@ -399,11 +399,6 @@ def _with_speedups(
         identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
         difference=None if identical.all() else _cause(differences, config),
     )
-
-
-def without_interval(value: float) -> Estimate:
-    """Return an estimate without an interval."""
-    return Estimate(value, None, None, 0)
 
 
 def _speedups_of(pairs: pd.DataFrame, confidence: float) -> tuple[Estimate, Estimate]:
@@ -438,7 +433,8 @@ def _share(steps: Steps, name: str) -> float:
 def _acceptance(steps: Steps) -> dict[str, Any]:
     """Return the fields of a row on acceptance."""
     if not steps["drafted"].any():
-        return {"tokens_per_step": without_interval(float(ratio(steps["emitted"].sum(), len(steps))))}
+        per_step = float(ratio(steps["emitted"].sum(), len(steps)))
+        return {"tokens_per_step": Estimate(per_step, None, None, 0)}
     return {
         "tokens_per_step": stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
         "acceptance_rate": stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),

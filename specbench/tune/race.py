@@ -119,7 +119,6 @@ class Elimination:
     """
 
     blocks: int
-    leader: str
     bound: float | None
 
 
@@ -193,7 +192,7 @@ class Race:
             return
         for name in [name for name in self.running if timings[name] is None]:
             self.running.remove(name)
-            self.eliminated[name] = Elimination(self.blocks, self.leader, None)
+            self.eliminated[name] = Elimination(self.blocks, None)
         if self.leader in self.eliminated:
             self.leader, self.decided = self.plain, False
             self.eliminated = {name: each for name, each in self.eliminated.items() if each.bound is None}
@@ -238,7 +237,7 @@ class Race:
                 self.eliminated.pop(name, None)
             elif name not in self.eliminated:
                 bound = self.upper_bound(name, self.leader)
-                self.eliminated[name] = Elimination(self.blocks, self.leader, bound)
+                self.eliminated[name] = Elimination(self.blocks, bound)
         self._choose_running()
 
     def _choose_running(self) -> None:

@@ -318,11 +318,7 @@ class ServerClient:
 
     async def page(self, path: str) -> Json:
         """Return a page of the server that holds a JSON object; an empty one if there is none."""
-        try:
-            response = await self._http.get(f"{self._url.removesuffix('/v1')}{path}")
-        except (httpx2.HTTPError, httpx2.InvalidURL):
-            return {}
-        return _object(response.text) if response.status_code == 200 else {}
+        return _object(await self._text_at(path))
 
     async def models(self) -> list[ListedModel]:
         """List the server's models.
@@ -351,8 +347,11 @@ class ServerClient:
 
     async def metrics(self) -> str:
         """Return the server's page `/metrics`; empty if there is none."""
+        return await self._text_at("/metrics")
+
+    async def _text_at(self, path: str) -> str:
         try:
-            response = await self._http.get(f"{self._url.removesuffix('/v1')}/metrics")
+            response = await self._http.get(f"{self._url.removesuffix('/v1')}{path}")
         except (httpx2.HTTPError, httpx2.InvalidURL):
             return ""
         return response.text if response.status_code == 200 else ""

@@ -86,16 +86,6 @@ class ModelEngine:
         self._order = random.Random(0)
         self._rate_answers = rate_answers
 
-    @property
-    def drafter_dtypes(self) -> dict[str, str]:
-        """Dtypes of drafters' own models, by drafter."""
-        return {
-            name: dtype
-            for name, drafter in self.drafters.items()
-            if name in self.fingerprints and not isinstance(drafter, SpecbenchError)
-            if (dtype := _dtype_of(drafter)) is not None
-        }
-
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         model = self.target.language_model
         return TargetModel(
@@ -110,7 +100,13 @@ class ModelEngine:
 
     def configs(self, options: SweepOptions, base: Recipe) -> list[SweepConfig]:
         """Return the grid of the loaded drafters."""
-        return build_configs(options, self.specs, self.fingerprints, base=base, dtypes=self.drafter_dtypes)
+        dtypes = {
+            name: dtype
+            for name, drafter in self.drafters.items()
+            if name in self.fingerprints and not isinstance(drafter, SpecbenchError)
+            if (dtype := _dtype_of(drafter)) is not None
+        }
+        return build_configs(options, self.specs, self.fingerprints, base=base, dtypes=dtypes)
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
@@ -154,12 +150,12 @@ class ModelEngine:
             runs = GenerationRuns(
                 (), max_batch=config.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
-            result = run_workload(workload, runs, start, clock)
+            results, seconds, tokens = run_workload(workload, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use
         return GroupOutcome(
-            requests=tuple(_request_outcome(each) for each in result.requests),
-            seconds=result.seconds,
-            tokens=result.tokens,
+            requests=tuple(_request_outcome(each) for each in results),
+            seconds=seconds,
+            tokens=tokens,
             pool=None
             if use is None
             else Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),

@@ -233,15 +233,12 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             raise UsageError(
                 "--context needs the tokenizer of the servers' model.", "Add --target MODEL, which names it."
             )
-        return len(self._token_ids(self._tokenizer, self.encode(prompt, [])))
-
-    @staticmethod
-    def _token_ids(tokenizer: PreTrainedTokenizerBase, prompt: ServerPrompt) -> list[int]:
         from specbench.generate import encode_messages, encode_prompt
 
-        if isinstance(prompt, str):
-            return encode_prompt(tokenizer, prompt, chat=False)
-        return encode_messages(tokenizer, [dict(each) for each in prompt])
+        given = self.encode(prompt, [])
+        if isinstance(given, str):
+            return len(encode_prompt(self._tokenizer, given, chat=False))
+        return len(encode_messages(self._tokenizer, [dict(each) for each in given]))
 
     def generate(
         self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,9 +14,6 @@ from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.results.summary import SummaryRow
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
-
-if TYPE_CHECKING:
-    pass
 
 _FEW, _TOO_FEW = 30, 10
 """Drafts at a position below which its rate is marked as uncertain, and not drawn."""

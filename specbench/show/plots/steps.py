@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,9 +10,6 @@ from matplotlib.figure import Figure
 from specbench.decoding.records import PARTS
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
-
-if TYPE_CHECKING:
-    pass
 
 _PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#44BB99", "#FFAABB", "#CCCCCC"), strict=True))
 """Light ones (Paul Tol's), for the strong ones are those of drafters."""
