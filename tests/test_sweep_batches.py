@@ -137,7 +137,7 @@ ASKED = [BenchRequest([i + 1, 2, 3], seed=i) for i in range(5)]
 
 
 def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target):
-    (found, seconds, tokens), runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
+    found, seconds, tokens, runs = served(target, Workload(ASKED[:3], 2, ASKED[3:]), batch=2)
     # A pass reads the prompts of two, three more give them a token each; then the third comes with one beside it.
     assert [each.arrived_s for each in found] == [0.0, 0.0, 4.0]
     assert [each.first_s for each in found] == [1.0, 1.0, 5.0]
@@ -152,14 +152,14 @@ def test_a_closed_loop_is_full_until_the_last_measured_request_has_ended(target)
 
 
 def test_more_clients_than_places_wait(target):
-    (found, _, _), _ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
+    found, *_ = served(target, Workload(ASKED[:3], 3, ASKED[3:]), batch=2)
     assert [each.arrived_s for each in found] == [0.0, 0.0, 0.0]
     assert [each.queued_s for each in found] == [1.0, 1.0, 5.0]  # told behind the pass that it joins
     assert found[2].first_s == 5.0
 
 
 def test_requests_that_come_by_the_clock(target):
-    (found, seconds, tokens), runs = served(
+    found, seconds, tokens, runs = served(
         target, Workload(ASKED[:4], None, (), [10.0, 10.5, 30.0, 31.5]), batch=1
     )
     assert [each.arrived_s for each in found] == [10.0, 10.5, 30.0, 31.5]
