@@ -19,7 +19,8 @@ from specbench.cli.named_runs import named_runs
 from specbench.results import stats
 from specbench.results.compare import Compared, Row, compare_configs, compare_runs, to_json
 from specbench.results.results import load_results
-from specbench.show.compare import render_terminal
+from specbench.show.compare import comparison_parts
+from specbench.show.document import show
 
 PROMPTS = ("chat-01", "chat-02", "chat-03", "code-01", "code-02", "code-03")
 PLAIN = {prompt: [10.0, 10.0] for prompt in PROMPTS}
@@ -47,7 +48,7 @@ def overall(compared: Compared) -> dict[str, Row]:
 
 def shown(compared: Compared) -> str:
     file = io.StringIO()
-    render_terminal(compared, Console(file=file, width=80))
+    show(Console(file=file, width=80), *comparison_parts(compared))
     return file.getvalue()
 
 

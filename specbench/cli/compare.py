@@ -59,7 +59,8 @@ def compare(
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
     from specbench.results.compare import to_json
-    from specbench.show.compare import render_terminal, to_markdown
+    from specbench.show.compare import comparison_parts, to_markdown
+    from specbench.show.document import show
 
     compared = _comparison(runs, a, b, measure)
     if as_json:
@@ -69,7 +70,7 @@ def compare(
     else:
         from rich.console import Console
 
-        render_terminal(compared, Console(highlight=False))
+        show(Console(highlight=False), *comparison_parts(compared))
     if fail_below is None:
         return
     unjudged = sum(row.ratio.basis != "prompts" for row in compared.overall)

@@ -31,7 +31,7 @@ class RequestRow:
         ttft_s: Seconds from arrival to the first emission.
         token_s: Seconds per token after that.
         latency_s: Seconds from arrival to the end.
-        pool_blocks, pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
+        pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 
     config: RunConfig
@@ -42,7 +42,6 @@ class RequestRow:
     latency_s: dict[str, float]
     queued_s: dict[str, float]
     acceptance_rate: float
-    pool_blocks: float
     pool_peak_blocks: float
     pool_peak_bytes: float
 
@@ -56,9 +55,6 @@ def request_rows(results: Results) -> list[RequestRow]:
             continue
         groups = results.groups[results.groups["config"] == config.id]
         speed = done["tokens_per_second"]
-        blocks, peak_blocks, peak_bytes = (
-            float(groups[name].max()) for name in ("pool_blocks", "pool_peak_blocks", "pool_peak_bytes")
-        )
         found.append(
             RequestRow(
                 config=config,
@@ -69,9 +65,8 @@ def request_rows(results: Results) -> list[RequestRow]:
                 latency_s=_percentiles(done["total_s"]),
                 queued_s=_percentiles(done["queued_s"]),
                 acceptance_rate=acceptance_rate(results, config).value,
-                pool_blocks=blocks,
-                pool_peak_blocks=peak_blocks,
-                pool_peak_bytes=peak_bytes,
+                pool_peak_blocks=float(groups["pool_peak_blocks"].max()),
+                pool_peak_bytes=float(groups["pool_peak_bytes"].max()),
             )
         )
     return found

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.results import stats
-from specbench.show.document import Heading, Items, Paragraph, Part, Sheet, show
+from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
 from specbench.show.document import to_markdown as document_markdown
 from specbench.show.tables import verdict_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specbench.results.compare import Compared, Row
 
 
@@ -20,12 +18,8 @@ _FEW = 4
 """The most configurations that have a table by category each."""
 
 
-def render_terminal(compared: Compared, console: Console) -> None:
-    """Print a comparison; few configurations have a table by category each."""
-    show(console, *_parts(compared))
-
-
-def _parts(compared: Compared) -> Iterator[Part]:
+def comparison_parts(compared: Compared) -> Iterator[Part]:
+    """Yield a comparison for a terminal; few configurations have a table by category each."""
     yield from (Paragraph(f"A  {compared.a}"), Paragraph(f"B  {compared.b}"))
     overall = compared.overall
     categories = len(overall) <= _FEW

@@ -74,7 +74,8 @@ def load_candidates(
         notes.append(f"Forms of the target are left out: {error.message}")
         drafters = load(candidates([]), models)
     small = _small_models(drafters)
-    if small and models.drafter_dtype == "auto" and _int4_is_fast(models.drafter_device):
+    on_cpu = resolve_device(models.drafter_device).type == "cpu"
+    if small and models.drafter_dtype == "auto" and on_cpu and is_available():  # where int4 is fast
         drafters += load(small, replace(models, drafter_dtype="int4"))
     engine = ModelEngine(
         loaded,
@@ -94,10 +95,6 @@ def _come_with(target: ModelSpec) -> list[DrafterSpec]:
         if parse_model(model) == target and is_packaged(alias)
     ]
     return [*heads, Mtp()] if mtp_layers_of(target) else heads
-
-
-def _int4_is_fast(device: str) -> bool:
-    return resolve_device(device).type == "cpu" and is_available()
 
 
 def _small_models(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
