@@ -118,12 +118,6 @@ def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat):
     told.refused(2, "leaves no room for an answer")
 
 
-def test_without_a_chat_template_it_is_refused(tmp_path, chat, folder):
-    tiny_llama().save_pretrained(tmp_path)
-    tiny_tokenizer(chat_template=None).save_pretrained(tmp_path)
-    chat("hi\n", "--target", tmp_path, "--quiet").refused(2, "A conversation needs a chat template")
-
-
 def test_bytes_that_are_no_text_and_control_characters_of_an_answer(chat, monkeypatch, folder, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe the\n"), encoding="utf-8"))
     words = ["chat", "--target", str(folder), "--dtype", "float32", "-n", "4", "--quiet"]
@@ -213,16 +207,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
     terminal.until(r"\n> ")
     terminal.type("/exit")
     assert terminal.process.wait() == 0
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
-def test_sigterm_ends_it_in_the_middle_of_an_answer(terminal):
-    terminal.until(r"> ")
-    terminal.type("the thing")
-    terminal.until(r"(?s)the thing\n.{80}")
-    terminal.process.signal(signal.SIGTERM)
-    terminal.until("interrupted")
-    assert terminal.process.wait() == 143
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")

@@ -180,20 +180,6 @@ def commands_of(page: str) -> tuple[str, list[list[str]]]:
     return text, [shlex.split(line)[1:] for line in blocks.splitlines()]
 
 
-@pytest.mark.real
-def test_the_commands_for_own_prompts_run(tmp_path, monkeypatch, capsys):
-    text, commands = commands_of("prompts.md")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
-    (lines,) = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
-    Path("mine.jsonl").write_text(lines, encoding="utf-8")
-    assert [each[0] for each in commands] == ["generate", "sweep", "check", "tune"]
-    for arguments in commands:
-        shortened = small(arguments, tmp_path / "run")
-        if shortened is not None:
-            assert run([each for each in shortened if each != "-v"]) == 0, capsys.readouterr().err
-
-
 def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
     """On a CPU in place of each GPU; the engine's command is taken, but there is no such program."""
     monkeypatch.chdir(tmp_path)

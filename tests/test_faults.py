@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,13 +25,11 @@ import forked
 import huggingface_hub
 import pytest
 from forked import CONTEXT, PATIENCE_S, Forked
-from scripted_engine import ScriptedEngine, make_sweep, new_store
 from stored_runs import run_json
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.bench.runner import run_sweep
 from specbench.models.builtin import prepare_gguf
 from specbench.models.load import load_model
 from specbench.options import LoadOptions
@@ -175,15 +172,14 @@ def undisturbed(models, tmp_path_factory) -> list[tuple[Any, ...]]:
 # -- signals ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_generation_leaves_its_text_and_its_trace(models, tmp_path, specbench, number):
+def test_a_killed_generation_leaves_its_text_and_its_trace(models, tmp_path, specbench):
     trace = tmp_path / "trace.jsonl"
     child = specbench(
         "generate", "Hello", "--target", models / "endless", "--ignore-eos", "-n", 150_000, "-t", 5,
         "--trace-file", trace,
     )  # fmt: skip
     wait_for(lambda: lines_in(trace) > 20, child)
-    assert child.kill(number) in (-number, 128 + number)
+    assert child.kill(signal.SIGKILL) == -signal.SIGKILL
     assert len(child.output) > 10, "the text was held back"
     events = []
     with suppress(UsageError, RunError):  # of a last line that was cut short
@@ -252,23 +248,6 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, dis
     again = specbench(*sweep_words(models, out), "--resume")
     assert again.wait() == 0, again.errors
     assert rows(out) == undisturbed
-
-
-def test_results_whose_folder_vanishes(tmp_path):
-    sweep = make_sweep()
-    calls = 0
-
-    def vanish(config: Any, prompt: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            shutil.rmtree(tmp_path / "run")
-
-    with (
-        new_store(tmp_path / "run", sweep) as store,
-        pytest.raises(RunError, match="can no longer be written"),
-    ):
-        run_sweep(sweep, store, ScriptedEngine(fails=vanish))
 
 
 # -- the cache of prepared models ------------------------------------------------------------------

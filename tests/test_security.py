@@ -177,13 +177,9 @@ DOUBLED = "{% set text = namespace(of='ab') %}{% for i in range(40) %}{% set tex
     ("template", "why"),
     [
         ("{{ 'a' * 10**10 }}", "memory"),
-        ("{{ messages[0].content * 10**10 }}", "memory"),
-        ("{{ ([1] * 10**10) | length }}", "memory"),
         (DOUBLED + "{{ text.of | length }}", "memory"),
         ("{{ '%9999999999d' % 1 }}", "memory"),
-        ("{{ '{:>9999999999}'.format(1) }}", "memory"),
         ("{{ 'a'.ljust(10**10) }}", "memory"),
-        ("{{ 'a' | center(10**10) }}", "memory"),
         ("{{ ('a' * 10**5).replace('a', 'a' * 10**5) }}", "memory"),
         ("{{ messages[0].content * 10**7 }}", "more than 16,777,216 characters"),
         ("{{ 9 ** (9 ** 9) }}", "longer than 1 seconds"),
@@ -334,11 +330,9 @@ def one_figure(monkeypatch):
     [
         (["report", "theirs"], "report.html"),
         (["report", "theirs"], "plots"),
-        (["report", "theirs"], "plots/speedup.png"),
         (["plot", "theirs"], "plots/speedup.png"),
         (SWEEP, "run.json"),
         (SWEEP, "generations.jsonl"),
-        (SWEEP, "costs.jsonl"),
         (SWEEP, ".lock"),
     ],
 )
@@ -410,7 +404,7 @@ def hub_model(tmp_path, monkeypatch) -> Callable[[str], Path]:
     return lambda name: (snapshot / name).resolve()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model, name):
     assert load_model("org/name", CPU).fingerprint
     content = hub_model(name).read_bytes()

@@ -30,7 +30,7 @@ from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
 from specbench.cli.started import engine_configs, engine_drafters, started_engine
 from specbench.export.setting import Model
-from specbench.export.start import PLAIN, EngineDrafter, EngineSetting, StartedEngine, settings_of
+from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
@@ -369,7 +369,7 @@ def speed(
 RATE = {"org/small": 0.8, "org/small,p=0.6": 0.75, "ngram-simple": 0.2}
 
 
-@pytest.mark.parametrize(("limit", "drift"), [(None, 0.0), (2, 0.3), (1, 0.0)])
+@pytest.mark.parametrize(("limit", "drift"), [(None, 0.0), (2, 0.3)])
 def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
     minutes = 30.0 if limit is None else 240.0
     found, timed, sweep = search(
@@ -385,12 +385,6 @@ def test_the_search_finds_the_fastest_setting(tmp_path, limit, drift):
     else:  # settings are measured together, not one generation after the other
         assert len(timed.began) < len(timed.calls) + sum(map(race.num_blocks, race.names)) / 3
     assert len(found.predicted) == len(sweep.configs) - 1
-
-
-def test_a_drafter_that_knows_nothing_loses(tmp_path):
-    found, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), rate={})
-    race = found.race
-    assert (race.verdict, race.leader, found.ending) == ("plain", PLAIN, "decided")
 
 
 def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypatch):
@@ -519,6 +513,6 @@ def kill(models: tuple[Path, Path], number: int, seconds: float) -> None:
     wait_until(lambda: marked() == [])
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [1, 2])
 def test_nothing_is_left_after_a_kill(models, number):
     kill(models, number, 1.5)
