@@ -77,7 +77,7 @@ drafters/model.py:ModelDrafter._drop_guesses  test_guesses.py -k those_without_g
 + pass
 
 specinfer tests what a draw has chosen before that draw
-decoding/verdicts.py:specinfer  test_distributions.py -k 'exact_or_refused and specinfer'
+decoding/verdicts.py:specinfer  test_trees.py -k 'follows_from_a_draw'
 - (draws or certain).pop(place)
 + (certain or draws).pop(place if not certain else 0)
 

@@ -15,7 +15,7 @@ from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
-from specbench.decoding.drafts import GrowingTree, StepOutcome
+from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
@@ -267,3 +267,17 @@ def test_several_are_written_with_a_bar():
     for text in ("lookup|none", "lookup|lookup", "lookup|"):
         with pytest.raises(UsageError):
             parse_drafter(text)
+
+
+def test_specinfer_keeps_p_where_a_certain_candidate_follows_from_a_draw():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+
+    def run(dice: Any) -> tuple[int, ...]:
+        drawn = dice.draw(q)
+        drafts = GrowingTree()
+        drafts.add(-1, [Draws((drawn,), q), Draws(((drawn + 1) % 3,))])
+        walked = METHODS["specinfer"].walk(drafts, lambda _: p, dice)
+        return (drafts.tokens[walked.path[0]] if walked.path else walked.token,)
+
+    found = enumerate_outcomes(run)
+    assert [found[token,] for token in range(3)] == pytest.approx(p.tolist(), abs=1e-6)
