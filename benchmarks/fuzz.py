@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py --minutes 30              # cases 0, 1, 2, ... for 30 minutes
     python benchmarks/fuzz.py --seed 4711 --minutes 30  # others
-    python benchmarks/fuzz.py --case 23                 # one of them again, alone
+    python benchmarks/fuzz.py --seed 23 --cases 1      # one of them again, alone
 
 A case draws a model (random weights of a Llama-family shape, or of another in models.md), wraps it as users do, and
 decodes a few prompts with one drafter and one draft policy. In float32 the tokens must be those of `transformers`'
@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -554,19 +554,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="the most it takes")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--cases", type=int, help="how many; one case is printed in full")
     parser.add_argument("--recurrent", action="store_true", help="models with recurrent layers only")
     given = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     until = time.monotonic() + 60 * given.minutes
     findings: list[str] = []
     total, refused, cases = Counter[str](), Counter[str](), 0
-    for number in count(given.seed) if given.case is None else [given.case]:
-        if given.case is None and time.monotonic() > until:
+    for number in islice(count(given.seed), given.cases):
+        if time.monotonic() > until:
             break
-        if given.case is not None:
+        if given.cases == 1:
             print(draw(number, given.recurrent))
         for seen in run_number(number, findings, given.recurrent):
             total.update(
