@@ -478,6 +478,13 @@ def test_what_advises_about_chat_templates_works(cli, tiny, base):
         assert "chat template" not in done.err
 
 
+def test_folders_and_files_that_are_no_model(cli, tmp_path):
+    cli("generate", "hi", "--target", tmp_path).refused(2, "is no model: it has no config.json.")
+    file = tmp_path / "notes.txt"
+    file.write_text("nothing")
+    cli("generate", "hi", "--target", file).refused(2, "is neither a model folder nor a .gguf file.")
+
+
 def test_a_hub_model_that_is_not_cached_offline(cli):
     cli("generate", "hi", "--target", "no-such-org/no-such-model").refused(1, "is not in the hub's cache")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -403,6 +405,14 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own
     assert result.code == 1
     assert "  line 1: not enough memory" in result.out
     assert "1 output with 12 tokens: 1 identical" in result.out
+
+
+def test_outputs_come_from_standard_input_too(check, own, monkeypatch):
+    line = json.dumps({"prompt": "the thing", "token_ids": own}).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line)))
+    result = check("--outputs", "-")
+    assert result.code == 0, result.err
+    assert "1 output with 12 tokens: 1 identical, 0 numerical ties, 0 wrong." in result.out
 
 
 def test_files_that_are_none_are_refused(check, outputs, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -137,6 +138,13 @@ def test_generate_takes_it_from_the_folder_and_says_so(tiny, cli):
     assert tiny.exists()
 
 
+def test_one_that_is_named_needs_no_announcement(tiny, cli):
+    (tiny / FILE_NAME).rename(tiny / "other.toml")
+    result = cli(*GENERATE, "--config", "other.toml")
+    assert said(result) == ("self:layers=1", "fixed:gamma=3")
+    assert "other.toml" not in result.err
+
+
 def test_the_command_line_wins(tiny, cli):
     """A rule goes with its drafter, and any other length in its place."""
     assert said(cli(*GENERATE, "--gamma", 2)) == ("self:layers=1", "fixed:gamma=2")
@@ -156,6 +164,16 @@ def test_no_config_ignores_it(tiny, cli):
     cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--no-config")
     assert cli("generate", "--help").code == 0
     assert cli("drafters").code == 0
+
+
+def test_sweep_takes_it(tiny, cli):
+    result = cli(
+        *("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--out", "run", "--temperature", 0)
+    )
+    assert result.code == 0, result.err
+    stored = json.loads((tiny / "run" / "run.json").read_text())
+    assert stored["options"]["target"] == "tiny"
+    assert [config["id"] for config in stored["configs"]] == ["plain", "self:layers=1@3"]
 
 
 def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny, cli):

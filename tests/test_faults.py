@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,13 @@ import forked
 import huggingface_hub
 import pytest
 from forked import CONTEXT, PATIENCE_S, Forked
+from scripted_engine import ScriptedEngine, make_sweep, new_store
 from stored_runs import run_json
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.bench.runner import run_sweep
 from specbench.models.builtin import prepare_gguf
 from specbench.models.load import load_model
 from specbench.options import LoadOptions
@@ -248,6 +251,23 @@ def test_a_sweep_on_a_disk_that_fills_up_goes_on_when_there_is_space(models, dis
     again = specbench(*sweep_words(models, out), "--resume")
     assert again.wait() == 0, again.errors
     assert rows(out) == undisturbed
+
+
+def test_results_whose_folder_vanishes(tmp_path):
+    sweep = make_sweep()
+    calls = 0
+
+    def vanish(config: Any, prompt: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            shutil.rmtree(tmp_path / "run")
+
+    with (
+        new_store(tmp_path / "run", sweep) as store,
+        pytest.raises(RunError, match="can no longer be written"),
+    ):
+        run_sweep(sweep, store, ScriptedEngine(fails=vanish))
 
 
 # -- the cache of prepared models ------------------------------------------------------------------
