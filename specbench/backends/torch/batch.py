@@ -84,8 +84,8 @@ class BatchedModel:
             before = self.score([requests[i]._replace(tokens=(), rows=1) for i in new])
             rest = [*requests]
             for i in new:
-                fed = len(rest[i].tokens)
-                rest[i] = rest[i]._replace(rows=min(fed, rest[i].rows or fed))
+                length = len(rest[i].tokens)
+                rest[i] = rest[i]._replace(rows=min(length, rest[i].rows or length))
             after = self.score(rest)
             for i, prompt in zip(new, before, strict=True):
                 rows = requests[i].rows or len(requests[i].tokens) + 1

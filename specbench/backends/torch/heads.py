@@ -17,8 +17,6 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.kernels.attention import causal_attention
-
 Attend: TypeAlias = Callable[..., Tensor]
 """From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
 tokens to the attention's output, [batch, tokens, heads, size]. If attention has sinks, they are the argument ``sinks``,
@@ -93,15 +91,6 @@ class RecurrentHead(nn.Module):
     def logits(self, out: Tensor) -> Tensor:
         """Return logits over the tokens it drafts, [..., vocab], after tokens with these outputs."""
         raise NotImplementedError
-
-    def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Read texts from their beginning, each token with the target's state at the position before it, [batch,
-        tokens, states, width]; return outputs, see ``read``, and logits.
-        """
-        positions = torch.arange(embedded.shape[1], device=embedded.device)[None]
-        attends = [causal_attention] * len(self.layers)
-        out = self.read(embedded, self.fuse(states), positions, attends)
-        return out, self.logits(out)
 
 
 class EagleHead(RecurrentHead):
