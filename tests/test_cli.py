@@ -569,6 +569,7 @@ def test_an_unforeseen_error_is_one_sentence_and_traceback_shows_more(cli, tiny,
     assert result.err.startswith("specbench: ZeroDivisionError: oh no (")
     assert len(result.err.splitlines()) == 1
     err = cli("--traceback", "generate", "--target", folder, "hi").err
+    cli("generate", "hi", "--traceback").refused(2, "specbench --traceback")
     assert err.startswith("Traceback (most recent call last):")
     assert err.endswith(result.err)
 

@@ -214,6 +214,8 @@ def _explain(error: BaseException) -> int:
         message = str(error.format_message())
         if "unexpected extra argument" in message and context is not None and context.info_name == "generate":
             hint = " Put a prompt of several words in quotes." + hint
+        if "No such option: --traceback" in message:
+            hint = " It comes before the command: `specbench --traceback COMMAND`."
         _say(_sentence(message) + hint)
         return int(error.exit_code)
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
