@@ -19,9 +19,8 @@ from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.reach import ContextReach, DrafterPrior
+from specbench.decoding.protocols import DrafterPrior
 from specbench.decoding.records import Step, StepTimes
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
@@ -231,32 +230,27 @@ def begins(policy: AutoLength, budget: int) -> bool:
 def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread, tokens, expected):
     given = GivenCosts(0.1, PassCosts({1: 1.0, 9: 1.1}), reading_s={1: 0.1, 50: 30.0, 8000: 40.0})
     policy = AutoLength(8, given)
-    policy.start(8000, ContextReach(), unread)
+    policy.start(8000, unread)
     assert begins(policy, tokens) == expected
 
 
 def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
-    policy, reach = AutoLength(8), ContextReach()
-    policy.start(40, reach, 40)
+    policy = AutoLength(8)
+    policy.start(40, 40)
     assert begins(policy, 200), "a short one is read at once"
     for tokens, expected in ((64, False), (2000, True)):
         policy.reset()
-        policy.start(8000, reach, 8000)
+        policy.start(8000, 8000)
         policy.time_prefill(5.0 / 8000)
         assert not begins(policy, tokens - 1)
         policy.observe(plain_step(8000, 0.04))
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
     policy.reset()
-    policy.start(8000, reach, 8000, DrafterPrior(0.05))  # of the target's time, by its size
+    policy.start(8000, 8000, DrafterPrior(0.05))  # of the target's time, by its size
     policy.time_prefill(5.0 / 8000)
     policy.observe(plain_step(8000, 0.04))
     assert policy.notes()["reading_s"] == pytest.approx(0.25)
-    policy.reset()
-    reach.time_reading(8000, 0.01)  # as fast as it was seen to read
-    policy.start(8000, reach, 8000)
-    policy.observe(plain_step(8000, 0.04))
-    assert begins(policy, 62)
 
 
 # -- what is shown -----------------------------------------------------------------------------------
@@ -336,36 +330,6 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
 # -- drafters that go blind --------------------------------------------------------------------------
 
 
-@pytest.mark.smoke
-def test_a_drafter_is_blind_once_guessing_explains_its_rejections():
-    reach = ContextReach()
-    for _ in range(30):
-        reach.learn(1000, accepted=True)
-    reach.begin(4000)
-    for _ in range(100):
-        reach.learn(4000, accepted=False)
-    assert not reach.is_blind(4000), "of one prompt"
-    reach.begin(4000)
-    rejected = 0
-    while not reach.is_blind(4000):
-        reach.learn(4000, accepted=False)
-        rejected += 1
-    assert 2 <= rejected <= 5
-    assert [reach.is_blind(context) for context in (1, 1000, 2000, 4000, 8000, 100_000)] == [False] * 3 + [
-        True
-    ] * 3
-    reach.learn(4000, accepted=True)
-    assert not reach.is_blind(8000), "an acceptance ends it"
-    for _ in range(100):
-        reach.learn(4000, accepted=False)
-    assert reach.is_blind(4000)
-    for _ in range(63):
-        reach.begin(5000)
-    assert reach.is_blind(5000)
-    reach.begin(5000)
-    assert not reach.is_blind(5000), "it is tried again after many prompts"
-
-
 class Noisy(ModelDrafter):
     """A model whose logits are the target's up to 40 tokens of context, and noise beyond."""
 
@@ -375,36 +339,14 @@ class Noisy(ModelDrafter):
         super().__init__(scorer, "noisy", Ticking(0.01))  # type: ignore[arg-type]
 
 
-def drafted(drafter: ModelDrafter, prompt: int, new: int = 30, *, keep: bool = True) -> list[Step]:
-    target = ScriptedScorer(random_table(1, 40, spread=4.0), 40)
-    policy = AutoLength(8, parse_costs({"target_pass_s": {"1": 1.0, "9": 1.05}, "drafter_pass_s": 0.2}))
-    records = decode_steps(
-        [n % 7 for n in range(prompt)], target, drafter, policy=DraftPlan(policy, keeps_state=keep),
-        sampling=Greedy(), random=Randomness(0), max_new_tokens=new, clock=Ticking(0.01),
-    )  # fmt: skip
-    return [each for each in records if isinstance(each, Step)]
-
-
-def test_auto_notices_that_a_drafter_is_blind_and_remembers_it():
-    drafter = Noisy()
-    sees = drafted(drafter, 4)
-    assert sum(step.accepted for step in sees) > 15
-    assert not any("blind" in step.policy for step in sees)
-    first, *_, before, last = [drafted(drafter, 66) for _ in range(6)]
-    assert 5 < sum(step.gamma for step in first) < 60
-    for steps in (before, last):
-        assert sum(step.gamma for step in steps) <= 1, "a test now and then"
-        assert all(step.policy["blind"] == 1.0 for step in steps)
-    assert sum(step.accepted for step in drafted(drafter, 4)) > 15, "where it sees it drafts on"
-    forgotten = [[step.gamma for step in drafted(drafter, 66, keep=False)] for _ in range(2)]
-    assert forgotten[0] == forgotten[1] == [step.gamma for step in first], "unless told, it remembers nothing"
-
-
 def test_a_drafter_with_a_context_limit_is_not_even_asked():
     drafter = Noisy()
     drafter.scorer.context_limit = 50
-    steps = drafted(drafter, 66)
-    assert sum(step.gamma for step in steps) == 0
+    records = decode_steps(
+        [n % 7 for n in range(66)], ScriptedScorer(random_table(1, 40, spread=4.0), 40), drafter,
+        policy=AutoLength(8), sampling=Greedy(), random=Randomness(0), max_new_tokens=30, clock=Ticking(0.01),
+    )  # fmt: skip
+    assert sum(each.gamma for each in records if isinstance(each, Step)) == 0
     assert drafter.scorer.passes == []
 
 

@@ -21,7 +21,6 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
-from specbench.decoding.reach import ContextReach
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -123,10 +122,8 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         target.begin()
         drafter.begin(request.prompt)
     begun = target.epoch, drafter.epoch
-    if not plan.keeps_state:  # what the policy has learned from earlier prompts
-        policy.reset()
-        drafter.reach = ContextReach()
-    policy.start(len(context), drafter.reach, drafter.unread(request.prompt), drafter.prior)
+    policy.reset()  # what it has learned from earlier prompts
+    policy.start(len(context), drafter.unread(request.prompt), drafter.prior)
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return

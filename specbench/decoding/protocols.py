@@ -17,9 +17,8 @@ without a random draw, such as the likeliest token or one copied from the text. 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
-
-from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +95,23 @@ class Drawing(Protocol):
         """Return up to ``count`` candidates from the drafter's distribution, in the order chosen."""
 
 
+@dataclass(frozen=True)
+class DrafterPrior:
+    """What is known of a drafter before it has drafted.
+
+    Attributes:
+        reading_share: The expected time in which its model reads a prompt, over the target's.
+        acceptance: The share of its first draft tokens that were accepted when it was trained, strictly between 0 and
+            1; ``None`` if that is not known.
+    """
+
+    reading_share: float = 0.2
+    acceptance: float | None = None
+
+
+UNKNOWN_DRAFTER = DrafterPrior()
+
+
 class DraftPolicy:
     """Decides how many tokens a step drafts, and in which shape. One object serves one prompt at a time.
 
@@ -130,14 +146,11 @@ class DraftPolicy:
     def reset(self) -> None:
         """Forget everything: a new prompt begins."""
 
-    def start(
-        self, context: int, reach: ContextReach, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER
-    ) -> None:
-        """Note that a prompt of ``context`` tokens begins; called after ``reset``, and also if that is not.
+    def start(self, context: int, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER) -> None:
+        """Note that a prompt of ``context`` tokens begins; called after ``reset``.
 
         Args:
             context: The prompt's length.
-            reach: What is known of the drafter, from earlier prompts too if their state is kept; a policy adds to it.
             unread: How many of these tokens the drafter's model has to read before it can draft.
             prior: What was known of the drafter before.
         """
@@ -300,8 +313,6 @@ class Drafter:
         name: The drafter as the command line names it, with its options.
         several_drafters: Whether its drafts merge the chains of several drafters.
         certain: Whether all tokens of its trees are certain, not drawn.
-        reach: How far into a context it can draft, as draft policies have learned; forks share it. It is forgotten
-            together with the state of draft policies.
         prior: What is known of it before it has drafted.
     """
 
@@ -310,7 +321,6 @@ class Drafter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.reach = ContextReach()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

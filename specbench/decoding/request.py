@@ -29,13 +29,11 @@ class DraftPlan:
 
     Attributes:
         policy: Decides how many tokens are drafted, and in which shape.
-        keeps_state: Whether the policy keeps what it has learned for the next prompt.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
         allowed: Returns whether a step can have a draft.
     """
 
     policy: DraftPolicy
-    keeps_state: bool = False
     verification: VerificationName | None = None
     allowed: Callable[[], bool] = _always
 
@@ -49,7 +47,7 @@ class DraftPlan:
         name = self.policy.name
         if self.verification is not None:
             name = add_option(name, f"verification={self.verification}")
-        return f"{name}, kept" if self.keeps_state else name
+        return name
 
     def method(self, drafter: Drafter) -> VerificationName:
         """Return the method that verifies the drafts of a drafter."""

@@ -23,8 +23,7 @@ from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress, announce
-from specbench.decoding.protocols import Drafter, ForwardRequest
-from specbench.decoding.reach import UNKNOWN_DRAFTER, DrafterPrior
+from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.record import Json
-from specbench.decoding.reach import UNKNOWN_DRAFTER, ContextReach, DrafterPrior
+from specbench.decoding.protocols import UNKNOWN_DRAFTER, DrafterPrior
 from specbench.decoding.theory import best_length, expected_tokens_by_position
 from specbench.policies.acceptance import OnlineLogistic, log_odds
 from specbench.policies.base import ChainPolicy, confidence, is_free
@@ -29,9 +29,6 @@ _DISTURBED = 2.0
 
 _PROBING = 0.015
 """The share of the time of plain steps that testing whether drafting pays again may take."""
-
-_PROBING_BLIND = 0.004
-"""The same where the drafter guesses, see ``ContextReach``."""
 
 _NEIGHBOR_EVERY = 10
 """If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
@@ -115,19 +112,13 @@ class AutoLength(ChainPolicy):
         self._asked = True
         self._limit = 0
         self._copies = False
-        self._reach, self._context = ContextReach(), 0
-        self._has_read, self._unread_s = False, 0.0
         self._unread, self._prior, self._prefill_s, self._reading_s = 0, UNKNOWN_DRAFTER, 0.0, 0.0
         self._step = 0
         self._start_step()
         self._weigh()
 
-    def start(
-        self, context: int, reach: ContextReach, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER
-    ) -> None:
-        reach.begin(context)
-        self._reach, self._context, self._last = reach, context, self._usual
-        self._has_read, self._unread_s = False, reach.reading_s(context)
+    def start(self, context: int, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER) -> None:
+        self._last = self._usual
         self._unread, self._prior, self._prefill_s = unread, prior, 0.0
         odds, spread = _USUAL_ODDS, _UNKNOWN
         if prior.acceptance is not None:
@@ -153,11 +144,7 @@ class AutoLength(ChainPolicy):
     def begin(self, budget: int) -> int:
         self._start_step()
         self._limit = int(min(super().begin(budget), self.cost_source.reach))
-        if self._limit > 0 and self._blind:
-            self._idle += 1
-            self._probing = self._credit >= self._test_s
-            self._paused = not self._probing
-        elif (
+        if (
             (self.cost_source.timings > 0 or self._reading_s > 0)
             and self._limit > 0
             and not self._copies
@@ -181,14 +168,9 @@ class AutoLength(ChainPolicy):
         return self._limit
 
     @property
-    def _blind(self) -> bool:
-        """Whether the drafter's tokens were rejected at this length of context in earlier prompts, and still are."""
-        return not self._copies and self._reach.was_blind(self._context)
-
-    @property
     def _test_s(self) -> float:
         """What a test costs, with the reading of a prompt that the drafter has not read."""
-        return self._probe_s + max(self._reading_s, self._unread_s if self._blind else 0.0)
+        return self._probe_s + self._reading_s
 
     def _pays(self, chance: float, budget: int, faster: float = 1.0) -> bool:
         """Return whether the next draft token earns its time, if the drafter is ``faster`` than measured.
@@ -322,10 +304,10 @@ class AutoLength(ChainPolicy):
         else:  # what was tested before the last step says nothing of the next one
             self._last = self._usual
         test_s = self._test_s
-        self._learn_reach(step, passes)
+        if passes > 0:
+            self._unread = 0
         if not self._asked:
-            share = _PROBING_BLIND if self._blind else _PROBING
-            self._credit = min(self._credit + share * self._verify_s[1], test_s)
+            self._credit = min(self._credit + _PROBING * self._verify_s[1], test_s)
         elif self._probing and passes > 0:
             self._credit += min(step.accepted, passes) / self._rate - test_s
         self._asked = True
@@ -346,17 +328,6 @@ class AutoLength(ChainPolicy):
         drawn = sum(not is_free(draft, i) for i in range(len(draft.tokens)))
         self._drawn = _MEMORY * self._drawn + drawn
         self._made = _MEMORY * self._made + passes
-
-    def _learn_reach(self, step: Step, passes: int) -> None:
-        """Learn what this length of context means for a drafter that runs forward passes."""
-        self._context = step.position + len(step.tokens)
-        if passes > 0:
-            if step.times.draft_prefill_s > 0 and not self._has_read:
-                self._reach.time_reading(step.position, step.times.draft_prefill_s)
-            self._has_read, self._unread_s, self._unread = True, 0.0, 0
-            free = self._copies or (self._draft is not None and is_free(self._draft, 0))
-            if step.tested and not free:
-                self._reach.learn(step.position, accepted=step.accepted > 0)
 
     def _learn(self, step: Step) -> None:
         """Learn from the outcome of the draft, and of a guess that was not drafted."""
@@ -381,8 +352,7 @@ class AutoLength(ChainPolicy):
         self._reading_s = 0.0
         if self._unread:
             share = self._prior.reading_share
-            known_s = self._reach.reading_s(self._unread) or share * self._prefill_s
-            self._reading_s = self.cost_source.reading_s(self._unread, share, known_s)
+            self._reading_s = self.cost_source.reading_s(self._unread, share, share * self._prefill_s)
         d = self._drafts_s = self.cost_source.drafts_s(max(self.gamma_max, *self._passes, 0))
         v = self._verify_s = self.cost_source.verify_s(max(self.gamma_max + 2, *self._widths, 0))
         self._probe_s = d[1] + v[2] - v[1] + self.cost_source.catching_up_s
@@ -400,8 +370,7 @@ class AutoLength(ChainPolicy):
         notes = {"rate": self._rate, "survival": self._survival, "probe": float(self._probing)}
         if self._reading_s > 0 and self._step:
             notes[READING_NOTE] = self._reading_s
-        blind = not self._copies and self._reach.is_blind(self._context)
-        return {**notes, "blind": 1.0} if blind else notes
+        return notes
 
     def costs(self) -> Json:
         return self.cost_source.to_dict()

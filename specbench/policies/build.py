@@ -9,12 +9,11 @@ from specbench.decoding.request import DraftPlan
 from specbench.specs.policies import PolicySpec, parse_policy
 
 
-def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) -> DraftPlan:
+def build_policy(spec: str | PolicySpec, **options: Any) -> DraftPlan:
     """Build a draft policy, with what else a request needs to draft by it.
 
     Args:
         spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
-        keep: Carry what it learns from one prompt to the next.
         options: Those of the policy (``specbench.specs.policies``); ``None`` and False leave one at its default, and
             what the spec says comes first. ``costs`` is what ``parse_costs`` returns.
 
@@ -26,4 +25,4 @@ def build_policy(spec: str | PolicySpec, *, keep: bool = False, **options: Any) 
     module, _, name = spec.kind.policy.partition(":")
     made: Any = getattr(import_module(f"specbench.policies.{module}"), name)
     verification = taken.pop("verification", None)
-    return DraftPlan(made(**taken), keeps_state=keep, verification=verification)
+    return DraftPlan(made(**taken), verification=verification)

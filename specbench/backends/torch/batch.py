@@ -203,7 +203,7 @@ class RequestFactory:
             return self._opened(loaded, scorer.cache if shares else None)
 
         own = drafter.fork(scorer_like)
-        own.reach, own.prior = drafter.reach, drafter.prior
+        own.prior = drafter.prior
         return scorer, own
 
     @property
