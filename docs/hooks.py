@@ -15,7 +15,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as mkdocs loads this file; afterwards it takes them away
+
+from picture import draw  # noqa: E402
+from record_tables import with_tables  # noqa: E402
+
 OUTSIDE = (
     "README.md",
     "CHANGELOG.md",
@@ -50,12 +54,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return markdown
 
 
-def _with_tables(markdown: str) -> str:
-    from record_tables import with_tables
-
-    return with_tables(markdown)
-
-
 def _with_commands(markdown: str) -> str:
     return markdown.replace("<!-- commands -->", "\n".join(command_lines()))
 
@@ -67,8 +65,6 @@ def _with_names(markdown: str) -> str:
 
 
 def _with_picture(markdown: str) -> str:
-    from picture import draw
-
     said = "Each row imports from the marked columns, the darker the more; all of them are before it."
     return markdown.replace(
         "<!-- picture of the folders -->", f"<figure>\n{draw()}\n<figcaption>{said}</figcaption>\n</figure>"
@@ -77,7 +73,7 @@ def _with_picture(markdown: str) -> str:
 
 FILLED = {
     "design.md": _with_picture,
-    "results-format.md": _with_tables,
+    "results-format.md": with_tables,
     "cli.md": _with_commands,
     "api.md": _with_names,
 }
