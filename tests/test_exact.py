@@ -134,7 +134,6 @@ def test_the_output_distribution_is_the_targets(drafter, sampling, new):
         assert largest_gap(found, expected) < 1e-6
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_so_it_is_without_a_first_target_pass(drafter, new):
@@ -142,7 +141,6 @@ def test_so_it_is_without_a_first_target_pass(drafter, new):
     assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_so_it_is_with_end_tokens(drafter, new):

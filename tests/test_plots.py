@@ -22,6 +22,7 @@ from stored_runs import (
     Drafter,
     change_run,
     kept_run,
+    read_lines,
     write_exact,
     write_lines,
     write_run,
@@ -154,6 +155,15 @@ class TestContent:
         assert any("arrow" in str(line.get_marker()) for line in figure.axes[0].lines)
         assert summarize(load_results(folder)).rows[1].speedup.high > top
         assert "Arrow: " in caption(figure)
+
+    def test_plain_decoding_that_took_no_time_is_left_out(self, tmp_path):
+        """A coarse clock, or one that stands still."""
+        folder = write_exact(tmp_path / "coarse", {"plain": {"a-1": [10.0]}, "d@2": {"a-1": [20.0]}})
+        lines = [
+            {**line, "decode_s": 0.0} if line["config"] == "plain" else line for line in read_lines(folder)
+        ]
+        write_lines(folder, lines)
+        assert "time" in plots.draw_figures(load_results(folder)).figures
 
     def test_bars_add_up_to_the_time_per_token(self, drawn, summary):
         (axes,) = drawn.figures["time"].axes

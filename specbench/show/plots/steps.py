@@ -43,7 +43,7 @@ def time(run: PlotData) -> Figure:
     axes.set_yticks(places, canvas.row_names(rows, run))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(places[-1] + 0.6, -0.6)
-    axes.set_xlim(0, 1.05 * max(total.max(), *plain.values()))
+    axes.set_xlim(0, 1.05 * max([total.max(), *plain.values()]))
     axes.set_xlabel("time per token (ms)")
     canvas.grid_lines(axes, "x")
     remark = "Time per token: 1 over the table's tokens/s, without the time to first token; parts: shares of all steps."
