@@ -33,7 +33,7 @@ OUTSIDE = (
 
 def on_files(files: Files, config: Any) -> Files:
     for pattern in OUTSIDE:
-        for path in sorted(ROOT.glob(pattern)):
+        for path in filter(Path.is_file, sorted(ROOT.glob(pattern))):
             name = path.relative_to(ROOT).as_posix()
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
