@@ -36,6 +36,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter
+from specbench.decoding.request import StepPlan
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
@@ -135,9 +136,9 @@ class Guesses(Drafter):
         self.text, self.wrong = [*prompt, *answer], wrong
         self.random = Random(seed)
 
-    def propose(self, context: Any, limit: int, policy: Any, *_: Any) -> Decoding[Draft]:
+    def propose(self, context: Any, plan: StepPlan) -> Decoding[Draft]:
         yield from ()
-        rest = self.text[len(context) : len(context) + policy.begin(limit)]
+        rest = self.text[len(context) : len(context) + plan.policy.begin(plan.budget)]
         return Draft([(t + 1) % VOCABULARY if self.random.random() < self.wrong else t for t in rest])
 
 

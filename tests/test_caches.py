@@ -21,6 +21,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter
 from specbench.decoding.records import Step
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
@@ -354,9 +355,9 @@ class Stubborn(Drafter):
         super().__init__("stubborn")
         self.token = token
 
-    def propose(self, context: Any, budget: int, policy: Any, *_: Any) -> Decoding[Draft]:
+    def propose(self, context: Any, plan: StepPlan) -> Decoding[Draft]:
         yield from ()
-        return Draft([self.token] * policy.begin(budget))
+        return Draft([self.token] * plan.policy.begin(plan.budget))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, run_to_end
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -72,7 +73,9 @@ def propose(
 ) -> Draft:
     drafter.begin(context)
     draft: Draft = run_to_end(
-        drafter.propose(context, room, policy or FixedLength(6), sampling or Greedy(), Randomness(0))
+        drafter.propose(
+            context, StepPlan(room, policy or FixedLength(6), sampling or Greedy(), Randomness(0))
+        )
     )
     return draft
 

@@ -16,6 +16,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
 from specbench.decoding.protocols import Decoding, Drafter, run_to_end
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -48,10 +49,10 @@ class FixedDraft(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self.commits.clear()
 
-    def propose(self, context, room, policy, *_) -> Decoding[Draft]:
+    def propose(self, context, plan) -> Decoding[Draft]:
         yield from ()
         at = (len(context) - self.start) % len(self.tokens)
-        return Draft((self.tokens[at:] + self.tokens[:at])[: policy.begin(room)])
+        return Draft((self.tokens[at:] + self.tokens[:at])[: plan.policy.begin(plan.budget)])
 
     def update(self, outcome: StepOutcome) -> None:
         rows = outcome.deciding()
@@ -342,7 +343,7 @@ def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma):
     drafter.begin(context)
     for length in (2, gamma, 3):
         policy = FixedLength(length)
-        draft = run_to_end(drafter.propose(context, length, policy, sampling, Randomness(length)))
+        draft = run_to_end(drafter.propose(context, StepPlan(length, policy, sampling, Randomness(length))))
         assert draft.q is not None
         assert draft.q.shape == (length, VOCAB)
         for i, row in enumerate(draft.q):

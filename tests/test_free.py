@@ -19,6 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, run_to_end
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
@@ -47,11 +48,11 @@ def drafted(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -
 
 
 def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
-    return run_to_end(drafter.propose(context, 100, FixedLength(gamma), Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, StepPlan(100, FixedLength(gamma), Greedy(), Randomness(0))))
 
 
 def tree(drafter: CandidateDrafter, context: Sequence[int], policy: DraftPolicy, room: int = 100) -> Draft:
-    return run_to_end(drafter.propose(context, room, policy, Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, StepPlan(room, policy, Greedy(), Randomness(0))))
 
 
 def rows(*ranked: Sequence[int], vocab: int = 10) -> torch.Tensor:

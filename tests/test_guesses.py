@@ -13,6 +13,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, run_to_end
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.guesses import Guesses
@@ -123,7 +124,7 @@ def repeating(script: Sequence[int], **options: Any) -> tuple[ModelDrafter, list
 
 def read(drafter: ModelDrafter, context: list[int]) -> None:
     """Let it read the context but for its last token."""
-    run_to_end(drafter.propose(context, 1, FixedLength(1), Greedy(), Randomness(0)))
+    run_to_end(drafter.propose(context, StepPlan(1, FixedLength(1), Greedy(), Randomness(0))))
     drafter.update(StepOutcome(context, 0, torch.empty(0)))
 
 
@@ -131,7 +132,7 @@ def propose(
     drafter: ModelDrafter, context: Sequence[int], length: int, policy: ChainPolicy | None = None
 ) -> Draft:
     policy = policy or FixedLength(length)
-    draft: Draft = run_to_end(drafter.propose(context, length, policy, Greedy(), Randomness(0)))
+    draft: Draft = run_to_end(drafter.propose(context, StepPlan(length, policy, Greedy(), Randomness(0))))
     return draft
 
 

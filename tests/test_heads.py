@@ -52,7 +52,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
-from specbench.decoding.request import DraftPlan
+from specbench.decoding.request import DraftPlan, StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
@@ -449,10 +449,12 @@ def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer.head, "read", lambda *given: passes.append(given[0].shape[1]) or read(*given))
     drafter.begin(CONTEXT[:5])
     drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
-    draft = run_to_end(drafter.propose(CONTEXT[:5], 9, FixedLength(9), Multinomial(1.0), Randomness(0)))
+    draft = run_to_end(
+        drafter.propose(CONTEXT[:5], StepPlan(9, FixedLength(9), Multinomial(1.0), Randomness(0)))
+    )
     assert len(draft.tokens) == 3
     drafter.update(outcome_of(CONTEXT, drafter.layers, 4))
-    run_to_end(drafter.propose(CONTEXT, 9, FixedLength(2), Greedy(), Randomness(0)))
+    run_to_end(drafter.propose(CONTEXT, StepPlan(9, FixedLength(2), Greedy(), Randomness(0))))
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
 

@@ -12,6 +12,7 @@ from test_ngram import Counting
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import run_to_end
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.policies import FixedLength
@@ -19,7 +20,7 @@ from specbench.specs.drafters import Lookup, parse_drafter
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
-    return run_to_end(drafter.propose(context, room, FixedLength(gamma), Sampling(), Randomness(0)))
+    return run_to_end(drafter.propose(context, StepPlan(room, FixedLength(gamma), Sampling(), Randomness(0))))
 
 
 def drafted(
@@ -67,7 +68,7 @@ def test_what_the_rule_did_not_want_is_told(stop):
 
     drafter = LookupDrafter()
     drafter.begin([1, 2, 3, 4, 1])
-    asking = drafter.propose([1, 2, 3, 4, 1], 9, Stopping(7), Sampling(), Randomness(0))
+    asking = drafter.propose([1, 2, 3, 4, 1], StepPlan(9, Stopping(7), Sampling(), Randomness(0)))
     found = run_to_end(asking)
     assert found.tokens == [2, 3][:stop]
     assert found.rejected_guess == [2, 3, 4][stop]

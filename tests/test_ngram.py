@@ -14,6 +14,7 @@ from scripted import Ticking
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, run_to_end
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength
@@ -46,7 +47,9 @@ def draft(
     sampling: Sampling = GREEDY,
     random: Randomness | None = None,
 ) -> Draft:
-    return run_to_end(drafter.propose(context, room, FixedLength(gamma), sampling, random or Scripted()))
+    return run_to_end(
+        drafter.propose(context, StepPlan(room, FixedLength(gamma), sampling, random or Scripted()))
+    )
 
 
 def drafted(drafter: Drafter, context: Sequence[int], **options: Any) -> list[int]:

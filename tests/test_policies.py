@@ -21,7 +21,7 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.request import DraftPlan
+from specbench.decoding.request import DraftPlan, StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.lookup import LookupDrafter
@@ -187,7 +187,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
             return (1,)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    draft = run_to_end(drafter.propose([1, 2, 3], 9, Noting(7), Greedy(), Randomness(0)))
+    draft = run_to_end(drafter.propose([1, 2, 3], StepPlan(9, Noting(7), Greedy(), Randomness(0))))
     assert draft.tokens == [4, 5]
     assert events == [
         ("another", [], 0),
@@ -228,7 +228,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
 
 def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
     drafter.begin(context)
-    return run_to_end(drafter.propose(context, 99, FixedLength(length), Greedy(), Randomness(0)))
+    return run_to_end(drafter.propose(context, StepPlan(99, FixedLength(length), Greedy(), Randomness(0))))
 
 
 def test_ngram_knows_how_often_its_token_came():
@@ -305,7 +305,9 @@ def test_confidence_reads_the_evidence_of_drafters_without_logits(threshold, dra
     policy = ConfidenceLength(threshold, gamma_max=3)
     drafter, context = LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
-    assert run_to_end(drafter.propose(context, 99, policy, Greedy(), Randomness(0))).tokens == drafted
+    assert (
+        run_to_end(drafter.propose(context, StepPlan(99, policy, Greedy(), Randomness(0)))).tokens == drafted
+    )
 
 
 def test_the_best_threshold():

@@ -31,6 +31,7 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter
 from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
@@ -243,10 +244,12 @@ class Guesser(Drafter):
         super().__init__("guesser")
         self.tokens = list(tokens)
 
-    def propose(self, context: Sequence[int], room: int, policy: Any, *_: Any) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         yield from ()
         at = len(context)
-        return Draft([self.tokens[(at + i) % len(self.tokens)] for i in range(policy.begin(room))])
+        return Draft(
+            [self.tokens[(at + i) % len(self.tokens)] for i in range(plan.policy.begin(plan.budget))]
+        )
 
     def update(self, outcome: StepOutcome) -> None:
         assert len(outcome.logits) >= outcome.emitted >= 1

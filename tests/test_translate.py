@@ -19,6 +19,7 @@ from specbench.cli import run
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import run_to_end
 from specbench.decoding.records import Generation
+from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -280,7 +281,7 @@ def test_whatever_is_emitted_the_cache_follows():
         drafter.begin(PROMPT)
         context = list(PROMPT)
         for _ in range(3):
-            draft = run_to_end(drafter.propose(context, 3, FixedLength(3), Greedy(), Randomness(0)))
+            draft = run_to_end(drafter.propose(context, StepPlan(3, FixedLength(3), Greedy(), Randomness(0))))
             assert draft.tokens
             context += emitted
             drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))

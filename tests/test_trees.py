@@ -19,7 +19,7 @@ from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
 from specbench.decoding.records import Step, depth_of
-from specbench.decoding.request import DraftPlan
+from specbench.decoding.request import DraftPlan, StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
@@ -132,7 +132,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path():
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
     shape = StaticTree.shaped((-1, -1, 0, 1))
-    draft = run_to_end(drafter.propose(PROMPT, 3, shape, Greedy(), Randomness(0)))
+    draft = run_to_end(drafter.propose(PROMPT, StepPlan(3, shape, Greedy(), Randomness(0))))
     kept = [draft.tokens[1], draft.tokens[3], 0]
     # The second branch, whose leaf it has not read.
     drafter.update(StepOutcome([*PROMPT, *kept], 3, torch.empty(0), draft.tokens, (1, 3)))

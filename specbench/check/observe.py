@@ -21,15 +21,13 @@ from specbench.decoding.protocols import (
     Decoding,
     Drafter,
     DraftPolicy,
-    Drawing,
     ForwardOutput,
     ForwardRequest,
 )
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
+from specbench.decoding.request import DraftPlan, Request, StepPlan
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verdicts import top
 from specbench.decoding.verify import GreedyVerification, Verification
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
@@ -213,18 +211,10 @@ class _RecordingDrafter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         before = len(self._log.events)
         self._log.drafting = True
-        draft = yield from self._drafter.propose(context, budget, policy, sampling, random, drawing)
+        draft = yield from self._drafter.propose(context, plan)
         self._log.drafting = False
         events = tuple(self._log.events[before:])
         del self._log.events[before:]

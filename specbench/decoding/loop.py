@@ -22,7 +22,7 @@ from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
+from specbench.decoding.request import DraftPlan, Request, StepPlan
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 
@@ -112,8 +112,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     """Decode a request (see ``decode_steps``); ``watch`` times the steps."""
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
-    plan, policy = request.plan, request.plan.policy
-    verification = request.verification(sampling)
+    policy, verification = request.plan.policy, request.verification(sampling)
     context, limit, layers = list(request.prompt), request.limit, drafter.layers
     if request.cached_tokens:
         target.resume(request.cached_tokens)
@@ -146,8 +145,10 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         if index < 0:
             draft = Draft()
         else:
-            budget = limit - position - 1  # a step ends with one more token, which is not drafted
-            draft = yield from plan.propose(drafter, context, budget, sampling, random, verification.drawing)
+            # A step ends with one more token, which is not drafted.
+            budget = limit - position - 1 if request.plan.allowed() else 0
+            plan = StepPlan(budget, policy, sampling, random, verification.drawing)
+            draft = yield from drafter.propose(context, plan)
         watch.lap("draft")
         counts = index >= 0
         logits, hidden, experts = yield ForwardRequest(

@@ -4,9 +4,6 @@
     Drafter       proposes tokens
     Scorer        a model with the KV cache of one context; runs forward passes
 
-The loop calls a drafter through ``DraftPlan.propose`` (``request.py``): a plan is a draft policy together with a
-verification method.
-
 Code that needs a forward pass yields a ``ForwardRequest`` and is sent the ``ForwardOutput``. Its caller runs the pass,
 and so can choose when to run it, and whether together with those of other requests.
 
@@ -26,7 +23,8 @@ if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft, Draws, StepOutcome
     from specbench.decoding.records import ExpertsRead, Step
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.request import StepPlan
+    from specbench.decoding.sampling import Randomness
 
 T = TypeVar("T")
 
@@ -374,25 +372,8 @@ class Drafter:
         """
         self.begin(prompt)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing,
-    ) -> Decoding[Draft]:
-        """Draft what continues ``context``.
-
-        Args:
-            context: All tokens so far; no model has read the last one yet.
-            budget: The longest branch that still fits, in tokens; 0 or more.
-            policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
-            sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
-            random: The source of random draws.
-            drawing: Chooses the candidates of a tree's node.
-        """
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
+        """Draft what continues ``context``, all tokens so far; no model has read the last one yet."""
         raise NotImplementedError
 
     def update(self, outcome: StepOutcome) -> None:

@@ -8,19 +8,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing, Scorer
+from specbench.decoding.protocols import Drafter, DraftPolicy, Drawing, Scorer
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verdicts import METHODS
+from specbench.decoding.verdicts import METHODS, top
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
 
 
-def _always() -> bool:
-    return True
+@dataclass(slots=True)
+class StepPlan:
+    """What the draft of one step has to keep to.
+
+    Attributes:
+        budget: The longest branch that still fits, in tokens; 0 or more.
+        policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
+        sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
+        random: The source of random draws.
+        drawing: Chooses the candidates of a tree's node.
+    """
+
+    budget: int
+    policy: DraftPolicy
+    sampling: Sampling
+    random: Randomness
+    drawing: Drawing = top
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class DraftPlan:
 
     policy: DraftPolicy
     verification: VerificationName | None = None
-    allowed: Callable[[], bool] = _always
+    allowed: Callable[[], bool] = lambda: True
 
     @classmethod
     def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
@@ -66,19 +80,6 @@ class DraftPlan:
     def fork(self) -> DraftPlan:
         """Return a copy for another request, which learns separately from now on."""
         return copy.deepcopy(self)
-
-    def propose(
-        self,
-        drafter: Drafter,
-        context: Sequence[int],
-        budget: int,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing,
-    ) -> Decoding[Draft]:
-        """Draft by this plan; for the arguments see ``Drafter.propose``."""
-        budget = budget if self.allowed() else 0
-        return drafter.propose(context, budget, self.policy, sampling, random, drawing)
 
 
 @dataclass(frozen=True)

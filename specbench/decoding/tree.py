@@ -14,29 +14,22 @@ from specbench.decoding.drafts import GrowingTree
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.protocols import DraftPolicy, Drawing
-    from specbench.decoding.sampling import Randomness
+    from specbench.decoding.request import StepPlan
 
 
-def grow_tree(
-    tree: GrowingTree,
-    policy: DraftPolicy,
-    distributions: Mapping[int, TokenDistribution],
-    drawing: Drawing,
-    random: Randomness,
-) -> bool:
-    """Add candidates after nodes, as many as a policy wants; return whether any were added.
+def grow_tree(tree: GrowingTree, plan: StepPlan, distributions: Mapping[int, TokenDistribution]) -> bool:
+    """Add candidates after nodes, as many as the plan's policy wants; return whether any were added.
 
     Args:
         tree: The tree, which grows.
-        policy, drawing, random: See ``Drafter.propose``.
+        plan: See ``Drafter.propose``.
         distributions: The drafter's distribution after each of these nodes.
     """
     before = len(tree.tokens)
-    counts = policy.num_children(tree, [*distributions], [*distributions.values()])
+    counts = plan.policy.num_children(tree, [*distributions], [*distributions.values()])
     for (node, each), count in zip(distributions.items(), counts, strict=True):
         if count:
-            tree.add(node, drawing(each, count, random), each)
+            tree.add(node, plan.drawing(each, count, plan.random), each)
     return len(tree.tokens) > before
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter
-from specbench.decoding.verdicts import top
 from specbench.drafters.free import FreeDrafter, MixedDraft
 from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Decoding, ScorerLike
+    from specbench.decoding.request import StepPlan
 
 
 class CascadeDrafter(Drafter):
@@ -72,22 +71,14 @@ class CascadeDrafter(Drafter):
         self.model.resume(prompt, cached_tokens)
         self._model_was_used = False
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
-        mixed = MixedDraft(self.free, policy, self.free.read(context))
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
+        mixed = MixedDraft(self.free, plan, context)
         draft, policy = mixed.draft, mixed.policy
-        limit = policy.begin(budget)
+        limit = policy.begin(plan.budget)
         with self.model.drafting(context, draft):
-            while mixed.continues(context, budget, limit, sampling):
+            while mixed.continues(limit):
                 draft.next_is_read = self.model.has_read(draft)
-                guess = self.free.allowed_guess(context, draft.tokens, sampling)
+                guess = self.free.allowed_guess(context, draft.tokens, plan.sampling)
                 if guess is not None:
                     draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
                     if policy.prefers_model(draft) and self._may_draw(context, draft):
@@ -97,11 +88,11 @@ class CascadeDrafter(Drafter):
                     if not policy.expand(draft):
                         draft.rejected_guess = guess.token if guess.q is None else None
                         break
-                    mixed.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
+                    mixed.add_guess(guess)
                 else:
                     if not (self._may_draw(context, draft) and policy.expand(draft)):
                         break
-                    drawn = yield from self.model.draw(context, draft, policy, sampling, random, limit)
+                    drawn = yield from self.model.draw(context, draft, mixed.plan, limit)
                     if drawn is None:
                         break
                     mixed.add_drawn(*drawn)

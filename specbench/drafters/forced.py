@@ -11,14 +11,14 @@ from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.sampling import Sampling
+    from specbench.decoding.request import StepPlan
 
 
-def forced_token(context: Sequence[int], draft: Draft, budget: int, sampling: Sampling) -> int | None:
+def forced_token(context: Sequence[int], draft: Draft, plan: StepPlan) -> int | None:
     """Return the only token that the format allows after a draft; ``None`` if there is none, or no room for it."""
-    if len(draft.tokens) >= min(budget, LONGEST_DRAFT):
+    if len(draft.tokens) >= min(plan.budget, LONGEST_DRAFT):
         return None
-    mask = sampling.mask_after(context, draft.tokens)
+    mask = plan.sampling.mask_after(context, draft.tokens)
     return None if mask is None else mask.only
 
 

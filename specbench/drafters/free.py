@@ -23,8 +23,9 @@ from specbench.decoding.verdicts import top
 from specbench.drafters.forced import UnforcedPolicy, forced_token
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Decoding, ScorerLike
+    from specbench.decoding.request import StepPlan
+    from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
 
 
@@ -162,30 +163,22 @@ class FreeDrafter(Drafter):
         total = float(q.sum())
         return replace(guess, q=q / total) if total > 0.0 else None
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft guesses until one is missing."""
         yield from ()  # no passes
-        growing = MixedDraft(self, policy, self.read(context))
+        growing = MixedDraft(self, plan, context)
         draft, policy = growing.draft, growing.policy
         draft.passes = None
-        limit = policy.begin(budget if self.longest is None else min(budget, self.longest))
-        while growing.continues(context, budget, limit, sampling):
-            guess = self.allowed_guess(context, draft.tokens, sampling)
+        limit = policy.begin(plan.budget if self.longest is None else min(plan.budget, self.longest))
+        while growing.continues(limit):
+            guess = self.allowed_guess(context, draft.tokens, plan.sampling)
             if guess is None:
                 break
             draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
             if not policy.expand(draft):
                 draft.rejected_guess = guess.token if guess.q is None else None
                 break
-            growing.add_guess(guess, guess.token if guess.q is None else random.draw(guess.q))
+            growing.add_guess(guess)
         return growing.finished()
 
 
@@ -209,25 +202,18 @@ class CandidateDrafter(FreeDrafter):
         mask = sampling.mask_after(context, drafted)
         return candidates if mask is None else {k: v for k, v in candidates.items() if mask.allows(k)}
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft the likeliest candidates; they are certain, so any verification is exact."""
+        policy = plan.policy
         if not policy.branches:
-            return (yield from super().propose(context, budget, policy, sampling, random, drawing))
+            return (yield from super().propose(context, plan))
         tree = GrowingTree(prefill_s=self.read(context))
-        nodes = policy.expand(tree) if policy.begin(budget) else ()
+        nodes = policy.expand(tree) if policy.begin(plan.budget) else ()
         while nodes:
-            allowed = {node: self._allowed(context, tree.branch(node), sampling) for node in nodes}
+            allowed = {node: self._allowed(context, tree.branch(node), plan.sampling) for node in nodes}
             known = {node: FixedCandidates(each) for node, each in allowed.items()}
             distributions = {node: each for node, each in known.items() if each.best(1)}
-            if not distributions or not grow_tree(tree, policy, distributions, top, random):
+            if not distributions or not grow_tree(tree, replace(plan, drawing=top), distributions):
                 break
             nodes = policy.expand(tree)
         kept = policy.prune(tree)
@@ -240,36 +226,37 @@ class MixedDraft:
     Until the model's first token it has no logits, and no q for certain tokens; from then on it has both for all.
 
     Args:
-        free: Makes the guesses.
-        policy: The draft policy.
-        prefill_s: See ``Draft``.
+        free: Makes the guesses; it reads the context now.
+        plan, context: See ``Drafter.propose``.
 
     Attributes:
-        policy: The policy, which does not see forced tokens.
+        plan: The plan, with a policy that does not see forced tokens; ``policy`` is this policy.
     """
 
-    def __init__(self, free: FreeDrafter, policy: DraftPolicy, prefill_s: float) -> None:
-        self.draft = Draft(match_confidence=[], prefill_s=prefill_s, passes=0)
+    def __init__(self, free: FreeDrafter, plan: StepPlan, context: Sequence[int]) -> None:
+        self.draft = Draft(match_confidence=[], prefill_s=free.read(context), passes=0)
         self._q: list[torch.Tensor | None] = []
-        self._unforced = UnforcedPolicy(policy) if free.forces else None
-        self.policy = self._unforced or policy
+        self._context = context
+        self._unforced = UnforcedPolicy(plan.policy) if free.forces else None
+        self.policy = self._unforced or plan.policy
+        self.plan = replace(plan, policy=self.policy)
 
-    def continues(self, context: Sequence[int], budget: int, limit: int, sampling: Sampling) -> bool:
+    def continues(self, limit: int) -> bool:
         """Add the tokens that are forced now; return whether a token of another origin may follow.
 
         Args:
-            context, budget, sampling: See ``Drafter.propose``.
             limit: The longest draft, without its forced tokens.
         """
         draft = self.draft
-        while self._unforced and (token := forced_token(context, draft, budget, sampling)) is not None:
+        while self._unforced and (token := forced_token(self._context, draft, self.plan)) is not None:
             draft.forced.append(len(draft.tokens))
             draft.match_confidence.append(1.0)  # type: ignore[union-attr]
-            self.add_guess(Guess(token, 1.0), token)
-        return len(draft.tokens) - len(draft.forced) < limit and len(draft.tokens) < budget
+            self.add_guess(Guess(token, 1.0))
+        return len(draft.tokens) - len(draft.forced) < limit and len(draft.tokens) < self.plan.budget
 
-    def add_guess(self, guess: Guess, token: int) -> None:
-        draft = self.draft
+    def add_guess(self, guess: Guess) -> None:
+        """Add a guess; one with a distribution is drawn now."""
+        draft, token = self.draft, guess.token if guess.q is None else self.plan.random.draw(guess.q)
         if draft.logits:
             draft.logits.append(_as_logits(token, guess.q))
         draft.tokens.append(token)

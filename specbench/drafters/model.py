@@ -19,13 +19,13 @@ from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits, NoTokenError
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.decoding.tree import grow_tree
-from specbench.decoding.verdicts import top
 from specbench.drafters.guesses import Guesses
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Decoding, ScorerLike
+    from specbench.decoding.request import StepPlan
+    from specbench.decoding.sampling import Sampling
 
 _log = logging.getLogger("specbench")
 
@@ -125,27 +125,16 @@ class ModelDrafter(Drafter):
     def unread(self, prompt: Sequence[int]) -> int:
         return max(0, len(prompt) - self.scorer.cached_len)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft token by token, or a tree depth by depth; nothing beyond the model's context limit or vocabulary.
 
         In greedy decoding a tree's probabilities are those of the untempered softmax.
         """
         self._read_nodes = []
-        limit = policy.begin(max(0, min(budget, self._room(context))))
+        policy, sampling = plan.policy, plan.sampling
+        limit = policy.begin(max(0, min(plan.budget, self._room(context))))
         if policy.branches:
-            return (
-                (yield from self._grow(context, policy, drawing, sampling, random))
-                if limit
-                else Draft(passes=0)
-            )
+            return (yield from self._grow(context, plan)) if limit else Draft(passes=0)
         plain_greedy = sampling.greedy and not sampling.context_dependent
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return (yield from self._propose_unread(context, limit))
@@ -155,7 +144,7 @@ class ModelDrafter(Drafter):
                 draft.next_is_read = self.has_read(draft)
                 if not policy.expand(draft):
                     break
-                drawn = yield from self.draw(context, draft, policy, sampling, random, limit)
+                drawn = yield from self.draw(context, draft, plan, limit)
                 if drawn is None:
                     break
                 draft.logits.append(drawn.logits)  # type: ignore[union-attr]
@@ -164,21 +153,14 @@ class ModelDrafter(Drafter):
             draft.q = self._distributions[: len(draft.tokens)]
         return draft
 
-    def _grow(
-        self,
-        context: Sequence[int],
-        policy: DraftPolicy,
-        drawing: Drawing,
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Decoding[Draft]:
-        tree = GrowingTree(passes=0)
+    def _grow(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
+        tree, policy = GrowingTree(passes=0), plan.policy
         with self.drafting(context, tree):
             while nodes := policy.expand(tree):
                 self._read_nodes += [node for node in nodes if node >= 0]
                 logits = yield from self._frontier_logits(context, tree, len(nodes))
-                distributions = self._distributions_after(logits, context, tree, nodes, sampling)
-                if not distributions or not grow_tree(tree, policy, distributions, drawing, random):
+                distributions = self._distributions_after(logits, context, tree, nodes, plan.sampling)
+                if not distributions or not grow_tree(tree, plan, distributions):
                     break
         kept = policy.prune(tree)
         if kept is None:
@@ -273,27 +255,22 @@ class ModelDrafter(Drafter):
         self._drop_guesses(context, draft)
 
     def draw(
-        self,
-        context: Sequence[int],
-        draft: Draft,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        limit: int,
+        self, context: Sequence[int], draft: Draft, plan: StepPlan, limit: int
     ) -> Decoding[Drawn | None]:
         """Draw the token after ``context + draft.tokens``, after a forward pass unless the last one has read so far.
 
         Args:
-            context, draft, policy, sampling, random: See ``propose``.
+            context, draft, plan: See ``propose``.
             limit: The longest draft.
 
         Returns:
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
+        sampling = plan.sampling
         logits = yield from self._chain_logits(context, draft, sampling, limit)
         known = Logits(logits[0], self.scorer.vocabulary, self._predicted_acceptance())
         try:
-            if not policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
+            if not plan.policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
                 return None
             logits, vocabulary = self._as_seen(logits, sampling)
             if sampling.rules_out_all(logits, context, draft.tokens):
@@ -308,7 +285,7 @@ class ModelDrafter(Drafter):
                 q = sampling.probabilities(logits, context, draft.tokens, row)[0]
             else:
                 q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
-            return Drawn(random.draw(q), known, q)
+            return Drawn(plan.random.draw(q), known, q)
         except NoTokenError:
             self._say_no_numbers()
             return None

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Drafter
-from specbench.decoding.verdicts import top
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, DraftPolicy, Drawing, ScorerLike
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Decoding, ScorerLike
+    from specbench.decoding.request import StepPlan
 
 
 class NoDraft(Drafter):
@@ -23,14 +22,6 @@ class NoDraft(Drafter):
     def fork(self, scorer_like: ScorerLike) -> NoDraft:
         return NoDraft()
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         yield from ()
         return Draft()

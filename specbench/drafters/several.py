@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Drafter
-from specbench.decoding.verdicts import top
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, Drawing, ScorerLike
-    from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.decoding.protocols import Decoding, Drafter, ScorerLike
+    from specbench.decoding.request import StepPlan
 
 
 class SeveralDrafters(Drafter):
@@ -50,19 +49,11 @@ class SeveralDrafters(Drafter):
             drafter.resume(prompt, cached_tokens)
         self._chains = []
 
-    def propose(
-        self,
-        context: Sequence[int],
-        budget: int,
-        policy: DraftPolicy,
-        sampling: Sampling,
-        random: Randomness,
-        drawing: Drawing = top,
-    ) -> Decoding[Draft]:
+    def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft chain after chain; raise ``UsageError`` for a policy that depends on the draft."""
-        if not policy.unconditional:
+        if not plan.policy.unconditional:
             raise UsageError(
-                f"Several drafters draft chains of one fixed length, but {policy.name} decides the length while"
+                f"Several drafters draft chains of one fixed length, but {plan.policy.name} decides the length while"
                 f" drafting.",
                 "Give --gamma N.",
             )
@@ -70,7 +61,7 @@ class SeveralDrafters(Drafter):
         self._chains = []
         prefill_s, passes = 0.0, 0
         for drafter in self.drafters:
-            draft = yield from drafter.propose(context, budget, policy, sampling, random, drawing)
+            draft = yield from drafter.propose(context, plan)
             self._chains.append(tree.graft(draft))
             prefill_s += draft.prefill_s
             passes += (
