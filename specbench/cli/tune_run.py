@@ -13,7 +13,7 @@ import typer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.progress import quiet_transformers
-from specbench.base.textsafe import terminal_safe
+from specbench.base.textsafe import counted, terminal_safe
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
@@ -156,10 +156,10 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
     lead = labels[race.leader]
     if race.leader != race.plain:
         lead += f" {decimals(race.ratio(race.leader, race.plain).value)}× plain"
-    left = f"at most {duration(max(0.0, left_s))} left"
+    blocks, left = counted(race.blocks, "block"), f"at most {duration(max(0.0, left_s))} left"
     if race.decided:
-        return f"{race.blocks} blocks, decided for {lead}; its speedup is still being measured, {left}"
-    return f"{race.blocks} blocks, leading {lead} of {len(race.running)} in the race, {left}"
+        return f"{blocks}, decided for {lead}; its speedup is still being measured, {left}"
+    return f"{blocks}, leading {lead} of {len(race.running)} in the race, {left}"
 
 
 class TuneJob(RunJob):
