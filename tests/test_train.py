@@ -777,7 +777,7 @@ def test_train_on_the_command_line(cli, train, tmp_path):
     assert "untrained" in told.err
     common = ("--target", tmp_path / "tiny", "--dtype", "float32", "the thing", "-n", 12, "--json")
     plain = cli("generate", *common, "--drafter", "none").json()
-    found = cli("generate", *common, "--drafter", out).json()
+    found = cli("generate", *common, "--drafter", out, "--gamma", 2).json()
     assert found["text"] == plain["text"]
     assert found["drafted"] > 0
     train(*short, "--out", out).refused(2, "is not empty")
