@@ -52,11 +52,11 @@ def drafter(kind: str) -> Drafter | None:
 
 @cache
 def prompts() -> list[list[int]]:
-    """48, most of them with something to copy; some begin alike."""
+    """Most of them with something to copy; some begin alike."""
     choice = standard_random.Random(3)
     beginning = [choice.randrange(250) for _ in range(40)]
     made = []
-    for number in range(48):
+    for number in range(2 * len(KINDS)):
         part = [choice.randrange(250) for _ in range(choice.randint(1, 12))]
         made.append((beginning[: 20 * (number % 3)] if number % 4 else []) + part * choice.randint(1, 4))
     return made
@@ -90,14 +90,14 @@ def told(generation: Generation | Exception) -> Any:
 )
 def test_outputs_are_those_alone(batch, most, tokens, kind):
     many = GenerationRuns(
-        [run(number) for number in range(48)],
+        [run(number) for number in range(len(prompts()))],
         max_batch=batch,
         max_tokens_per_pass=most,
         pool_tokens=tokens,
         pool=kind,
     )
     found = many.results()
-    assert [told(each) for each in found] == [told(alone(number)) for number in range(48)]
+    assert [told(each) for each in found] == [told(alone(number)) for number in range(len(found))]
     assert many.factory is not None
     assert (many.factory.use is None) == (batch == 1)
     assert many.factory.use is None or many.factory.use.used == 0

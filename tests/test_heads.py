@@ -540,7 +540,7 @@ PROMPT = [1, 2, 0]
 def outputs(
     target: Scorer, drafter: Drafter, policy: DraftPlan, **options: Any
 ) -> tuple[list[int], list[Step]]:
-    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 40}
+    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 28}
     prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
     assert isinstance(prefill, Prefill)
     found = [] if prefill.token is None else [prefill.token]
@@ -550,12 +550,12 @@ def outputs(
 
 @cache
 def on_caches() -> Iterator[Any]:
-    """A head that reads states on every kind of cache; the others on two in turn."""
+    """A head that reads states on every kind of cache; the others on one in turn."""
     for (row, kind), (column, kept) in itertools.product(
         enumerate(("eagle", "eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa")),
         enumerate(CACHE_KINDS),
     ):
-        quick = row < 1 or (row + column) % 2 == 0
+        quick = row < 1 or row % len(CACHE_KINDS) == column
         yield pytest.param(kept, kind, marks=() if quick else pytest.mark.slow)
 
 
@@ -584,7 +584,8 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     ("kept", "kind"),
     [
         ("preallocated", "eagle"),
-        *(("dynamic", kind) for kind in ("eagle", "mtp-3", "peagle", "dspark", "medusa")),
+        *(("dynamic", kind) for kind in ("mtp-3", "medusa")),
+        *(pytest.param("dynamic", kind, marks=pytest.mark.slow) for kind in ("eagle", "peagle", "dspark")),
     ],
 )
 def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):

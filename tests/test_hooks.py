@@ -218,9 +218,16 @@ HOOKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("first", ["hook", "wrap"])
+CALLED = [
+    *((hook, name, "hook" if row % 2 else "wrap") for row, (hook, name) in enumerate(HOOKED)),
+    (of_all_modules, f"{LAYER}.mlp", "hook"),
+]
+
+
 @pytest.mark.parametrize(
-    ("hook", "name"), HOOKED, ids=[f"{hook.__name__}-{name or 'all'}" for hook, name in HOOKED]
+    ("hook", "name", "first"),
+    CALLED,
+    ids=[f"{hook.__name__}-{name or 'all'}-{first}" for hook, name, first in CALLED],
 )
 def test_hooks_are_called(hook, name, first):
     without = own_choice_of("")

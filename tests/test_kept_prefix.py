@@ -109,8 +109,9 @@ def test_the_output_is_that_of_a_fresh_start(name, fed):
     assert outputs == [output(run(prompt, own, loaded_drafter)) for prompt in (second_prompt, edited, other)]
 
 
-@pytest.mark.parametrize("unread", [False, True])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    ("kind", "unread"), [("eagle", True), *((kind, row % 2 > 0) for row, kind in enumerate(HEADS))]
+)
 def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path):
     """Also where the head has the target's states of the context before, and has read nothing of it."""
     own = wrap_target(few_tokens(), pack=False)
@@ -128,16 +129,16 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
     edited = [*longer[:-9], 8, *longer[:6]]
     kept, seen, fresh = [], [], []
     for prompt in (longer, edited, longer):
-        last, steps = decoded(prompt, 30, last)
+        last, steps = decoded(prompt, 18, last)
         kept.append(last.cached_tokens)
         seen.append((last.result().token_ids, steps))
-    for prompt in (longer, edited, longer):
-        again, steps = decoded(prompt, 30)
+    for prompt in (longer, edited):
+        again, steps = decoded(prompt, 18)
         fresh.append((again.result().token_ids, steps))
     parted = len(longer) - 9
     # The last token that is alike is read again, for its state.
     assert kept == [len(longer) - 15 - 2, parted - 1, parted - 1]
-    assert seen == fresh
+    assert seen == [*fresh, fresh[0]]
     assert any(drafted for _, steps in seen for drafted, _ in steps)
 
 
