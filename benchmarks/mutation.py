@@ -198,8 +198,8 @@ decoding/verify.py:residual  test_accept.py
 
 tokens are drawn from another distribution than the q that is kept
 drafters/model.py:ModelDrafter.draw  test_exact.py -k 'output_distribution and model-multinomial'
-- random.draw(q)
-+ random.draw(q * q)
+- plan.random.draw(q)
++ plan.random.draw(q * q)
 
 α of tokens that were not tested
 decoding/explain.py:step_of  test_decode.py
