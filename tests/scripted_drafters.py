@@ -21,6 +21,7 @@ from specbench.backends.torch.head_scorers import (
     EagleScorer,
     HeadScorer,
     MedusaScorer,
+    OfTarget,
     ParallelScorer,
 )
 from specbench.backends.torch.heads import (
@@ -138,11 +139,11 @@ def small_scorer(kind: str) -> HeadScorer:
     fitted = FittedLogits(VOCAB, None if kind == "dflash2" else torch.tensor([2, 0]))
     head = small_head(kind)
     if kind == "medusa":
-        return MedusaScorer(head, 2, torch.float32, torch.device("cpu"), fitted, VOCAB)
+        return MedusaScorer(head, OfTarget(None, (2,), fitted))
     layers = (2,) if kind in ("eagle", "mtp", "mtp-2") else (0, 1, 2)
     own = {**dict.fromkeys(BLOCKS, BlockScorer), "peagle": ParallelScorer, "mtp-2": MtpScorer}
     scorer: Any = own.get(kind, EagleScorer)
-    made: HeadScorer = scorer(head, head.embed_tokens, layers, fitted, None)
+    made: HeadScorer = scorer(head, OfTarget(head.embed_tokens, layers, fitted))
     return made
 
 

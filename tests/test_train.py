@@ -20,7 +20,7 @@ from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer
+from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, MedusaScorer, OfTarget
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -126,11 +126,11 @@ def decoders_rows(
     if student.kind in ("eagle", "mtp"):
         student.head.lm_head = torch.nn.Linear(head.shape[1], len(head), bias=False)
         student.head.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
-        scorer = EagleScorer(student.head, model.get_input_embeddings(), student.layers, fitted, None)
+        scorer = EagleScorer(student.head, OfTarget(model.get_input_embeddings(), student.layers, fitted))
     else:
         heads = MedusaHeads(student.depth, 1, head.shape[1], len(head), shared=True)
         heads.load_state_dict({**student.tensors(), "lm_heads.0.weight": head})
-        scorer = MedusaScorer(heads, 3, torch.float32, torch.device("cpu"), fitted, 290)
+        scorer = MedusaScorer(heads, OfTarget(None, (3,), fitted))
     scorer.begin()
     scorer.take_states(len(context) - 1, states_of(model, context[:-1], student.layers))
     return scorer.score(ForwardRequest(scorer, context, draft)).logits

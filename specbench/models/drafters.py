@@ -15,7 +15,13 @@ from torch import nn
 from specbench.backends.torch.assistant import AssistantScorer
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.caches import NoKVCache, make_cache
-from specbench.backends.torch.head_scorers import AnyHeadScorer, EagleScorer, MedusaScorer, ParallelScorer
+from specbench.backends.torch.head_scorers import (
+    AnyHeadScorer,
+    EagleScorer,
+    MedusaScorer,
+    OfTarget,
+    ParallelScorer,
+)
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.backends.torch.mtp import MtpLayers
@@ -336,11 +342,12 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
 
 # -- trained heads ---------------------------------------------------------------------------------
 
-_SCORERS: Mapping[str, type[EagleScorer] | type[BlockScorer]] = {
+_SCORERS: Mapping[str, type[AnyHeadScorer]] = {
     **dict.fromkeys(BLOCK_KINDS, BlockScorer),
+    "medusa": MedusaScorer,
     "peagle": ParallelScorer,
 }
-"""Scorers of heads of decoder layers, by kind; ``EagleScorer`` for the others."""
+"""Scorers of heads by kind; ``EagleScorer`` for the others."""
 
 
 def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
@@ -385,17 +392,14 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     fitted = FittedLogits(
         target.vocab_size, None if head.target_tokens is None else head.target_tokens.to(device)
     )
-    scorer: AnyHeadScorer
-    if medusa:
-        scorer = MedusaScorer(module, layers[0], dtype, device, fitted, embeddings.weight.shape[0])
-    else:
-        several = isinstance(module, MtpLayers)
-        scorer_of: Any = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
-        if head.files.kind == "assistant":
-            scorer_of = partial(AssistantScorer, **_shared_with(head, target))
-        scorer = scorer_of(module, embeddings, layers, fitted, _context_limit(head, target))
+    several = isinstance(module, MtpLayers)
+    scorer_of: Any = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
+    if head.files.kind == "assistant":
+        scorer_of = partial(AssistantScorer, **_shared_with(head, target))
+    limit = _context_limit(head, target)
+    scorer = scorer_of(module, OfTarget(embeddings, layers, fitted, limit, dtype, device))
     require_states(target, layers)
-    drafter = HeadDrafter(scorer, f"{head.name} ({name})")  # type: ignore[arg-type]
+    drafter = HeadDrafter(scorer, f"{head.name} ({name})")
     drafter.prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
     if head.files.assumes_layers:
         drafter.assumed = (
@@ -407,6 +411,8 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
 
 def _context_limit(head: TrainedHead, target: Target) -> int | None:
     """Return the longest context of a head, in tokens; that of an MTP layer or assistant is its target's."""
+    if head.files.kind == "medusa":
+        return None
     if head.files.kind in ("mtp", "assistant"):
         return target.language_model.context_limit
     return int(head.files.layer.max_position_embeddings)

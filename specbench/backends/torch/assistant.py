@@ -20,10 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
-from specbench.backends.torch.head_scorers import EagleScorer, Embed, HeadSteps
+from specbench.backends.torch.head_scorers import EagleScorer, HeadSteps, OfTarget
 from specbench.backends.torch.heads import Attend, EagleShape, RecurrentHead
 from specbench.backends.torch.mtp import PASSED, passed_attention
-from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.protocols import ForwardRequest
 
 
@@ -182,19 +181,10 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class AssistantScorer(EagleScorer):
     """An assistant, which attends to the keys and values that the target has of the context."""
 
-    head: Assistant
-
     def __init__(
-        self,
-        head: Assistant,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-        target_cache: KVCache,
-        shared: Mapping[str, SharedLayer],
+        self, head: Assistant, target: OfTarget, target_cache: KVCache, shared: Mapping[str, SharedLayer]
     ) -> None:
-        super().__init__(head, embed, layers, fitted, context_limit)
+        super().__init__(head, target)
         self._forward, self._caches = AssistantForward(head), ()
         self.target_cache, self._layers_of = target_cache, shared
 

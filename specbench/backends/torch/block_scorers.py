@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from specbench.backends.torch.block_heads import DFlashHead
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.forward import concat
-from specbench.backends.torch.head_scorers import Embed, HeadScorer, HeadSteps, node_depths
+from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
 from specbench.backends.torch.heads import Attend
-from specbench.backends.torch.scorer import FittedLogits
 from specbench.decoding.protocols import ForwardRequest
 
 
@@ -59,19 +58,9 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     before. The layers run once for a context, and these logits are computed when they are wanted.
     """
 
-    def __init__(
-        self,
-        head: DFlashHead,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-    ) -> None:
-        config: Any = head.shape.layer
-        weight = head.norm.weight
-        super().__init__(head, layers, weight.device, fitted, context_limit, config.vocab_size)
-        self.head, self.longest, self._dtype = head, head.block.drafted, weight.dtype
-        self._embed, self.predicts_acceptance = head.embed_tokens or embed, head.block.confidence
+    def __init__(self, head: DFlashHead, target: OfTarget) -> None:
+        super().__init__(head, target)
+        self.longest, self.predicts_acceptance = head.block.drafted, head.block.confidence
         self._caches = [PreallocatedLayer() for _ in head.layers]
 
     def _reset(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import KVCache
@@ -32,25 +32,38 @@ Embed = Callable[[Tensor], Tensor]
 """From token ids to their embeddings."""
 
 
+class OfTarget(NamedTuple):
+    """What a head has of its target.
+
+    Attributes:
+        embed: The target's embeddings, unless the head has its own.
+        layers: Layers whose hidden states it reads, see ``ForwardRequest``.
+        fitted: Fits its logits to the target's vocabulary.
+        context_limit: Its longest context, in tokens; ``None`` for no limit.
+        dtype: Of the states and embeddings that it reads.
+    """
+
+    embed: Embed
+    layers: Sequence[int]
+    fitted: FittedLogits
+    context_limit: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+
 class HeadScorer(Generic[Input, Output]):
     """Scorer that returns a head's logits as if the head were a model with the context as input.
 
     A forward pass is a generator that yields the inputs of the head one by one, so that the inputs of several requests
     can be computed together.
 
-    Args:
-        model: The head.
-        layers: Layers of the target whose hidden states it reads, see ``ForwardRequest``.
-        context_limit: Its longest context, in tokens; ``None`` for no limit.
-        embeddings: Number of different tokens that have an embedding.
-
-        Attributes:
-            epoch: Number of contexts begun so far.
-            longest: Maximum length of a branch of its drafts; ``None`` for no limit.
-            predicts_acceptance: Whether it has a confidence head.
-            target_cache: The target's cache; ``None`` if it does not attend to that.
-            acceptance: For each row of its last pass the predicted probability that the token drawn from it is
-                accepted, [rows]; ``None`` without a confidence head.
+    Attributes:
+        epoch: Number of contexts begun so far.
+        longest: Maximum length of a branch of its drafts; ``None`` for no limit.
+        predicts_acceptance: Whether it has a confidence head.
+        target_cache: The target's cache; ``None`` if it does not attend to that.
+        acceptance: For each row of its last pass the predicted probability that the token drawn from it is
+            accepted, [rows]; ``None`` without a confidence head.
     """
 
     takes_trees = reads_trees = True
@@ -63,20 +76,13 @@ class HeadScorer(Generic[Input, Output]):
     target_cache: KVCache | None = None
     _caches: Sequence[Any] = ()  # a PreallocatedLayer for each layer that has keys and values
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[int],
-        device: torch.device,
-        fitted: FittedLogits,
-        context_limit: int | None,
-        embeddings: int,
-    ) -> None:
-        self.model, self.layers = model, tuple(layers)
-        self.device, self.context_limit, self.embeddings = device, context_limit, embeddings
-        self.vocabulary, self.vocab_size = fitted.vocabulary, fitted.vocab_size
-        self.epoch = 0
-        self.fitted = fitted
+    def __init__(self, head: Any, target: OfTarget) -> None:
+        self.model = self.head = head
+        self.epoch, self.layers = 0, tuple(target.layers)
+        self.context_limit, self.device, self._dtype = target.context_limit, target.device, target.dtype
+        self.fitted = target.fitted
+        self.vocabulary, self.vocab_size = target.fitted.vocabulary, target.fitted.vocab_size
+        self._embed: Embed = getattr(head, "embed_tokens", None) or target.embed
         self._reset()
 
     def _reset(self) -> None:
@@ -188,8 +194,7 @@ class HeadBatch:
 
 
 class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
-    """An EAGLE head with keys and values of its own; ``embed`` are the target's embeddings, unless the head has its
-    own.
+    """An EAGLE head with keys and values of its own.
 
     It has an entry for every token of the context but the first: token t + 1 with the target's state at t. Drafts come
     after these, with its own outputs in place of the states.
@@ -197,18 +202,8 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
 
     reads_context = True
 
-    def __init__(
-        self,
-        head: RecurrentHead,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-    ) -> None:
-        config: Any = head.shape.layer
-        weight = next(head.parameters())
-        super().__init__(head, layers, weight.device, fitted, context_limit, config.vocab_size)
-        self.head, self._embed, self._dtype = head, head.embed_tokens or embed, weight.dtype
+    def __init__(self, head: RecurrentHead, target: OfTarget) -> None:
+        super().__init__(head, target)
         self._forward = choose_head_forward(head)
         self._caches = [PreallocatedLayer() for _ in head.layers]
 
@@ -304,17 +299,8 @@ class ParallelScorer(EagleScorer):
     and has all logits of a draft from one forward pass.
     """
 
-    head: ParallelEagleHead
-
-    def __init__(
-        self,
-        head: ParallelEagleHead,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-    ) -> None:
-        super().__init__(head, embed, layers, fitted, context_limit)
+    def __init__(self, head: ParallelEagleHead, target: OfTarget) -> None:
+        super().__init__(head, target)
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 
@@ -351,17 +337,9 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
     and the depth in the draft, not on draft tokens.
     """
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fitted: FittedLogits,
-        embeddings: int,
-    ) -> None:
-        super().__init__(heads, (layer,), device, fitted, None, embeddings)
-        self.heads, self.longest, self._dtype = heads, heads.heads, dtype
+    def __init__(self, heads: MedusaHeads, target: OfTarget) -> None:
+        super().__init__(heads, target)
+        self.longest = heads.heads
 
     def _reset(self) -> None:
         super()._reset()
@@ -390,7 +368,7 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
         found: dict[int, Tensor] = {}
         for head in {each.head for each in inputs}:
             same = [i for i, each in enumerate(inputs) if each.head == head]
-            logits = self.heads.logits(concat([inputs[i].state for i in same]), head)
+            logits = self.head.logits(concat([inputs[i].state for i in same]), head)
             found |= zip(same, logits.split(1), strict=True)
         return [found[i] for i in range(len(inputs))]
 

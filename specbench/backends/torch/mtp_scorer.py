@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
-from specbench.backends.torch.head_scorers import Embed, HeadScorer, HeadSteps, node_depths
+from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
 from specbench.backends.torch.mtp import MtpLayers
-from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
+from specbench.backends.torch.scorer import DeviceTokens
 from specbench.decoding.protocols import ForwardRequest
 
 
@@ -39,18 +39,8 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
 
     reads_context = True
 
-    def __init__(
-        self,
-        head: MtpLayers,
-        embed: Embed,
-        layers: Sequence[int],
-        fitted: FittedLogits,
-        context_limit: int | None,
-    ) -> None:
-        weight = next(head.parameters())
-        self.head, self._dtype = head, weight.dtype
-        self._embed = head.embed_tokens or embed
-        super().__init__(head, layers, weight.device, fitted, context_limit, head.shape.layer.vocab_size)
+    def __init__(self, head: MtpLayers, target: OfTarget) -> None:
+        super().__init__(head, target)
         self.longest = len(head.layers)
         self._forwards = [HeadForward(layer) for layer in head.mtp_layers]
         # Keys and values of each layer, and then the features of each.
