@@ -482,7 +482,7 @@ def test_only_so_many_wait():
     engine.cancel(first)
     engine.stop(PATIENCE_S)
     engine.join()
-    assert engine.counts.ended == {"cancelled": 2}
+    assert engine.ended == {"cancelled": 2}
     with pytest.raises(StoppedError):
         engine.submit(endless(), came.put)
 
@@ -507,7 +507,7 @@ def test_a_consumer_that_fails_loses_its_own_answer_alone():
     engine.stop(PATIENCE_S)
     engine.join()
     assert len(seen) == 2
-    assert engine.counts.ended == {"failed": 1, "length": 1}
+    assert engine.ended == {"failed": 1, "length": 1}
     assert engine.factory.use is not None
     assert engine.factory.use.used == 0
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.applications import Starlette
@@ -97,8 +97,8 @@ def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[st
     """
     api = _Api(engine, defaults)
     routes = [
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions", api.text, methods=["POST"]),
+        Route("/v1/chat/completions", partial(api.answer, kind=ChatRequest), methods=["POST"]),
+        Route("/v1/completions", partial(api.answer, kind=TextRequest), methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/metrics", api.metrics),
@@ -149,13 +149,7 @@ class _Api:
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"status": "ok"})
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest)
-
-    async def text(self, request: Request) -> Response:
-        return await self._answer(request, TextRequest)
-
-    async def _answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
+    async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: parsing a large body takes a second, in which others have to be answered.
         parsed, run, parser = await run_in_threadpool(self._parse, await _read_body(request), kind)
         records = _RecordStream(self._engine, run, parser)

@@ -7,17 +7,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.backends.torch.batch import RequestFactory
 from specbench.base.errors import RunError
 from specbench.decoding.clocks import clock_for
-from specbench.decoding.records import Prefill, Step
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.generate_many import TREE_POSITIONS
 from specbench.policies.batch_costs import BatchCosts
+from specbench.serve.protocol import Usage
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -33,41 +33,6 @@ class BusyError(RunError):
 
 class StoppedError(RunError):
     """The engine is stopping."""
-
-
-@dataclass
-class Counts:
-    """Counters since the start, written by the engine's thread only.
-
-    Attributes:
-        ended: Ended requests, by finish reason, ``cancelled`` or ``failed``.
-        prompt_tokens, tokens: Prompt tokens read, and tokens emitted.
-        steps, drafted, accepted: Numbers of steps, of drafted tokens (for a tree, its depth), and of accepted tokens.
-        drafts: Number of steps that drafted anything.
-        kept_at: Accepted draft tokens by position in the draft, from 0.
-    """
-
-    ended: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    tokens: int = 0
-    steps: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    kept_at: Counter[int] = field(default_factory=Counter)
-
-    def add(self, record: Prefill | Step) -> None:
-        """Count a record of a request."""
-        if isinstance(record, Prefill):
-            self.prompt_tokens += record.prompt_tokens
-            self.tokens += record.token is not None
-        else:
-            self.tokens += len(record.tokens)
-            self.steps += 1
-            self.drafts += bool(record.drafted)
-            self.drafted += record.gamma
-            self.accepted += record.accepted
-            self.kept_at.update({place: int(place < record.accepted) for place in range(record.gamma)})
 
 
 @dataclass(eq=False)
@@ -92,6 +57,8 @@ class Engine:
         pool_tokens: Tokens of the KV cache pool; ``None`` for caches that grow.
 
     Attributes:
+        counts: Of all requests since the start; only its thread writes them.
+        ended: Ended requests, by finish reason, ``cancelled`` or ``failed``.
         max_tokens: Limit on the tokens of prompt and output together; ``None`` for none.
         max_requests: Limit on running and waiting requests.
     """
@@ -99,7 +66,8 @@ class Engine:
     def __init__(
         self, target: Target, drafter: Drafter, *, max_batch: int, max_waiting: int, pool_tokens: int | None
     ) -> None:
-        self.target, self.drafter, self.counts = target, drafter, Counts()
+        self.target, self.drafter = target, drafter
+        self.counts, self.ended = Usage(), Counter[str]()
         self.max_requests = max_batch + max_waiting
         self._load = BatchCosts()
         self._scheduler = Scheduler(
@@ -232,7 +200,7 @@ class Engine:
             if job not in self._jobs:
                 return
             self._jobs.discard(job)
-        self.counts.ended[reason] += 1
+        self.ended[reason] += 1
         if job.number is not None:
             self._numbered.pop(job.number, None)
             self._scheduler.cancel(job.number)

@@ -40,14 +40,17 @@ class _Metric(NamedTuple):
 def metrics_text(engine: Engine) -> str:
     """Return the counters and gauges of an engine."""
     counts, use = engine.counts, engine.factory.use
-    ended = counts.ended.copy()
-    accepted_at = {str(place): count for place, count in sorted(counts.kept_at.copy().items())}
+    ended, by_accepted = engine.ended.copy(), counts.steps_by_accepted.copy()
+    accepted_at = {
+        str(place): sum(steps for accepted, steps in by_accepted.items() if accepted > place)
+        for place in range(counts.longest)
+    }
     shared = [
         _Metric("requests_running", "gauge", "Requests being decoded.", engine.running),
         _Metric("requests_waiting", "gauge", "Requests waiting for their turn.", engine.waiting),
-        _Metric("prompt_tokens_total", "counter", "Prompt tokens.", counts.prompt_tokens),
-        _Metric("generation_tokens_total", "counter", "Emitted tokens.", counts.tokens),
-        _Metric("spec_decode_num_drafts_total", "counter", "Steps that drafted.", counts.drafts),
+        _Metric("prompt_tokens_total", "counter", "Prompt tokens.", counts.prompt),
+        _Metric("generation_tokens_total", "counter", "Emitted tokens.", counts.completion),
+        _Metric("spec_decode_num_drafts_total", "counter", "Steps that drafted.", by_accepted.total()),
         _Metric("spec_decode_num_draft_tokens_total", "counter", "Drafted tokens.", counts.drafted),
         _Metric("spec_decode_num_accepted_tokens_total", "counter", "Accepted draft tokens.", counts.accepted),
         _Metric("spec_decode_num_accepted_tokens_per_pos_total", "counter",

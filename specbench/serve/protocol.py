@@ -359,7 +359,7 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
         if value is None or name in _IGNORED_FIELDS:
             continue
         if (allowed := _FIXED_FIELDS.get(name)) is not None:
-            if not any(_same(value, each) for each in allowed):
+            if not any(type(value) is type(each) and value == each for each in allowed):  # true is not 1
                 raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
         elif name not in kind.model_fields:
             raise UsageError(f"{excerpt(name, MAX_NAME)}: this field does not exist.", "Leave it out.")
@@ -377,11 +377,6 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
     return request
 
 
-def _same(value: object, other: object) -> bool:
-    """Return whether values are equal; a boolean never equals a number."""
-    return type(value) is type(other) and value == other
-
-
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
     """Return the body of an error, whose message is shortened to a printable line."""
     return {"error": {"message": excerpt(message), "type": kind, "param": None, "code": code}}
@@ -389,8 +384,8 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 @dataclass
 class Usage:
-    """Token counts of a generation so far: prompt, output including an end token, drafted (for a tree, its depth),
-    accepted, in the longest draft, and steps with a draft by how many of its tokens were accepted.
+    """Token counts of a generation so far, or of several: prompt, output including an end token, drafted (for a tree,
+    its depth), accepted, in the longest draft; and steps, with those that drafted by how many tokens were accepted.
     """
 
     prompt: int = 0
@@ -398,14 +393,16 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
     longest: int = 0
+    steps: int = 0
     steps_by_accepted: Counter[int] = field(default_factory=Counter)
 
     def add(self, record: Prefill | Step) -> Sequence[int]:
         """Count a record and return its tokens."""
         if isinstance(record, Prefill):
-            self.prompt = record.prompt_tokens
+            self.prompt += record.prompt_tokens
             tokens: Sequence[int] = () if record.token is None else (record.token,)
         else:
+            self.steps += 1
             self.drafted += record.gamma
             self.accepted += record.accepted
             if record.drafted:
@@ -415,9 +412,12 @@ class Usage:
         self.completion += len(tokens)
         return tokens
 
-    def body(self) -> Json:
-        """Return the usage in the form of the protocol, which calls draft tokens predicted tokens."""
-        return {
+    def fields(self) -> Json:
+        """Return the fields of an answer: ``usage`` in the form of the protocol, which calls draft tokens predicted
+        tokens, and ``metrics`` under vLLM's names, with a histogram of the steps with 0, 1, ... accepted tokens.
+        """
+        steps = self.steps_by_accepted
+        usage = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
@@ -426,17 +426,12 @@ class Usage:
                 "rejected_prediction_tokens": self.drafted - self.accepted,
             },
         }
-
-    def metrics(self) -> Json:
-        """Return the draft counts under vLLM's names; the histogram has the steps with 0, 1, ... accepted tokens."""
-        steps = self.steps_by_accepted
-        return {
-            "speculative_decoding": {
-                "num_draft_tokens": self.drafted,
-                "num_accepted_draft_tokens": self.accepted,
-                "acceptance_histogram": [steps[count] for count in range(self.longest + 1)] if steps else [],
-            }
+        drafts = {
+            "num_draft_tokens": self.drafted,
+            "num_accepted_draft_tokens": self.accepted,
+            "acceptance_histogram": [steps[count] for count in range(self.longest + 1)] if steps else [],
         }
+        return {"usage": usage, "metrics": {"speculative_decoding": drafts}}
 
 
 @dataclass(frozen=True)
@@ -476,8 +471,7 @@ class Reply:
         return {
             **self._head(self.request.kind),
             "choices": [_choice(content, finish_reason, called=called)],
-            "usage": usage.body(),
-            "metrics": usage.metrics(),
+            **usage.fields(),
         }
 
     def first_chunk(self) -> Json | None:
@@ -498,12 +492,7 @@ class Reply:
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""
-        return {
-            **self._head(self._chunk_kind),
-            "choices": [],
-            "usage": usage.body(),
-            "metrics": usage.metrics(),
-        }
+        return {**self._head(self._chunk_kind), "choices": [], **usage.fields()}
 
     @property
     def _chunk_kind(self) -> str:
