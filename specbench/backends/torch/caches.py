@@ -51,10 +51,12 @@ class KVCache:
     Attributes:
         separate_prefill: Whether the prompt needs its own forward pass, before tokens that can be rolled back.
         max_exact_tokens: Length up to which a position's sums do not depend on the forward pass; ``None`` if not known.
+        recurrent: Its recurrent layers; ``None`` without.
     """
 
     separate_prefill = False
     max_exact_tokens: int | None = None
+    recurrent: RecurrentCache | None = None
     _cache: Cache
 
     @property
@@ -63,9 +65,21 @@ class KVCache:
         raise NotImplementedError
 
     @property
+    def own_len(self) -> int:
+        """How many of these the model itself has read, and no cheaper form that shares the cache."""
+        return self.length
+
+    @property
     def takes_trees(self) -> bool:
         """Whether every layer keeps every position as it is, so that a forward pass may hold branches."""
         raise NotImplementedError
+
+    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:  # noqa: ARG002
+        """Reserve the positions up to ``end``; others may have read ``prefix``. Return whether there is memory."""
+        return True
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Note that the model itself has read a context that begins with these tokens."""
 
     def key_len(self, tokens: int) -> int:
         """Return how many positions attention gets in a forward pass."""
@@ -91,9 +105,13 @@ class KVCache:
 
     def set_prompt(self, tokens: int) -> None:
         """Note how many tokens of the context are its prompt."""
+        if self.recurrent is not None:
+            self.recurrent.set_prompt(tokens)
 
     def after_forward(self) -> None:
         """Note that a forward pass has just been made."""
+        if self.recurrent is not None:
+            self.recurrent.end_forward()
 
     def most_kept(self, length: int) -> int:
         """Return how many of the first ``length`` tokens stay in the cache if another context begins with them."""
@@ -101,6 +119,17 @@ class KVCache:
 
     def rollback(self, length: int) -> None:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
+        if self.recurrent is not None:
+            length = self.recurrent.most_kept(length)
+        if length <= 0 or self.length == 0:
+            self.reset()
+            return
+        if self.recurrent is not None:
+            self.recurrent.rollback(length)
+        self._cut(length)
+
+    def _cut(self, length: int) -> None:
+        """Cut the layers with keys and values to this many tokens, at least one."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -176,9 +205,6 @@ class NoKVCache(KVCache):
     def after_forward(self) -> None:
         running.clear()
 
-    def rollback(self, length: int) -> None:
-        pass
-
     def reset(self) -> None:
         pass
 
@@ -197,8 +223,8 @@ class DynamicKVCache(KVCache):
         self.reset()
 
     def reset(self) -> None:
-        self._recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
-        self._cache: DynamicCache = self._recurrent or DynamicCache(config=self._config)
+        self.recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
+        self._cache: DynamicCache = self.recurrent or DynamicCache(config=self._config)
         self._arguments = cache_arguments(self._cache, self._config)
         self._recording = False
         self.separate_prefill = any(
@@ -218,17 +244,12 @@ class DynamicKVCache(KVCache):
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
-    def set_prompt(self, tokens: int) -> None:
-        if self._recurrent is not None:
-            self._recurrent.set_prompt(tokens)
-
     def model_kwargs(self) -> dict[str, Any]:
         return {**self._arguments}
 
     def after_forward(self) -> None:
-        if self._recurrent is not None:
-            self._recurrent.end_forward()
-        elif not (self._recording or self._cache.is_croppable):
+        super().after_forward()
+        if self.recurrent is None and not (self._recording or self._cache.is_croppable):
             raise UsageError(
                 "This model keeps a recurrent state that cannot be rolled back after a rejected draft.",
                 "Choose a model of a family that docs/models.md lists.",
@@ -246,19 +267,12 @@ class DynamicKVCache(KVCache):
                 layers[place] = growing
 
     def most_kept(self, length: int) -> int:
-        if self._recurrent is None:
+        if self.recurrent is None:
             return super().most_kept(length)
         slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
-        return 0 if slides or bounds_prompts(self._config) else self._recurrent.most_kept(length)
+        return 0 if slides or bounds_prompts(self._config) else self.recurrent.most_kept(length)
 
-    def rollback(self, length: int) -> None:
-        if self._recurrent is not None:
-            length = self._recurrent.most_kept(length)
-        if length <= 0 or self.length == 0:
-            self.reset()
-            return
-        if self._recurrent is not None:
-            self._recurrent.rollback(length)
+    def _cut(self, length: int) -> None:
         for layer in self._cache.layers:
             if isinstance(layer, PreallocatedLayer):
                 layer.rollback(length)
@@ -332,10 +346,7 @@ class PreallocatedKVCache(KVCache):
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._layers, start, positions)
 
-    def rollback(self, length: int) -> None:
-        if length <= 0:
-            self.reset()
-            return
+    def _cut(self, length: int) -> None:
         for layer in self._layers:
             layer.rollback(length)
 
@@ -444,22 +455,21 @@ class StaticKVCache(KVCache):
         return self.capacity
 
     @torch.inference_mode()
-    def reserve(self, length: int) -> None:
-        """Make sure that ``length`` tokens fit."""
-        if length <= self.capacity:
-            return
-        while self.capacity < length:
-            self.capacity *= 2
-        self.generation += 1
-        for layer in self._cache.layers:
-            if isinstance(layer, _StaticLayer):
-                layer.grow(self.capacity)
+    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:  # noqa: ARG002
+        if end > self.capacity:
+            while self.capacity < end:
+                self.capacity *= 2
+            self.generation += 1
+            for layer in self._cache.layers:
+                if isinstance(layer, _StaticLayer):
+                    layer.grow(self.capacity)
+        return True
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self._cache.layers, start, positions)
 
-    def rollback(self, length: int) -> None:
-        self.length = min(self.length, max(length, 0))
+    def _cut(self, length: int) -> None:
+        self.length = min(self.length, length)
 
     def reset(self) -> None:
         for layer in self._cache.layers:

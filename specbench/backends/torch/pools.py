@@ -202,16 +202,15 @@ class _PooledLayer(CacheLayerMixin):
 class PooledCache(KVCache):
     """The part of a pool that belongs to one request. A cheaper form of the model can share it.
 
-    The first ``own_len`` positions were computed by the model itself. Later ones were computed by a form that shares
-    the cache, after the cache was emptied during a draft; the model computes them again.
+    Positions after ``own_len`` were computed by a form that shares the cache, after the cache was emptied during a
+    draft; the model computes them again. A new request shares what others have read of its prefix.
     """
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool, self.own_len = pool, 0
+        self.pool, self._own = pool, 0
         self._table = BlockTable()
         self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
         self._own_layers = [layer for layer in self.layers if layer is not None]
-        self.recurrent: RecurrentCache | None = None
         self._cache = self._new_cache()
         pool.requests.add(self)
 
@@ -227,6 +226,10 @@ class PooledCache(KVCache):
         return self._own_layers[0].used if self.recurrent is None else self.recurrent.length
 
     @property
+    def own_len(self) -> int:
+        return min(self._own, self.length)
+
+    @property
     def takes_trees(self) -> bool:
         return self.recurrent is None and not any(layer.is_sliding for layer in self._own_layers)
 
@@ -239,19 +242,8 @@ class PooledCache(KVCache):
     def model_kwargs(self) -> dict[str, Any]:
         return cache_arguments(self._cache, self.pool.config)
 
-    def set_prompt(self, tokens: int) -> None:
-        if self.recurrent is not None:
-            self.recurrent.set_prompt(tokens)
-
-    def after_forward(self) -> None:
-        if self.recurrent is not None:
-            self.recurrent.end_forward()
-
     @torch.inference_mode()
     def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:
-        """Reserve the positions up to ``end``, see ``Scorer.reserve``;
-        a new request shares what others have read of ``prefix``.
-        """
         blocks, shared = self.pool.blocks, 0
         if not self._table.blocks and self.recurrent is None:
             shared = blocks.share_prefix(self._table, prefix)
@@ -285,12 +277,12 @@ class PooledCache(KVCache):
         own.used += count
 
     def _set_length(self, length: int) -> None:
-        self.own_len = length
+        self._own = length
         for layer in self._own_layers:
             layer.used = length
 
     def publish(self, tokens: Sequence[int]) -> None:
-        """Let others share what the model itself has read of a context that begins with these tokens."""
+        self._own = self.length
         self.pool.blocks.publish(self._table, tokens)
 
     def indices(self, start: int, end: int) -> Tensor:
@@ -307,20 +299,13 @@ class PooledCache(KVCache):
         for layer in self._own_layers:
             layer.buffers.move(source, target)
 
-    def rollback(self, length: int) -> None:
-        if self.recurrent is not None:
-            length = self.recurrent.most_kept(length)
-        if length <= 0:
-            self.reset()
-            return
-        if self.recurrent is not None:
-            self.recurrent.rollback(length)
+    def _cut(self, length: int) -> None:
         for layer in self._own_layers:
             layer.used = min(layer.used, length)
         self._truncate()
 
     def _truncate(self) -> None:
-        self.own_len = min(self.own_len, self.length)
+        self._own = self.own_len
         self.pool.blocks.truncate(self._table, self.length)
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
 from specbench.backends.torch.forward import HFForward, NativeForward, join_passes
 from specbench.backends.torch.graph_forward import GraphForward
 from specbench.backends.torch.kernels.surgery import quantizes_activations
-from specbench.backends.torch.pools import PooledCache, PoolKind
+from specbench.backends.torch.pools import PoolKind
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -119,7 +119,7 @@ class Scorer:
 
     batch: Batch | None = None
     _loaded: Scorer | None = None  # the scorer it is a clone of
-    _owns_pooled = True
+    _owns_cache = True
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Scorer:
         clone = copy.copy(self)
         vars(clone).pop("takes_trees", None)
         clone.cache, clone.batch, clone.epoch = cache, batch, 0
-        clone._loaded, clone._owns_pooled = self, not shares
+        clone._loaded, clone._owns_cache = self, not shares
         clone._context_len = 0
         kind = NativeForward if isinstance(self.forward, NativeForward) else HFForward
         clone.forward = kind(self.model, cache)
@@ -169,24 +169,17 @@ class Scorer:
     @property
     def cached_len(self) -> int:
         """Leading tokens of the context whose keys and values are cached."""
-        if isinstance(self.cache, PooledCache) and self._owns_pooled:
-            return min(self.cache.own_len, self.cache.length)
-        return self.cache.length
+        return self.cache.own_len if self._owns_cache else self.cache.length
 
     def reserve(self, request: ForwardRequest) -> bool:
-        """Reserve memory of a pool, see ``decoding.protocols.Scorer``; other caches grow by themselves."""
-        pooled = self.cache
-        if not isinstance(pooled, PooledCache):
-            return True
-        end = len(request.context) + len(request.tokens)
-        if not self._owns_pooled:
-            return pooled.reserve(end)
-        if pooled.own_len < pooled.length:
-            pooled.rollback(pooled.own_len)
-        if request.layers:  # hidden states are wanted of every token
-            return pooled.reserve(end)
+        """Reserve memory for a pass, see ``decoding.protocols.Scorer``."""
+        cache, end = self.cache, len(request.context) + len(request.tokens)
+        if self._owns_cache and cache.own_len < cache.length:
+            cache.rollback(cache.own_len)
+        if not self._owns_cache or request.layers:  # hidden states are wanted of every token
+            return cache.reserve(end)
         fed = len(request.tokens) + 1 if request.rows is None else request.rows  # at least
-        return pooled.reserve(end, request.context[: min(len(request.context) - 1, end - fed)])
+        return cache.reserve(end, request.context[: min(len(request.context) - 1, end - fed)])
 
     def require(self, request: ForwardRequest) -> None:
         """Reserve memory for a pass, and tell the cache of its prompt; raise ``UsageError`` if there is none."""
@@ -202,8 +195,7 @@ class Scorer:
     def mark_read(self, request: ForwardRequest) -> None:
         """Note that the forward pass has been made."""
         self._context_len = len(request.context)
-        if isinstance(self.cache, PooledCache) and self._owns_pooled:
-            self.cache.own_len = self.cache.length
+        if self._owns_cache:
             self.cache.publish(request.context)
 
     @property
