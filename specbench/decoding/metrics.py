@@ -55,23 +55,15 @@ def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeSplit:
+class TimeSplit(StepTimes):
     """A generation's time, in seconds.
 
     ``ttft_s`` is the time to the first token (the prefill, or the first step without a first-target pass), ``decode_s``
-    everything after it, the sum of five parts; ``draft_prefill_s`` is the drafter's prefill within ``draft_s``, and
-    ``mask_s`` the time for masks within ``draft_s`` and ``accept_s``.
+    everything after it, the sum of five parts.
     """
 
-    ttft_s: float
-    decode_s: float
-    draft_s: float
-    verify_s: float
-    accept_s: float
-    rollback_s: float
-    other_s: float
-    draft_prefill_s: float
-    mask_s: float
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
 
 
 def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:

@@ -16,43 +16,18 @@ from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 
 APPLIED = (
-    "sequence_bias",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_length",
-    "min_new_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-)
+    "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length",
+    "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
 """Settings that change logits by the context alone."""
 
 NOT_USED = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "top_h",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "num_beams",
-    "penalty_alpha",
-    "dola_layers",
-    "guidance_scale",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "watermarking_config",
-    "force_words_ids",
-    "constraints",
-    "stop_strings",
-    "token_healing",
-    "max_time",
-)
+    "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff",
+    "eta_cutoff", "num_beams", "penalty_alpha", "dola_layers", "guidance_scale",
+    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config", "force_words_ids",
+    "constraints", "stop_strings", "token_healing", "max_time",
+)  # fmt: skip
 """Settings that would change outputs too: how tokens are chosen is up to the user, the rest needs more than logits."""
 
 NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1}

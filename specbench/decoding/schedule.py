@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -289,7 +290,7 @@ class Scheduler:
             self._waiting.popleft()
             job.since = self._passes
             self._active.append(job)
-            self._active.sort(key=_number)
+            self._active.sort(key=attrgetter("number"))
 
     def _begin(self, job: _Job, events: list[tuple[int, Event]]) -> bool:
         """Start a request; return whether it reached a forward pass."""
@@ -398,10 +399,6 @@ class Scheduler:
             self._full = False
         else:
             self._waiting.remove(job)
-
-
-def _number(job: _Job) -> int:
-    return job.number
 
 
 def _runner_of(scorer: Scorer) -> object:

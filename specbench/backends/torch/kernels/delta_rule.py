@@ -49,7 +49,6 @@ def delta_rule(
     Returns:
         [batch, rows, heads, value size], in the dtype of ``query``.
     """
-    loaded = native.loaded()
     decay = g.float().exp()
     given = [each.float().contiguous() for each in (query, key, value, decay, beta)]
     out = torch.empty_like(given[2])
@@ -60,8 +59,7 @@ def delta_rule(
         *(each.data_ptr() for each in (*given, before)), ctypes.cast(states, c_void_p), out.data_ptr(),
         batch, rows, heads, *key.shape[2:], values, decays, normalize, adds,
     )  # fmt: skip
-    threads = torch.get_num_threads()
-    native.check(loaded.library.specbench_delta_rule(byref(rule), loaded.parallel, threads, loaded.level))
+    native.loaded().call("delta_rule", byref(rule))
     return out.to(query.dtype)
 
 

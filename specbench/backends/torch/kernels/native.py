@@ -149,6 +149,11 @@ class _Native(NamedTuple):
     level: int  # of instructions, see native.c
     highest: int  # level that can be used
 
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library with torch's threads; raise ``MemoryError`` if there is no memory for it."""
+        threads = (self.parallel, torch.get_num_threads(), self.level)
+        check(getattr(self.library, f"specbench_{name}")(*arguments, *threads))
+
 
 @cache
 def _load() -> _Native | str:
@@ -269,11 +274,9 @@ class Panels:
 
     def _pack(self, first: int, packing: CPacking) -> None:
         """Pack rows from ``first`` on, which begins a panel."""
-        native = loaded()
         packing.panels = self._address + self._bytes_of(first)
         packing.columns, packing.bits, packing.width = self.inputs, self.bits, self.width
-        threads = torch.get_num_threads()
-        check(native.library.specbench_pack(byref(packing), native.parallel, threads, native.level))
+        loaded().call("pack", byref(packing))
 
     @property
     def is_own(self) -> bool:
@@ -359,9 +362,7 @@ class Panels:
 
     def unpack(self, first: int, count: int, address: int) -> None:
         """Write panels of a weight in 12 bits, ``count`` from number ``first`` on, to memory, as bfloat16."""
-        native, matrix = loaded(), self.matrix(None)
-        threads = (native.parallel, torch.get_num_threads(), native.level)
-        check(native.library.specbench_unpack(byref(matrix), first, count, address, *threads))
+        loaded().call("unpack", byref(self.matrix(None)), first, count, address)
 
     def dense(self) -> Tensor:
         """Return the weight of panels in bfloat16 of our own, [out, in]."""
@@ -386,11 +387,10 @@ class Panels:
             bias: [out], float32.
         """
         is_bfloat16 = x.dtype == torch.bfloat16 == self.dtype
-        native, matrix, x = loaded(), self.matrix(bias), (x if is_bfloat16 else x.float()).contiguous()
+        x = (x if is_bfloat16 else x.float()).contiguous()
         out = x.new_empty(len(x), self.outputs)
         arguments = (x.data_ptr(), len(x), out.data_ptr(), is_bfloat16)
-        threads = (native.parallel, torch.get_num_threads(), native.level)
-        check(native.library.specbench_product(byref(matrix), *arguments, *threads))
+        loaded().call("product", byref(self.matrix(bias)), *arguments)
         return out
 
 
@@ -709,8 +709,5 @@ def prompt_attention(
         is_bfloat16=query.dtype == torch.bfloat16,
         window=window,
     )
-    native = loaded()
-    check(
-        native.library.specbench_prompt(byref(prompt), native.parallel, torch.get_num_threads(), native.level)
-    )
+    loaded().call("prompt", byref(prompt))
     return out
