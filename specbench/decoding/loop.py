@@ -82,19 +82,9 @@ def decode_steps(
         ['Prefill', 'Step']
     """
     request = Request(
-        prompt=prompt,
-        target=target,
-        drafter=drafter,
-        plan=DraftPlan.of(policy),
-        sampling=sampling,
-        random=random,
-        max_new_tokens=max_new_tokens,
-        stops=stops or StopRules(),
-        first_target=first_target,
-        residual_adjustment=residual_adjustment,
-        trace=trace,
-        cached_tokens=cached_tokens,
-    )
+        prompt, target, drafter, DraftPlan.of(policy), sampling, random, max_new_tokens, stops or StopRules(),
+        first_target, residual_adjustment, trace, cached_tokens,
+    )  # fmt: skip
     yield from run_decoding(decode(request, Stopwatch(clock)))
 
 

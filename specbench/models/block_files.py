@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -14,6 +14,7 @@ from specbench.base.record import Count, Record, wrong_field
 
 if TYPE_CHECKING:
     from specbench.backends.torch.heads import EagleShape
+    from specbench.models.head_files import HeadFiles
 
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 
@@ -47,31 +48,19 @@ class _Settings(Record):
     selector_top_k: _Size = 16
 
 
-def block_head(
-    kind: str,
-    name: str,
-    find: Callable[[str], Any],
-    layer: Mapping[str, Any],
-    shape: EagleShape,
-    *,
-    speculators: bool,
-) -> DFlashHead:
+def block_head(files: HeadFiles, shape: EagleShape) -> DFlashHead:
     """Make a block drafter without weights.
-
-    Args:
-        kind: One of ``BLOCK_KINDS``.
-        find: Returns a setting of its block, which may be in a section of the configuration; ``None`` if missing.
-        layer: The settings of its decoder layers.
-        speculators: Whether the configuration is of ``speculators``.
 
     Raises:
         UsageError: It is of a variant that is not supported. RunError: Its configuration is damaged.
     """
 
+    kind, name, layer = files.kind, files.name, files.layer_settings
+
     def damaged(key: str, why: str) -> RunError:
         return RunError(f"The config.json of {name} is damaged: its {key} {why}.")
 
-    given = {key: value for key in _Settings.__struct_fields__ if (value := find(key)) is not None}
+    given = {key: value for key in _Settings.__struct_fields__ if (value := files.of_block(key)) is not None}
     try:
         settings = msgspec.convert(given, _Settings)
     except ValueError as error:
@@ -92,7 +81,7 @@ def block_head(
         raise damaged("sliding_window", "is no whole number above 0")
     non_causal = settings.sliding_window_non_causal
     if non_causal is None:
-        non_causal = speculators and kind == "dflash2"
+        non_causal = "speculators_model_type" in files.settings and kind == "dflash2"
     causal = [each and not non_causal for each in sliding]
     if settings.is_causal is not None:
         causal = [settings.is_causal] * shape.layers

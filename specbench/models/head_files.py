@@ -134,7 +134,7 @@ class HeadFiles:
         """
         total = text_config(target).num_hidden_layers
         if self.is_block:
-            return self._layers_of_block(total)
+            return self._layersof_block(total)
         if self.kind not in ("eagle3", "peagle"):
             return (total,)
         named = self._named_layers
@@ -155,18 +155,18 @@ class HeadFiles:
         ids = nested.get(key) if isinstance(nested, dict) else None
         return None if ids is None else [each + 1 for each in _whole_numbers(ids, self.name)]
 
-    def _layers_of_block(self, total: int) -> tuple[int, ...]:
+    def _layersof_block(self, total: int) -> tuple[int, ...]:
         """Return the layers whose hidden states a block drafter reads.
 
         The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
         """
         ids = self.settings.get("aux_hidden_state_layer_ids")
         if ids is None:
-            given = self._of_block("target_layer_ids")
+            given = self.of_block("target_layer_ids")
             ids = [each + 1 for each in _whole_numbers(given, self.name)]
         return self._there(_whole_numbers(ids, self.name), total)
 
-    def _of_block(self, key: str) -> Any:
+    def of_block(self, key: str) -> Any:
         """Return a setting of a block drafter, which its authors may store in a section of their configuration."""
         nested = self.settings.get("dflash_config")
         return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
@@ -276,14 +276,7 @@ class HeadFiles:
         )
         with torch.device("meta"):
             if self.is_block:
-                return block_head(
-                    self.kind,
-                    self.name,
-                    self._of_block,
-                    self.layer_settings,
-                    shape,
-                    speculators="speculators_model_type" in settings,
-                )
+                return block_head(self, shape)
             if self.kind == "peagle":
                 key = next((key for key in _MASKS if key in settings), _MASKS[0])
                 return ParallelEagleHead(shape, self._ahead(), self._token(key, settings.get(key)))

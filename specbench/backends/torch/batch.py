@@ -7,7 +7,7 @@ and only attention is computed by request (``kernels.attention.RaggedKV``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -93,22 +93,24 @@ class BatchedModel:
             return after
         for scorer, each in zip(scorers, requests, strict=True):
             scorer.require(each)
-        feeds = [_feed(scorer, each) for scorer, each in zip(scorers, requests, strict=True)]
         tokens: list[int] = []
         wanted: list[int] = []
+        parts: list[RequestTokens] = []
         fed: list[slice] = []
         given: list[slice] = []
-        for feed in feeds:
-            fed.append(slice(len(tokens), len(tokens) + len(feed.tokens)))
-            given.append(slice(len(wanted), len(wanted) + feed.rows))
-            tokens += feed.tokens
-            wanted += range(len(tokens) - feed.rows, len(tokens))
+        for scorer, each in zip(scorers, requests, strict=True):
+            own, part, rows = _feed(scorer, each)
+            fed.append(slice(len(tokens), len(tokens) + len(own)))
+            given.append(slice(len(wanted), len(wanted) + rows))
+            parts.append(part)
+            tokens += own
+            wanted += range(len(tokens) - rows, len(tokens))
         layers = sorted({layer for each in requests for layer in each.layers})
         device = self.loaded.device
         ids, wanted_rows = torch.tensor([tokens], device=device), torch.tensor(wanted, device=device)
-        lengths = [feed.part.cache.length for feed in feeds]
+        lengths = [part.cache.length for part in parts]
         try:
-            cache = BatchedCache(self.pool, [feed.part for feed in feeds], device)
+            cache = BatchedCache(self.pool, parts, device)
             counts = any(each.counts_experts for each in requests)
             with self.loaded.watch_experts(counts) as choices:
                 made = self._forward(ids, cache, wanted_rows, layers)
@@ -122,24 +124,16 @@ class BatchedModel:
                     experts = choices.read(fed[i])
                 found.append(ForwardOutput(scorer.fit(made.logits[given[i]]), hidden, experts))
         except BaseException:
-            for feed, length in zip(feeds, lengths, strict=True):
-                feed.part.cache.rollback(length)
+            for part, length in zip(parts, lengths, strict=True):
+                part.cache.rollback(length)
             raise
         for scorer, each in zip(scorers, requests, strict=True):
             scorer.mark_read(each)
         return found
 
 
-class _Feed(NamedTuple):
-    """The tokens of one request in a forward pass, and how many of its last rows are wanted."""
-
-    tokens: list[int]
-    part: RequestTokens
-    rows: int
-
-
-def _feed(scorer: Scorer, request: ForwardRequest) -> _Feed:
-    """Return what a forward pass has to feed, given what is cached."""
+def _feed(scorer: Scorer, request: ForwardRequest) -> tuple[list[int], RequestTokens, int]:
+    """Return what a forward pass has to feed, given what is cached, and how many of its last rows are wanted."""
     cache = cast("PooledCache", scorer.cache)
     context, drafted, cached = request.context, request.tokens, cache.length
     missing = list(context[cached:])
@@ -147,7 +141,7 @@ def _feed(scorer: Scorer, request: ForwardRequest) -> _Feed:
     tokens = missing + left
     if request.parents is None:
         rows = len(drafted) + 1 if request.rows is None else request.rows
-        return _Feed(tokens, RequestTokens(cache, range(cached, cached + len(tokens))), rows)
+        return tokens, RequestTokens(cache, range(cached, cached + len(tokens))), rows
     past, end = len(context) - 1, cached + len(tokens)
     before = range(cached, past)  # positions of the context before its last token
     cpu = torch.device("cpu")
@@ -156,7 +150,7 @@ def _feed(scorer: Scorer, request: ForwardRequest) -> _Feed:
     tree = tree_mask(past, request.parents, end, cpu)[0, 0].numpy()[skipped:]
     positions = [*before, *tree_positions(past, request.parents, cpu)[0].tolist()[skipped:]]
     rows = len(tokens) - len(before) if request.rows is None else request.rows
-    return _Feed(tokens, RequestTokens(cache, positions, np.concatenate([seen, tree])), rows)
+    return tokens, RequestTokens(cache, positions, np.concatenate([seen, tree])), rows
 
 
 _AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)

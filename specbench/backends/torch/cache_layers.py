@@ -200,13 +200,14 @@ class _Growing(PreallocatedLayer):
 
     expected = 0
 
-    def take(self, layer: DynamicLayer) -> None:
-        """Take what a layer holds."""
+    def take(self, layer: DynamicLayer) -> _Growing:
+        """Take what a layer holds, and return itself."""
         if layer.keys is not None and layer.get_seq_length():
             self.dtype, self.device = layer.dtype, layer.device
             self.keys, self.values, self.is_initialized = layer.keys, layer.values, True
             self.used = self.written = layer.keys.shape[-2]
             self.dropped = layer.get_seq_length() - self.used
+        return self
 
     def _buffer(self, states: Tensor, capacity: int) -> Tensor:
         batch, heads, _, size = states.shape  # nothing is given out after the used positions
@@ -220,17 +221,18 @@ class _Growing(PreallocatedLayer):
 class GrowingLayer(_Growing):
     """Replaces a ``DynamicLayer``."""
 
-    def __init__(self, layer: DynamicLayer) -> None:
-        super().__init__()
-        self.take(layer)
-
 
 class GrowingSlidingLayer(_Growing, PreallocatedSlidingLayer):
     """Replaces a ``DynamicSlidingWindowLayer``."""
 
-    def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
-        PreallocatedSlidingLayer.__init__(self, layer.sliding_window)
-        self.take(layer)
+
+def growing(layer: Any) -> Any:
+    """Return the growing layer that replaces a layer of ``DynamicCache``; layers of other kinds as they are."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer().take(layer)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingSlidingLayer(layer.sliding_window).take(layer)
+    return layer
 
 
 _INDEXED = (PreallocatedLayer, PreallocatedSlidingLayer, GrowingLayer, GrowingSlidingLayer)
@@ -268,10 +270,7 @@ class LayerGroup:
             ``None``, and nothing is extended, if layers are of other kinds, lengths or dtypes.
         """
         for place in places:
-            if type(layers[place]) is DynamicLayer:
-                layers[place] = GrowingLayer(layers[place])
-            elif type(layers[place]) is DynamicSlidingWindowLayer:
-                layers[place] = GrowingSlidingLayer(layers[place])
+            layers[place] = growing(layers[place])
         own = [layers[place] for place in places]
         length = own[0].get_seq_length()
         if not all(type(layer) in _INDEXED and layer.get_seq_length() == length for layer in own):

@@ -29,6 +29,7 @@ from specbench.backends.torch.cache_layers import (
     PreallocatedSlidingLayer,
     buffer_like,
     gather,
+    growing,
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
@@ -261,10 +262,9 @@ class DynamicKVCache(KVCache):
     def expect(self, tokens: int) -> None:
         layers = self._cache.layers
         for place, layer in enumerate(layers):
-            growing = GrowingLayer(layer) if type(layer) is DynamicLayer else layer
-            if isinstance(growing, GrowingLayer):
-                growing.expected = self.length + tokens
-                layers[place] = growing
+            if type(layer) in (DynamicLayer, GrowingLayer):
+                layers[place] = grown = growing(layer)
+                grown.expected = self.length + tokens
 
     def most_kept(self, length: int) -> int:
         if self.recurrent is None:

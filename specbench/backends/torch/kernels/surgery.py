@@ -399,19 +399,17 @@ _LinearLike = nn.Linear | PackedLinear | MergedLinear
 _MakeLayer = Callable[[_Place], PackedLinear | QuantizedLinear]
 
 
-class _WeightBuffers:
-    """Buffers for joined weights, one for each shape, since allocating new memory costs more than copying."""
+_Buffers = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
+"""Memory for joined weights, one for each shape, since allocating it anew costs more than copying."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 
-    def join(self, weights: Sequence[Tensor]) -> Tensor:
-        """[out, in] each -> [sum of out, in]; valid until the next call."""
-        first, rows = weights[0], sum(len(weight) for weight in weights)
-        key = (rows, first.shape[1], first.dtype, first.device)
-        if key not in self._buffers:
-            self._buffers[key] = first.new_empty(key[:2])
-        return torch.cat(list(weights), out=self._buffers[key])
+def _join(buffers: _Buffers, weights: Sequence[Tensor]) -> Tensor:
+    """[out, in] each -> [sum of out, in]; valid until the next call."""
+    first, rows = weights[0], sum(len(weight) for weight in weights)
+    key = (rows, first.shape[1], first.dtype, first.device)
+    if key not in buffers:
+        buffers[key] = first.new_empty(key[:2])
+    return torch.cat(list(weights), out=buffers[key])
 
 
 def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool:
@@ -427,7 +425,7 @@ def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool
         for names in _groups(parent):
             ids = tuple(id(parent._modules[name]) for name in names)
             places.setdefault(ids, []).append((path, parent, names))
-    changed, buffers = False, _WeightBuffers()
+    changed, buffers = False, _Buffers()
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
     pages: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
     with pages as freed:
@@ -496,7 +494,7 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _make_layers(
-    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _WeightBuffers, packs: bool
+    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _Buffers, packs: bool
 ) -> list[nn.Module]:
     """Return the layers that replace these, or these themselves."""
     first = layers[0]
@@ -515,7 +513,7 @@ def _make_layers(
     else:
         if bias is not None:
             bias = torch.cat([layer.bias.detach() for layer in layers])  # type: ignore[union-attr]
-        joined = partial(buffers.join, [layer.weight.detach() for layer in layers])
+        joined = partial(_join, buffers, [layer.weight.detach() for layer in layers])
         new = make(_Place(name, joined, bias, shape, sizes))
     merged = _MergedProduct(new, sizes)
     parts = [MergedLinear(merged, index) for index in range(len(layers))]
