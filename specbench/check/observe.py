@@ -17,13 +17,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import DecodingLoop, decode
-from specbench.decoding.protocols import (
-    Decoding,
-    Drafter,
-    DraftPolicy,
-    ForwardOutput,
-    ForwardRequest,
-)
+from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request, StepPlan
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
@@ -266,12 +260,7 @@ def scorers_of(drafter: Drafter) -> list[Scorer]:
 
 
 def observe(
-    setup: DecodingSetup,
-    prompt: Sequence[int],
-    *,
-    greedy: bool,
-    plain: bool = False,
-    forcing: bool = False,
+    setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool, plain: bool = False, forcing: bool = False
 ) -> Iterator[Observation]:
     """Decode a prompt and yield every record with what happened.
 

@@ -27,11 +27,7 @@ _count = partial(counted, form=",")
 
 
 def check_parts(
-    results: Sequence[tuple[str, CheckResult]],
-    target: str,
-    *,
-    dtype: str,
-    piece: Piece | None,
+    results: Sequence[tuple[str, CheckResult]], target: str, *, dtype: str, piece: Piece | None
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.records import Closing, DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
+from specbench.decoding.records import DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
 from specbench.decoding.verify import Verdict, expected_acceptance
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def step_of(
     """
     nodes, chain, accepted = len(draft.tokens), draft.parents is None, verdict.accepted
     if chain:
-        closing = closing_of(accepted, nodes)
+        closing = "corrected" if accepted < nodes else "bonus" if nodes else "target"
     else:
         open_end = (-1, *verdict.path)[-1] in (draft.parents or ())
         closing = "corrected" if open_end else "bonus" if nodes else "target"
@@ -64,13 +64,6 @@ def step_of(
         forced=tuple(draft.forced),
         experts=experts,
     )
-
-
-def closing_of(accepted: int, gamma: int) -> Closing:
-    """Return the source of the token after the accepted ones of γ."""
-    if accepted < gamma:
-        return "corrected"
-    return "bonus" if gamma else "target"
 
 
 def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor) -> tuple[DraftVerdict, ...]:

@@ -68,10 +68,7 @@ class Logits:
     """
 
     def __init__(
-        self,
-        values: torch.Tensor,
-        vocabulary: DraftVocabulary | None = None,
-        acceptance: float | None = None,
+        self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None, acceptance: float | None = None
     ) -> None:
         self.values, self._vocabulary, self.acceptance = values, vocabulary, acceptance
 

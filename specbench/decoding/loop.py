@@ -125,7 +125,10 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     finished = None
     while finished is None:
         if (target.epoch, drafter.epoch) != begun:
-            raise _interrupted()
+            raise UsageError(
+                "This generation was interrupted by another one on its target or its drafter.",
+                "Let one finish before the next begins, or give each a target and a drafter of its own.",
+            )
         watch.start()
         if step is not None:
             policy.observe(
@@ -191,10 +194,3 @@ def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Ten
     if [*path] == [*range(len(path))]:
         return hidden[: before + len(path)]
     return hidden[[*range(before), *(before + node for node in path)]]
-
-
-def _interrupted() -> UsageError:
-    return UsageError(
-        "This generation was interrupted by another one on its target or its drafter.",
-        "Let one finish before the next begins, or give each a target and a drafter of its own.",
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import Drafter, DraftPolicy, Drawing, Scorer
@@ -72,10 +71,6 @@ class DraftPlan:
         if not self.policy.branches:
             return "rejection"
         return "naive" if self.policy.certain_only or drafter.certain else "traversal"
-
-    def costs(self) -> dict[str, Any] | None:
-        """See ``DraftPolicy.costs``."""
-        return self.policy.costs()
 
     def fork(self) -> DraftPlan:
         """Return a copy for another request, which learns separately from now on."""

@@ -248,10 +248,7 @@ class Scheduler:
             job.since, job.reading = self._passes, True
 
     def _report(
-        self,
-        parts: Sequence[tuple[_Job, ForwardRequest]],
-        fed: tuple[int, ...],
-        began: float,
+        self, parts: Sequence[tuple[_Job, ForwardRequest]], fed: tuple[int, ...], began: float
     ) -> None:
         if self._watch is None:
             return

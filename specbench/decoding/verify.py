@@ -83,10 +83,7 @@ class Verification(Protocol):
 
 
 def verification_of(
-    sampling: Sampling,
-    name: VerificationName = "rejection",
-    *,
-    residual_adjustment: bool = True,
+    sampling: Sampling, name: VerificationName = "rejection", *, residual_adjustment: bool = True
 ) -> Verification:
     """Return the verification for these transforms.
 

@@ -33,15 +33,6 @@ class _Copying:
     token: int | None = None
 
 
-def _evidence(match: int) -> float:
-    return match / (match + 1)
-
-
-def _token_at(place: int, context: Sequence[int], drafted: Sequence[int]) -> int:
-    """Return the token at a place of ``context + drafted``."""
-    return context[place] if place < len(context) else drafted[place - len(context)]
-
-
 class LookupDrafter(FreeDrafter):
     """Copies what followed the longest suffix of the context that occurred before, at its latest place.
 
@@ -81,9 +72,10 @@ class LookupDrafter(FreeDrafter):
             if source is None:
                 return None
             copying = _Copying(position, source, match)
-        token = _token_at(copying.source, context, drafted)
+        place, known = copying.source, len(context)
+        token = context[place] if place < known else drafted[place - known]
         self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1, token)
-        return Guess(token, _evidence(copying.match))
+        return Guess(token, match_confidence=copying.match / (copying.match + 1))
 
     def take_in(self, context: Sequence[int], first: int) -> None:
         """Index the n-grams before every new token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ class DrafterLoader:
             )
         model = self.loaded[spec.model]
         if isinstance(model, TrainedHead):
-            self.loaded[spec.model] = model.without_weights()
+            self.loaded[spec.model] = replace(model, tensors={})  # its drafter has them
             return wrap_head(model, self._target, self._options)
         return wrap_drafter(
             model,

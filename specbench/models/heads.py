@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,6 @@ class TrainedHead:
     @property
     def name(self) -> str:
         return self.files.name
-
-    def without_weights(self) -> TrainedHead:
-        return replace(self, tensors={})
 
     def with_layers(self, target: PreTrainedConfig, own_head: Callable[[], torch.Tensor]) -> Any:
         """Make the module of a head of decoder layers.

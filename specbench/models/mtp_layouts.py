@@ -140,11 +140,7 @@ LAYOUTS = (
     Layout(
         "MiMo-V2",
         re.compile(r"model\.mtp\.layers\.(?P<layer>\d+)\.(?P<part>.+)"),
-        {
-            **_SAME,
-            "final_layernorm.": "norm.",
-            "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
-        },
+        {**_SAME, "final_layernorm.": "norm.", "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm."},
         kind="sliding_attention",
         chained=False,
     ),

@@ -185,8 +185,7 @@ class RunWarning(Record, kw_only=False):
 
     id: Annotated[str, doc("kind of warning, the same between versions")]
     severity: Annotated[
-        Literal["info", "warning", "error"],
-        doc("`info` changes no conclusion, `warning` may, `error` does"),
+        Literal["info", "warning", "error"], doc("`info` changes no conclusion, `warning` may, `error` does")
     ]
     message: Annotated[str, doc("one sentence")]
     advice: Annotated[str, doc("what to do about it, one sentence")]

@@ -13,13 +13,7 @@ from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.experts import experts_by_rows, experts_sentence
-from specbench.results.requests import (
-    Curve,
-    batch_curves,
-    context_curves,
-    is_closed,
-    size_of,
-)
+from specbench.results.requests import Curve, batch_curves, context_curves, is_closed, size_of
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
 from specbench.results.summary import CategoryRow, Summary, SummaryRow

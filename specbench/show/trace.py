@@ -289,8 +289,7 @@ class TraceView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._parts = TraceParts(
-            console.width if console.is_terminal else _FILE_CELLS,
-            growing=console.is_terminal,
+            console.width if console.is_terminal else _FILE_CELLS, growing=console.is_terminal
         )
 
     def show(self, event: Event) -> None:

@@ -214,11 +214,7 @@ class GraphForward(Forward):
         return read_output(output, rows, layers)
 
     def _replayed(
-        self,
-        capture: Capture[ForwardOutput],
-        inputs: _Inputs,
-        rows: int,
-        layers: Sequence[int],
+        self, capture: Capture[ForwardOutput], inputs: _Inputs, rows: int, layers: Sequence[int]
     ) -> ForwardOutput:
         if self._generation != self._cache.generation:  # its buffers are elsewhere now
             self._captured.clear()

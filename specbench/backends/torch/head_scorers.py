@@ -12,11 +12,7 @@ from torch import Tensor
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.forward import concat
-from specbench.backends.torch.head_forward import (
-    HeadInput,
-    HeadOutput,
-    choose_head_forward,
-)
+from specbench.backends.torch.head_forward import HeadInput, HeadOutput, choose_head_forward
 from specbench.backends.torch.heads import MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, cast, overload
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.caches import (
-    KVCache,
-    NoKVCache,
-    change_of_rotation,
-    make_cache,
-)
+from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
 from specbench.backends.torch.forward import HFForward, NativeForward, join_passes
 from specbench.backends.torch.graph_forward import GraphForward
