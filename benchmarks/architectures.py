@@ -35,8 +35,7 @@ from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter
-from specbench.decoding.request import StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, StepPlan
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter

@@ -19,9 +19,8 @@ from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter
+from specbench.decoding.protocols import Decoding, Drafter, StepPlan
 from specbench.decoding.records import Step
-from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns

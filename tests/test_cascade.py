@@ -19,8 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, DraftPolicy, run_to_end
-from specbench.decoding.request import StepPlan
+from specbench.decoding.protocols import Decoding, DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter

@@ -14,9 +14,8 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Decoding, Drafter, run_to_end
+from specbench.decoding.protocols import Decoding, Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter, SelfDrafter

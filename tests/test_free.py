@@ -18,8 +18,7 @@ from tiny import tiny_llama
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DraftPolicy, run_to_end
-from specbench.decoding.request import StepPlan
+from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess

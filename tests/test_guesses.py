@@ -12,9 +12,8 @@ from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, rando
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Drafter, run_to_end
+from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.guesses import Guesses

@@ -50,9 +50,9 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, run_to_end
+from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Generation, Prefill, SharedPass, Step
-from specbench.decoding.request import DraftPlan, StepPlan
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter

@@ -11,8 +11,7 @@ from test_ngram import Counting
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.protocols import run_to_end
-from specbench.decoding.request import StepPlan
+from specbench.decoding.protocols import StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.policies import FixedLength

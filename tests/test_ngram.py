@@ -13,8 +13,7 @@ from scripted import Ticking
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.protocols import Drafter, run_to_end
-from specbench.decoding.request import StepPlan
+from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength

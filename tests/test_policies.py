@@ -19,9 +19,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DraftPolicy, run_to_end
+from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.request import DraftPlan, StepPlan
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.lookup import LookupDrafter

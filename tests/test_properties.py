@@ -29,9 +29,8 @@ from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, Drafter
+from specbench.decoding.protocols import Decoding, Drafter, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual

@@ -17,9 +17,8 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.cli import run
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import run_to_end
+from specbench.decoding.protocols import StepPlan, run_to_end
 from specbench.decoding.records import Generation
-from specbench.decoding.request import StepPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter

@@ -17,9 +17,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
 from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DraftPolicy, ForwardRequest, run_to_end
+from specbench.decoding.protocols import DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Step, depth_of
-from specbench.decoding.request import DraftPlan, StepPlan
+from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter

@@ -186,8 +186,7 @@ def time_passes(
         tree_nodes: Numbers of tree nodes in a forward pass, for drafters that draft trees.
         context: Tokens of context; ``None`` for 256. A drafter that cannot read so many is not timed.
     """
-    from specbench.decoding.protocols import ForwardRequest, run_to_end
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import ForwardRequest, StepPlan, run_to_end
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.parts import context_limit, without_guesses
     from specbench.policies import FixedLength
@@ -272,8 +271,7 @@ def time_shared_passes(
     of tokens per request in a forward pass of the target; for other arguments see ``time_passes``.
     """
     from specbench.backends.torch.batch import RequestFactory
-    from specbench.decoding.protocols import ForwardRequest
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import ForwardRequest, StepPlan
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.plain import NoDraft
     from specbench.policies import FixedLength

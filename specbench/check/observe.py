@@ -17,9 +17,16 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import DecodingLoop, decode
-from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import (
+    Decoding,
+    Drafter,
+    DraftPolicy,
+    ForwardOutput,
+    ForwardRequest,
+    StepPlan,
+)
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request, StepPlan
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import GreedyVerification, Verification

@@ -20,9 +20,9 @@ from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.logits import NoTokenError
-from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer
+from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer, StepPlan
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request, StepPlan
+from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 

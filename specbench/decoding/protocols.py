@@ -17,14 +17,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from specbench.decoding.drafts import Draws
+
 if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.drafts import Draft, Draws, StepOutcome
+    from specbench.decoding.drafts import Draft, StepOutcome
     from specbench.decoding.records import ExpertsRead, Step
-    from specbench.decoding.request import StepPlan
-    from specbench.decoding.sampling import Randomness
+    from specbench.decoding.sampling import Randomness, Sampling
 
 T = TypeVar("T")
 
@@ -299,6 +300,30 @@ class Batch(Protocol):
         Raises:
             UsageError: See ``Scorer.score``.
         """
+
+
+def top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
+    """Take the most probable tokens, without a random draw."""
+    return [Draws(distribution.best(count))]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the draft of one step has to keep to.
+
+    Attributes:
+        budget: The longest branch that still fits, in tokens; 0 or more.
+        policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
+        sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
+        random: The source of random draws.
+        drawing: Chooses the candidates of a tree's node.
+    """
+
+    budget: int
+    policy: DraftPolicy
+    sampling: Sampling
+    random: Randomness
+    drawing: Drawing = top
 
 
 class Drafter:

@@ -7,33 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specbench.base.errors import UsageError
-from specbench.decoding.protocols import Drafter, DraftPolicy, Drawing, Scorer
+from specbench.decoding.protocols import Drafter, DraftPolicy, Scorer
 from specbench.decoding.records import FinishReason
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verdicts import METHODS, top
+from specbench.decoding.verdicts import METHODS
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What the draft of one step has to keep to.
-
-    Attributes:
-        budget: The longest branch that still fits, in tokens; 0 or more.
-        policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
-        sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
-        random: The source of random draws.
-        drawing: Chooses the candidates of a tree's node.
-    """
-
-    budget: int
-    policy: DraftPolicy
-    sampling: Sampling
-    random: Randomness
-    drawing: Drawing = top
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from specbench.decoding.drafts import GrowingTree
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import StepPlan
 
 
 def grow_tree(tree: GrowingTree, plan: StepPlan, distributions: Mapping[int, TokenDistribution]) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from specbench.decoding.distributions import TokenDistribution
 from specbench.decoding.drafts import Draft, Draws
-from specbench.decoding.protocols import Drawing
+from specbench.decoding.protocols import Drawing, top
 from specbench.decoding.sampling import Randomness
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -77,11 +77,6 @@ def without_replacement(distribution: TokenDistribution, count: int, random: Ran
 def with_replacement(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:
     """Draw independently; a token can be drawn several times."""
     return [Draws([random.draw(distribution.q)], distribution.q) for _ in range(count)]
-
-
-def top(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:  # noqa: ARG001
-    """Take the most probable tokens, without a random draw."""
-    return [Draws(distribution.best(count))]
 
 
 def top_and_tail(distribution: TokenDistribution, count: int, random: Randomness) -> list[Draws]:

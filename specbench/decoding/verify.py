@@ -15,9 +15,9 @@ import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import NoTokenError
-from specbench.decoding.protocols import Drawing
+from specbench.decoding.protocols import Drawing, top
 from specbench.decoding.sampling import Randomness, Sampling
-from specbench.decoding.verdicts import METHODS, Method, top
+from specbench.decoding.verdicts import METHODS, Method
 from specbench.specs.verification import VerificationName
 
 _SMALLEST = torch.finfo(torch.float32).tiny

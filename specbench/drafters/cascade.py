@@ -18,8 +18,7 @@ from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, ScorerLike
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
 
 
 class CascadeDrafter(Drafter):

@@ -11,7 +11,7 @@ from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import StepPlan
 
 
 def forced_token(context: Sequence[int], draft: Draft, plan: StepPlan) -> int | None:

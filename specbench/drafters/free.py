@@ -17,14 +17,12 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import Logits
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, top
 from specbench.decoding.tree import grow_tree
-from specbench.decoding.verdicts import top
 from specbench.drafters.forced import UnforcedPolicy, forced_token
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, ScorerLike
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
 

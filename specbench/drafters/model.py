@@ -23,8 +23,7 @@ from specbench.drafters.guesses import Guesses
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Decoding, ScorerLike
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
 
 _log = logging.getLogger("specbench")

@@ -9,8 +9,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Drafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, ScorerLike
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
 
 
 class NoDraft(Drafter):

@@ -11,8 +11,7 @@ from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Drafter
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, Drafter, ScorerLike
-    from specbench.decoding.request import StepPlan
+    from specbench.decoding.protocols import Decoding, Drafter, ScorerLike, StepPlan
 
 
 class SeveralDrafters(Drafter):

@@ -14,7 +14,6 @@ from specbench.base.record import Count, Record, wrong_field
 
 if TYPE_CHECKING:
     from specbench.backends.torch.heads import EagleShape
-    from specbench.models.head_files import HeadFiles
 
 BLOCK_KINDS = ("dflash", "dflash2", "dspark")
 
@@ -48,8 +47,8 @@ class _Settings(Record):
     selector_top_k: _Size = 16
 
 
-def block_head(files: HeadFiles, shape: EagleShape) -> DFlashHead:
-    """Make a block drafter without weights.
+def block_head(files: Any, shape: EagleShape) -> DFlashHead:
+    """Make a block drafter without weights, of ``HeadFiles``.
 
     Raises:
         UsageError: It is of a variant that is not supported. RunError: Its configuration is damaged.
