@@ -59,7 +59,7 @@ def test_greedy_outputs_are_those_of_generate(own):
     assert expected != answer(model_with(**settings)), "it changes nothing: the test shows nothing"
     target = target_with(**settings)
     for drafter in ("none", "lookup", "self:int8"):
-        for policy in (FixedLength(4), build_policy("heuristic"), build_policy("fixed")):
+        for policy in (FixedLength(4), build_policy("heuristic")):
             result = speculative_generate(
                 PROMPT, target, drafter, policy=policy, max_new_tokens=NEW, min_new_tokens=LEAST
             )
@@ -94,7 +94,7 @@ def test_sampled_outputs_are_exact(drafter):
     assert case.sound, case.positions
     assert not case.violations
     assert len(case.positions) > 3
-    for seed in range(20):
+    for seed in range(6):
         result = speculative_generate(
             PROMPT, target, drafter, sampling=Sampling(temperature=1.0), seed=seed, min_new_tokens=LEAST
         )

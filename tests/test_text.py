@@ -113,7 +113,7 @@ def token_lists(kind: str) -> st.SearchStrategy[list[int]]:
 def test_the_stream_is_the_decoded_text(kind):
     tokenizer = tokenizer_of(kind)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(ids=token_lists(kind))
     @example(ids=byte_ids(kind, b"\x28\xec"))
     @example(ids=byte_ids(kind, "aé".encode() + b"\xff"))
@@ -149,7 +149,7 @@ def test_properties_of_streams_with_stop_strings(kind):
         max_size=20,
     ).map(lambda parts: [token for part in parts for token in part])
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(ids=tokens, stops=st.lists(strings, max_size=3))
     def check(ids: list[int], stops: list[str]) -> None:
         text = decode(tokenizer, ids)
@@ -208,7 +208,7 @@ def test_a_stop_string_of_bytes_ends_the_output_with_the_byte_that_completes_it(
         lambda chosen: [token for part in chosen for token in part]
     )
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(ids=tokens, stops=st.lists(st.text("(a \né", min_size=1, max_size=3), min_size=1, max_size=2))
     @example(ids=byte_ids(kind, b"a(\xec"), stops=["("])
     @example(ids=byte_ids(kind, b" a"), stops=[" a"])

@@ -186,7 +186,7 @@ def pair(theirs: PreTrainedTokenizerFast, **options: Any) -> tuple[Target, Model
     return target, wrap_drafter(language_model(theirs, **options), target)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
+@pytest.mark.parametrize("cache", ["dynamic", "none"])
 def test_greedy_outputs_are_those_of_plain_decoding(cache):
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     drafter = wrap_drafter(language_model(other_words("the", "Ġan", "er")), target, cache=cache)
@@ -198,10 +198,9 @@ def test_greedy_outputs_are_those_of_plain_decoding(cache):
         assert any(step.drafted for step in found.steps)
 
 
-@pytest.mark.parametrize("sampling", [None, Multinomial(0.7)])
-def test_requests_side_by_side_read_in_ids_of_their_own(sampling):
+def test_requests_side_by_side_read_in_ids_of_their_own():
     target, drafter = pair(other_words("the", "Ġan", "er"))
-    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": sampling}
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": Multinomial(0.7)}
     texts = [TEXT[: 10 * number] for number in range(2, 6)]
     # Prompts are read in parts, and somebody is put back.
     many = speculative_generate_many(

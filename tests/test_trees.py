@@ -77,7 +77,7 @@ def greedy(
     tokens: list[int] = []
     steps: list[Step] = []
     for record in decode_steps(
-        [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=40
+        [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=24
     ):  # fmt: skip
         if isinstance(record, Step):
             steps.append(record)
