@@ -116,7 +116,7 @@ def emitted(draft_of: Any, p: torch.Tensor, proposal: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.smoke
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pairs())
 def test_a_step_emits_p_whatever_the_drafter(pair):
     p, q = pair
@@ -130,11 +130,9 @@ def test_a_step_emits_p_whatever_the_drafter(pair):
     assert torch.equal(q, before[1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(pairs())
-def test_expected_acceptance_is_the_mean_chance_of_being_kept(
-    pair,
-):
+def test_expected_acceptance_is_the_mean_chance_of_being_kept(pair):
     p, q = pair
     mean = sum(
         chance * float(acceptance_probabilities(Draft([token], q), p)[0])
@@ -159,7 +157,7 @@ def judgments(
     return tokens, q, draw(logit_rows(vocabulary, gamma + 1, values))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
 def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, sampling):
     tokens, q, logits = made
@@ -177,7 +175,7 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, samplin
 # -- transforms ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 6), max_size=6), st.lists(st.integers(0, 6), max_size=3)),
@@ -287,11 +285,7 @@ def drafter_of(kind: str, made: dict[str, Any], target: ScriptedScorer) -> Any:
         return SelfDrafter(scripted(made["drafter"], cache=target.cache, own_entries_only=False), "self")
     if kind == "guesser":
         return Guesser(made["guesses"])
-    free = {
-        "lookup": LookupDrafter,
-        "ngram": NGramDrafter,
-        "suffix": SuffixDrafter,
-    }
+    free = {"lookup": LookupDrafter, "ngram": NGramDrafter, "suffix": SuffixDrafter}
     return {**free, "none": NoDraft}[kind]()
 
 
@@ -330,7 +324,7 @@ KINDS = ("none", "model", "self", "guesser", "lookup", "ngram", "suffix")
 
 
 @pytest.mark.smoke
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14))
 def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind, made):
     expected, reason, last = [], None, made["prompt"][-1]
@@ -345,7 +339,7 @@ def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind, made)
     check_records(made, target, first, steps)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(KINDS), loops(largest=5, longest=14), SAMPLINGS, st.integers(0, 2**32))
 def test_sampled_decoding_keeps_to_what_is_possible(kind, made, sampling, seed):
     target, first, steps = decoded(kind, made, sampling, Randomness(seed))
@@ -480,7 +474,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
 
 @pytest.mark.parametrize("word", RULES)
 def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
         used, fresh = build_policy(word).policy, build_policy(word).policy
@@ -564,7 +558,7 @@ def rolled_back(scorer: Scorer, length: int, family: str) -> bool:
 def test_after_any_roll_back_the_logits_are_those_of_the_whole_context(family, kind):
     model = model_of(family)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(OPERATIONS, st.randoms(use_true_random=False))
     def check(operations: list[tuple[str, int]], chance: Any) -> None:
         scorer = Scorer(model, kind)
