@@ -18,13 +18,7 @@ import torch
 from cli_runs import refusal
 from safetensors.torch import load_file, save_file
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    LlamaConfig,
-    Olmo3Config,
-    RwkvConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Olmo3Config, RwkvConfig
 from transformers.utils import logging as transformers_logging
 
 from specbench.base.errors import RunError, UsageError
@@ -323,10 +317,7 @@ INDEX = "model.safetensors.index.json"
         *(("model.safetensors", kept, r"safetensors.*(damaged|truncated)") for kept in (0, 7, 8, 100, -1)),
         *(
             ("model.safetensors", content, r"model\.safetensors' is damaged")
-            for content in (
-                b"not safetensors at all, but long enough",
-                struct.pack("<Q", 2**63) + b"{}",
-            )
+            for content in (b"not safetensors at all, but long enough", struct.pack("<Q", 2**63) + b"{}")
         ),
         *(
             (INDEX, text, r"index\.json' is damaged")

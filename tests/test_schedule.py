@@ -180,17 +180,7 @@ class Case:
 
 CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic")
 TREES = ("dynamic-tree:nodes=5", "static-tree")
-ANY = (
-    "none",
-    "lookup",
-    "ngram",
-    "drawn",
-    "suffix",
-    "model",
-    "self",
-    "lookup+model",
-    "lookup+self",
-)
+ANY = ("none", "lookup", "ngram", "drawn", "suffix", "model", "self", "lookup+model", "lookup+self")
 
 
 def mixture(count: int, seed: int, longest: int = 30) -> list[Case]:
@@ -224,13 +214,7 @@ def mixture(count: int, seed: int, longest: int = 30) -> list[Case]:
 def told(record: Event) -> Any:
     """What a record says but for times."""
     if isinstance(record, Step):
-        return (
-            record.index,
-            record.position,
-            record.drafted,
-            record.tokens,
-            record.finish_reason,
-        )
+        return (record.index, record.position, record.drafted, record.tokens, record.finish_reason)
     return (record.token, record.finish_reason) if isinstance(record, Prefill) else record
 
 

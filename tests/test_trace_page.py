@@ -26,12 +26,7 @@ def test_the_page_has_every_step_and_where_its_tokens_are_from():
     assert len(page.all("section")) == 4
     assert re.findall(r"<h3[^>]*>(\w+ ?\d*)", html) == ["prefill ", "step 1", "step 2", "step 3"]
     formula = "norm(max(0, p"
-    for words in (
-        "a draft is accepted if r < p/q",
-        formula,
-        "per step",
-        "rejected",
-    ):
+    for words in ("a draft is accepted if r < p/q", formula, "per step", "rejected"):
         assert words in "".join(page.text)
     for origin in ("accepted", "corrected", "bonus", "target"):
         assert {"class": origin} in page.all("span")
