@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.records import DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
+from specbench.decoding.records import Closing, DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
 from specbench.decoding.verify import Verdict, expected_acceptance
 
 if TYPE_CHECKING:
@@ -37,11 +37,8 @@ def step_of(
         experts: See ``Step``.
     """
     nodes, chain, accepted = len(draft.tokens), draft.parents is None, verdict.accepted
-    if chain:
-        closing = "corrected" if accepted < nodes else "bonus" if nodes else "target"
-    else:
-        open_end = (-1, *verdict.path)[-1] in (draft.parents or ())
-        closing = "corrected" if open_end else "bonus" if nodes else "target"
+    rejected = accepted < nodes if chain else (-1, *verdict.path)[-1] in (draft.parents or ())
+    closing: Closing = "corrected" if rejected else "bonus" if nodes else "target"
     cut = emitted <= accepted
     tested = emitted if cut else accepted + (closing == "corrected")
     return Step(
