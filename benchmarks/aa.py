@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import SweepProgress, run_sweep
+from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.compare import compare_configs
@@ -44,8 +46,9 @@ from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
 from specbench.results.turns import conversation_warnings
-from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
+from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
+from specbench.specs.models import ModelSpec, parse_model
+from specbench.specs.policies import parse_policy
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -134,6 +137,9 @@ def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Names
 
 def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
     plain = name == PLAIN
+    drafter = _spec(SLOWED if name == SLOWED else X)
+    policy = parse_policy(f"fixed:gamma={arguments.gamma}")
+    recipe = Recipe(parse_model(arguments.target))
     return SweepConfig(
         id=name,
         label=name,
@@ -144,7 +150,13 @@ def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
         temperature=0.0,
         cache="dynamic",
         baseline=PLAIN,
+        recipe=recipe if plain else replace(recipe, drafter=drafter, policy=policy),
     )
+
+
+def _spec(name: str) -> DrafterSpec:
+    """Return a drafter of a name, which stands for the one that is measured."""
+    return SmallModel(ModelSpec("hub", name))
 
 
 class TimeUpError(Exception):
@@ -272,10 +284,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def load(arguments: argparse.Namespace) -> ModelEngine:
     """Load the models, with the drafters under the names of the configurations."""
     engine = load_engine(Recipe(parse_model(arguments.target)), (parse_drafter(arguments.drafter),))
-    ((_, drafter),) = engine.drafters.items()
-    if isinstance(drafter, Exception):
-        raise drafter
-    engine.drafters = {X: drafter, SLOWED: Slowed(drafter, arguments.slow)}
+    (loaded,) = engine.drafters
+    both = {X: loaded.drafter, SLOWED: Slowed(loaded.drafter, arguments.slow)}
+    engine.drafters = tuple(LoadedDrafter(name, _spec(name), drafter) for name, drafter in both.items())
     return engine
 
 

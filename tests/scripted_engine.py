@@ -215,6 +215,12 @@ def specs_of(*names: str) -> dict[str, DrafterSpec]:
     }
 
 
+def grid_of(options: SweepOptions, *names: str, **known: Any) -> list[SweepConfig]:
+    """The grid of drafters by their names; for what is ``known`` of their models see ``build_configs``."""
+    recipes = {name: replace(BASE, drafter=spec) for name, spec in specs_of(*names).items()}
+    return build_configs(options, recipes, BASE, **known)
+
+
 def make_sweep(
     asked: Sequence[Prompt] | None = None, drafters: Sequence[str] = ("d",), **options: Any
 ) -> Sweep:
@@ -222,7 +228,7 @@ def make_sweep(
     defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1}
     options.setdefault("decoding", DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 5)))
     made = SweepOptions(**{**defaults, **options})
-    return Sweep(made, tuple(asked or prompts()), tuple(build_configs(made, specs_of(*drafters), base=BASE)))
+    return Sweep(made, tuple(asked or prompts()), tuple(grid_of(made, *drafters)))
 
 
 def describe(sweep: Sweep, **changed: Any) -> Run:

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from scripted import ScriptedScorer, Ticking, random_table
-from scripted_engine import BASE, ScriptedEngine, cost_lines, make_sweep, measure, prompts, specs_of
+from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_contexts
 from specbench.bench.contexts import ContextText, fill, fitting
-from specbench.bench.grid import Sweep, SweepOptions, build_configs, build_server_configs, check_contexts
+from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_contexts
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
@@ -46,7 +46,7 @@ def context_sweep(contexts: tuple[int, ...] = (16, 64), count: int = 4, **option
         gammas=(1, 2), repeats=2, warmup=1, turns=1, contexts=contexts,
         decoding=DecodingOptions(max_new_tokens=5), **options,
     )  # fmt: skip
-    return Sweep(made, prompts(count), tuple(build_configs(made, specs_of("d"), base=BASE)), text=TEXT)
+    return Sweep(made, prompts(count), tuple(grid_of(made, "d")), text=TEXT)
 
 
 # -- prompts -----------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scripted import Ticking
-from scripted_engine import cost_lines, specs_of
+from scripted_engine import cost_lines, grid_of, specs_of
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -13,13 +14,13 @@ import specbench.models.drafters
 import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
-from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
+from specbench.bench.grid import SweepConfig, SweepOptions
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
-from specbench.models.prepare import prepare
+from specbench.models.prepare import LoadedDrafter, prepare
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -48,16 +49,15 @@ def engine_of(**asked: Any) -> ModelEngine:
     drafters["small"] = wrap_drafter(small, target)
     return ModelEngine(
         target,
-        drafters,
+        [LoadedDrafter(name, spec, drafters[name]) for name, spec in specs_of(*drafters).items()],
         reference=tiny_language_model(),
         assistants={"small": tiny_language_model(seed=1, layers=1)},
-        fingerprints={"small": small.fingerprint},
     )
 
 
 def grid(temperature: float = 0.0, **options: Any) -> list[SweepConfig]:
     made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
-    return build_configs(made, specs_of("lookup", "self:int8", "small"), {"small": "f"})
+    return grid_of(made, "lookup", "self:int8", "small", fingerprints={"small": "f"})
 
 
 def run(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Any:
@@ -184,7 +184,8 @@ def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatc
 
 
 def test_a_drafter_that_was_not_loaded_fails_where_it_is_needed(engine):
-    engine.drafters["small"] = RunError("It does not fit.")
+    *others, small = engine.drafters
+    engine.drafters = (*others, replace(small, outcome=RunError("It does not fit.")))
     configs = {config.id: config for config in grid()}
     with pytest.raises(RunError, match="It does not fit"):
         run(engine, configs["small@3"])
@@ -257,8 +258,10 @@ def test_loading_by_specs(tmp_path):
         (Lookup(), parse_drafter(str(small))),
         SweepOptions(assisted=True),
     )
-    assert list(engine.drafters) == ["lookup", "small (int8)"]
-    assert list(engine.assistants) == ["small (int8)"] == list(engine.fingerprints)
+    assert [each.name for each in engine.drafters] == ["lookup", "small (int8)"]
+    assert (
+        list(engine.assistants) == ["small (int8)"] == [each.name for each in engine.drafters if each.models]
+    )
     described = engine.describe_target(DECODING)
     assert (described.name, described.dtype, described.device) == ("target", "float32", "cpu")
     assert str(tmp_path) not in str(described)

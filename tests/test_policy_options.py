@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cli_runs import Cli, Result, write_prompts
-from scripted_engine import specs_of
+from scripted_engine import grid_of, specs_of
 from stored_runs import run_json
 from test_policies import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
@@ -22,10 +22,11 @@ from specbench.base.record import to_dict
 from specbench.bench.axes import parse_policies
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
+from specbench.bench.grid import SweepConfig, SweepOptions
 from specbench.cli import run
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.prepare import LoadedDrafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy, load_costs, parse_costs
@@ -124,7 +125,7 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(policy):
 
 def test_the_grid_has_a_row_for_each_rule_that_applies():
     options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
-    configs = build_configs(options, specs_of("lookup", "small"))
+    configs = grid_of(options, "lookup", "small")
     assert [(config.id, config.label, config.gamma, config.draft_policy) for config in configs] == [
         ("plain", "plain", None, "none"),
         ("lookup@2", "lookup γ=2", 2, "fixed"),
@@ -148,9 +149,11 @@ def test_the_grid_has_a_row_for_each_rule_that_applies():
 
 def make_engine(**options: Any) -> ModelEngine:
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), name="tiny", pack=False)
+    specs = specs_of(*DRAFTERS)
     drafters = {name: load_drafter(name, target) for name in DRAFTERS[:-1]}
     drafters["small"] = wrap_drafter(tiny_language_model(seed=1, layers=1), target)
-    return ModelEngine(target, drafters, **options)
+    ready = [LoadedDrafter(name, specs[name], drafter) for name, drafter in drafters.items()]
+    return ModelEngine(target, ready, **options)
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +175,14 @@ def decode(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Outcome:
 
 def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
     options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
-    return build_configs(options, specs_of(drafter))[1]
+    return grid_of(options, drafter)[1]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("rule", [*WORDS, "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
     if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
-        assert len(build_configs(SweepOptions(policies=(rule,)), specs_of(drafter))) == 1
+        assert len(grid_of(SweepOptions(policies=(rule,)), drafter)) == 1
         return
     outcome = decode(engine, config_from_recipe(drafter, rule))
     assert outcome.token_ids == plain

@@ -18,18 +18,18 @@ from scripted_engine import (
     ScriptedEngine,
     cost_lines,
     describe,
+    grid_of,
     make_sweep,
     measure,
     new_store,
     prompts,
     quiet,
-    specs_of,
 )
 from stored_runs import read_lines, run_json
 
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
-from specbench.bench.grid import SweepOptions, build_configs
+from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.bench.sweeps import sweep
@@ -105,7 +105,7 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
         gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
     )
-    configs = build_configs(options, specs_of("none", "lookup", "small (int8)"), {"small (int8)": "f1"})
+    configs = grid_of(options, "none", "lookup", "small (int8)", fingerprints={"small (int8)": "f1"})
     assert [config.id for config in configs[:8]] == [
         "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
         "transformers:small (int8)",

@@ -14,12 +14,12 @@ import pytest
 from cli_runs import refusal
 from msgspec import structs
 from regret import FakeClock
-from scripted_engine import BASE, ScriptedEngine, cost_lines, describe, prompts, specs_of
+from scripted_engine import ScriptedEngine, cost_lines, describe, grid_of, prompts
 from stored_runs import run_json
 
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
+from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
 from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
@@ -69,7 +69,7 @@ def grid(*drafters: str, **options: Any) -> Sweep:
     defaults: dict[str, Any] = {"gammas": GAMMAS, "policies": policies, "repeats": 3, "warmup": 0, "turns": 1}
     options["decoding"] = DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 17))
     made = SweepOptions(**{**defaults, **options})
-    return Sweep(made, prompts(9), tuple(build_configs(made, specs_of(*drafters), base=BASE)))
+    return Sweep(made, prompts(9), tuple(grid_of(made, *drafters)))
 
 
 # -- candidates ------------------------------------------------------------------------------------

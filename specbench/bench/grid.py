@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from specbench.bench.contexts import ContextText
     from specbench.bench.prompts import Prompt
     from specbench.recipe import Recipe
-    from specbench.specs.drafters import DrafterSpec
 
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
@@ -53,11 +52,6 @@ class SweepConfig(RunConfig):
     """A configuration: one cell of a sweep. Its fields are those that ``run.json`` stores, with the recipe itself."""
 
     recipe: Recipe | None = None  # type: ignore[assignment]
-
-    @property
-    def policy_spec(self) -> PolicySpec:
-        """The draft policy of a speculative configuration."""
-        return parse_policy(self.draft_policy)
 
     @property
     def workload(self) -> BatchArrivals | None:
@@ -196,11 +190,11 @@ class SweepOptions:
 
 def build_configs(
     options: SweepOptions,
-    drafters: Mapping[str, DrafterSpec],
-    fingerprints: Mapping[str, str] | None = None,
+    drafters: Mapping[str, Recipe],
+    base: Recipe,
     *,
-    base: Recipe | None = None,
-    dtypes: Mapping[str, str] | None = None,
+    fingerprints: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str | None] | None = None,
 ) -> list[SweepConfig]:
     """Build the grid: plain decoding, and drafters × draft policies × draft lengths, at every temperature and batch
     size.
@@ -209,46 +203,25 @@ def build_configs(
 
     Args:
         options: Options of the sweep.
-        drafters: Drafters by name; plain ones are skipped.
+        drafters: Recipes with each drafter, by its name; plain ones are skipped.
+        base: A recipe with everything that all configurations share.
         fingerprints, dtypes: Fingerprints and dtypes of drafter models, by drafter.
-        base: A recipe with everything that all configurations share; ``None`` for configurations without recipes.
     """
-    drafting = {name: spec for name, spec in drafters.items() if not spec.is_plain}
+    drafting = {name: recipe for name, recipe in drafters.items() if not recipe.drafter.is_plain}
     models, dtypes = fingerprints or {}, dtypes or {}
-    grid = [
+    return [
         structs.replace(
             config, drafter_fingerprint=models.get(config.drafter), drafter_dtype=dtypes.get(config.drafter)
         )
-        for plain in _plain_configs(options)
+        for plain in _plain_configs(options, base)
         for config in _configs_beside(plain, options, drafting, models)
     ]
-    if base is None:
-        return grid
-    return [structs.replace(each, recipe=_recipe(each, base, drafting)) for each in grid]
 
 
-def _recipe(config: SweepConfig, base: Recipe, drafters: Mapping[str, DrafterSpec]) -> Recipe | None:
-    """Return the recipe of a configuration of specbench's own loop."""
-    if config.kind not in ("plain", "speculative"):
-        return None
-    base = replace(base, sampling=replace(base.sampling, temperature=config.temperature))
-    if config.kind == "plain":
-        return base.plain
-    policy = (
-        config.policy_spec
-        if config.gamma is None
-        else config.policy_spec.with_options({"gamma": config.gamma})
-    )
-    models = base.models
-    if config.drafter_dtype == "int4":  # which `specbench tune` tries in addition to auto
-        models = replace(models, drafter_dtype="int4")
-    costs = base.costs if policy.takes("costs") else None
-    return replace(base, drafter=drafters[config.drafter], policy=policy, costs=costs, models=models)
-
-
-def _plain_configs(options: SweepOptions) -> Iterator[SweepConfig]:
-    """Yield plain decoding at every temperature, workload and context."""
+def _plain_configs(options: SweepOptions, base: Recipe | None = None) -> Iterator[SweepConfig]:
+    """Yield plain decoding at every temperature, workload and context; with a recipe if there is a ``base``."""
     for temperature in options.temperatures:
+        recipe = None if base is None else _at(temperature, base.plain)
         for workload in options.workloads or (None,):
             for context in options.contexts or (None,):
                 end, label_end = _suffixes(temperature, workload, context)
@@ -265,32 +238,32 @@ def _plain_configs(options: SweepOptions) -> Iterator[SweepConfig]:
                     batch=None if workload is None else workload[0],
                     arrivals=None if workload is None else str(workload[1]),
                     context=context,
+                    recipe=recipe,
                 )
 
 
 def _beside(plain: SweepConfig, kind: Kind, name: str, label: str, **changed: Any) -> SweepConfig:
     """Return another configuration at the temperature, workload and context of plain decoding."""
     end, label_end = plain.id.removeprefix("plain"), plain.label.removeprefix("plain")
+    changed = {"recipe": None, **changed}
     return structs.replace(plain, id=name + end, label=label + label_end, kind=kind, **changed)
 
 
+def _at(temperature: float, recipe: Recipe) -> Recipe:
+    return replace(recipe, sampling=replace(recipe.sampling, temperature=temperature))
+
+
 def _configs_beside(
-    plain: SweepConfig, options: SweepOptions, drafters: Mapping[str, DrafterSpec], models: Collection[str]
+    plain: SweepConfig, options: SweepOptions, drafters: Mapping[str, Recipe], models: Collection[str]
 ) -> Iterator[SweepConfig]:
     """Yield plain decoding and the configurations that are compared with it; ``models``: drafters with a model."""
     yield plain
-    for name, spec in drafters.items():
+    for name, recipe in drafters.items():
         for policy in options.policy_specs:
-            written = str(policy)
-            drafted = {"drafter": name, "draft_policy": written}
-            if policy.word == "fixed":
-                verification = policy.options.get("verification")
-                rest = "" if verification is None else f",verification={verification}"
-                for g in options.gammas:
-                    label = f"{name} γ={g}{rest}"
-                    yield _beside(plain, "speculative", f"{name}@{g}{rest}", label, gamma=g, **drafted)
-            elif policy.applies(spec):
-                yield _beside(plain, "speculative", f"{name}@{written}", f"{name} {written}", **drafted)
+            if not policy.applies(recipe.drafter):
+                continue
+            for gamma in options.gammas if policy.word == "fixed" else (None,):
+                yield _speculative(plain, name, recipe, policy, gamma)
     own, dynamic = "transformers", {"cache": "dynamic"}
     if options.transformers:
         yield _beside(plain, "transformers", own, f"{own} generate", **dynamic)
@@ -300,13 +273,40 @@ def _configs_beside(
         yield _beside(
             plain, "assisted", f"{own}:lookup", label, drafter="lookup", gamma=LOOKUP_TOKENS, **assisted
         )
-        for name, spec in drafters.items():
-            if name in models and spec.model_part is spec:
+        for name, recipe in drafters.items():
+            if name in models and recipe.drafter.model_part is recipe.drafter:
                 label = f"{own} assisted, {name}"
                 yield _beside(plain, "assisted", f"{own}:{name}", label, drafter=name, **assisted)
     for count in options.beams if plain.temperature == 0 else ():
         label = f"{own} beam search, {count} beams"
         yield _beside(plain, "beam", f"{own}:beam={count}", label, beams=count, **dynamic)
+
+
+def _speculative(
+    plain: SweepConfig, name: str, recipe: Recipe, policy: PolicySpec, gamma: int | None
+) -> SweepConfig:
+    """Return the configuration of a drafter, called ``name``, with a draft policy."""
+    if gamma is None:
+        short, label = f"{name}@{policy}", f"{name} {policy}"
+    else:
+        verification = policy.options.get("verification")
+        rest = "" if verification is None else f",verification={verification}"
+        short, label = f"{name}@{gamma}{rest}", f"{name} γ={gamma}{rest}"
+    recipe = replace(
+        _at(plain.temperature, recipe),
+        policy=policy.with_options({"gamma": gamma}),
+        costs=recipe.costs if policy.takes("costs") else None,
+    )
+    return _beside(
+        plain,
+        "speculative",
+        short,
+        label,
+        drafter=name,
+        gamma=gamma,
+        draft_policy=str(policy),
+        recipe=recipe,
+    )
 
 
 def _suffixes(temperature: float, workload: BatchArrivals | None, context: int | None) -> tuple[str, str]:

@@ -115,8 +115,8 @@ def sweep(
     if options.costs is not None:
         from specbench.policies import parse_costs
 
-        for name in engine.drafters:  # refused if they lack one
-            parse_costs(options.costs, name)
+        for each in engine.drafters:  # refused if they lack one
+            parse_costs(options.costs, each.name)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
     job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
     job.run(sources, start, notes)
@@ -180,7 +180,7 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
 
     model = engine.target.language_model
     notes = [*model.notes, *model.defaults.notes(applied=decoding.model_defaults)]
-    notes += drafter_notes(engine.drafters.values())
+    notes += drafter_notes(each.outcome for each in engine.drafters)
     parting = opt.widths_differ(engine.target)
     return notes if parting is None else [*notes, parting]
 

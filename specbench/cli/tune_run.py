@@ -228,7 +228,7 @@ class _OwnTuneJob(TuneJob):
         """Return notes on the models."""
         from specbench.cli.setting import drafter_notes
 
-        return [*self.loaded.notes, *drafter_notes(self.loaded.engine.drafters.values())]
+        return [*self.loaded.notes, *drafter_notes(each.outcome for each in self.loaded.engine.drafters)]
 
     def show(self, answer: TuneAnswer, found: Found, shown: TuneResultsOptions, cache: str | None) -> None:
         """Write and print the answer."""

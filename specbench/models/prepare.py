@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specbench.backends.torch.caches import make_cache
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
@@ -16,7 +16,7 @@ from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
-from specbench.options import CacheKind, ModelOptions
+from specbench.options import CacheKind, DtypeName, ModelOptions
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.models import ModelSpec
 
@@ -31,18 +31,24 @@ class LoadedDrafter:
     Attributes:
         outcome: The drafter, or the error that loading it raised.
         models: The models loaded for it.
+        requested_dtype: The dtype that was requested for these.
     """
 
     name: str
     spec: DrafterSpec
-    outcome: Drafter | RunError
+    outcome: Drafter | SpecbenchError
     models: tuple[LanguageModel | TrainedHead, ...] = ()
+    requested_dtype: DtypeName = "auto"
 
     @property
     def drafter(self) -> Drafter:
-        if isinstance(self.outcome, RunError):
+        if isinstance(self.outcome, SpecbenchError):
             raise self.outcome
         return self.outcome
+
+    @property
+    def is_loaded(self) -> bool:
+        return not isinstance(self.outcome, SpecbenchError)
 
     @property
     def training(self) -> TrainingMetadata | None:
@@ -155,5 +161,5 @@ def prepare_drafters(
         if any(name == other.name for other in found):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
         models = tuple(loader.loaded[model] for model in spec.model_specs if model in loader.loaded)
-        found.append(LoadedDrafter(name, spec, outcome, models))
+        found.append(LoadedDrafter(name, spec, outcome, models, options.drafter_dtype))
     return found

@@ -105,11 +105,12 @@ def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
 
 def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
     """Return the configurations of the short generations: for each drafter the longest chain, and a tree."""
-    return [
-        config
-        for config in configs
-        if config.gamma == PROBED or (config.kind == "speculative" and config.policy_spec.word == PROBED_TREE)
-    ]
+    return [config for config in configs if config.gamma == PROBED or _drafts_tree(config)]
+
+
+def _drafts_tree(config: SweepConfig) -> bool:
+    policy = None if config.recipe is None else config.recipe.policy
+    return policy is not None and policy.word == PROBED_TREE
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def predict(
             continue
         if config.gamma is not None:
             expected = chains.get(config.drafter, {}).get(config.gamma)
-        elif config.policy_spec.word == PROBED_TREE:
+        elif _drafts_tree(config):
             expected = trees.get(config.drafter)
         else:
             expected = max(chains.get(config.drafter, {}).values(), default=None)

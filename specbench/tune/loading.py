@@ -77,13 +77,7 @@ def load_candidates(
     on_cpu = resolve_device(models.drafter_device).type == "cpu"
     if small and models.drafter_dtype == "auto" and on_cpu and is_available():  # where int4 is fast
         drafters += load(small, replace(models, drafter_dtype="int4"))
-    engine = ModelEngine(
-        loaded,
-        {each.name: each.outcome for each in drafters},
-        {each.name: each.spec for each in drafters},
-        fingerprints={each.name: each.weights for each in drafters if each.models},
-        heads={each.name: each.training for each in drafters if each.training is not None},
-    )
+    engine = ModelEngine(loaded, drafters)
     return LoadedCandidates(engine, kind, tuple(notes))
 
 
@@ -124,7 +118,8 @@ def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> 
     return [
         each
         for each in engine.configs(options, base)
-        if each.kind == "plain" or is_tried(each.policy_spec, engine.specs[each.drafter])
+        if each.recipe is not None
+        and (each.recipe.policy is None or is_tried(each.recipe.policy, each.recipe.drafter))
     ]
 
 
@@ -132,6 +127,6 @@ def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[
     """Return, for each engine to export to, the ids of the configurations whose drafters it supports."""
     groups = []
     for other in load_engines().values():
-        names = {name for name, spec in engine.specs.items() if other.exports(spec, engine.heads.get(name))}
+        names = {each.name for each in engine.drafters if other.exports(each.spec, each.training)}
         groups.append({each.id for each in configs if each.drafter in names})
     return groups

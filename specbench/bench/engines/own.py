@@ -25,7 +25,6 @@ from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions, quantized
 from specbench.policies import build_policy, parse_costs
 from specbench.policies.batch_costs import BatchCosts
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.request import DraftPlan
     from specbench.models.load import LanguageModel
+    from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.recipe import Recipe
 
@@ -53,11 +52,8 @@ class ModelEngine:
     """The engine of loaded models.
 
     Args:
-        drafters, specs: Drafters and their specs by name. If an entry is an error, it is raised when the drafter is
-            used.
+        drafters: Drafters with different names. The error of one that could not be loaded is raised when it is used.
         reference, assistants: Target and drafter models as ``transformers`` loads them.
-        fingerprints: Fingerprints of drafter models' weights.
-        heads: Training metadata of trained heads.
         costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
         rate_answers: Whether to compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
@@ -65,20 +61,16 @@ class ModelEngine:
     def __init__(
         self,
         target: Target,
-        drafters: Mapping[str, Drafter | SpecbenchError],
-        specs: Mapping[str, DrafterSpec] | None = None,
+        drafters: Sequence[LoadedDrafter],
         *,
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
-        fingerprints: Mapping[str, str] | None = None,
-        heads: Mapping[str, TrainingMetadata] | None = None,
         costs: object = None,
         rate_answers: bool = False,
     ) -> None:
-        self.target, self.drafters, self.specs = target, dict(drafters), dict(specs or {})
+        self.target, self.drafters = target, tuple(drafters)
         self.reference, self.assistants = reference, dict(assistants or {})
-        self.fingerprints = dict(fingerprints or {})
-        self.heads: Mapping[str, TrainingMetadata] = heads or {}
+        self.heads = {each.name: each.training for each in drafters if each.training is not None}
         self._costs = costs
         self._batch_costs: dict[str, BatchCosts] = {}
         self._device = str(target.scorer.device)
@@ -99,14 +91,21 @@ class ModelEngine:
         )
 
     def configs(self, options: SweepOptions, base: Recipe) -> list[SweepConfig]:
-        """Return the grid of the loaded drafters."""
-        dtypes = {
-            name: dtype
-            for name, drafter in self.drafters.items()
-            if name in self.fingerprints and not isinstance(drafter, SpecbenchError)
-            if (dtype := _dtype_of(drafter)) is not None
-        }
-        return build_configs(options, self.specs, self.fingerprints, base=base, dtypes=dtypes)
+        """Return the grid of the drafters."""
+        own = [each for each in self.drafters if each.models]
+        dtypes = {each.name: _dtype_of(each.drafter) for each in own if each.is_loaded}
+        return build_configs(
+            options,
+            {
+                each.name: replace(
+                    base, drafter=each.spec, models=replace(base.models, drafter_dtype=each.requested_dtype)
+                )
+                for each in self.drafters
+            },
+            base,
+            fingerprints={each.name: each.weights for each in own},
+            dtypes=dtypes,
+        )
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
@@ -196,18 +195,29 @@ class ModelEngine:
     def _run(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> GenerationRun:
-        drafter = None if config.kind == "plain" else self.drafters[config.drafter]
-        if isinstance(drafter, SpecbenchError):
-            raise drafter
+        """Return a run of the configuration's recipe, with a draft policy that has learned nothing."""
+        recipe = config.recipe
+        assert recipe is not None
+        drafter, plan = None, None
+        if recipe.policy is not None:
+            loaded = self._loaded(recipe)
+            drafter, costs = loaded.drafter, None
+            if self._costs is not None and recipe.policy.takes("costs"):
+                costs = parse_costs(self._costs, loaded.name)
+            plan = build_policy(recipe.policy, costs=costs)
         return GenerationRun(
             prompt,
             self.target,
             drafter,
-            policy=None if drafter is None else self._policy(config),
-            sampling=Sampling(temperature=config.temperature),
+            policy=plan,
+            sampling=Sampling(**recipe.sampling.transforms),
             seed=seed,
             decoding=decoding,
         )
+
+    def _loaded(self, recipe: Recipe) -> LoadedDrafter:
+        wanted = recipe.drafter, recipe.models.drafter_dtype
+        return next(each for each in self.drafters if (each.spec, each.requested_dtype) == wanted)
 
     def _decode(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
@@ -227,13 +237,6 @@ class ModelEngine:
             first_tokens=min(1, len(generation.token_ids)),
             steps=_with_costs(generation.steps, generation.costs),
         )
-
-    def _policy(self, config: SweepConfig) -> DraftPlan:
-        """Return a new draft policy of a configuration."""
-        options: dict[str, Any] = {"gamma": config.gamma}
-        if self._costs is not None and config.policy_spec.takes("costs"):
-            options["costs"] = parse_costs(self._costs, config.drafter)
-        return build_policy(config.policy_spec, **options)
 
     def _decode_with_transformers(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
@@ -285,10 +288,10 @@ class ModelEngine:
         from specbench.drafters.parts import drafting_parts
 
         return {
-            name: drafter if len(parts) > 1 else parts[0]
-            for name, drafter in self.drafters.items()
-            if not isinstance(drafter, SpecbenchError)
-            for parts in [drafting_parts(drafter)]
+            each.name: each.drafter if len(parts) > 1 else parts[0]
+            for each in self.drafters
+            if each.is_loaded
+            for parts in [drafting_parts(each.drafter)]
         }
 
     def difference(
@@ -414,12 +417,9 @@ def load_engine(
                 assistants[each.name] = error
     return ModelEngine(
         target,
-        {each.name: each.outcome for each in loaded},
-        {each.name: each.spec for each in loaded},
+        loaded,
         reference=reference,
         assistants=assistants,
-        fingerprints={each.name: each.weights for each in loaded if each.models},
-        heads={each.name: each.training for each in loaded if each.training is not None},
         costs=options.costs,
         rate_answers=bool(options.beams),
     )
