@@ -116,7 +116,7 @@ def read_config(path: Path) -> Config:
     except ValueError as error:  # invalid TOML or UTF-8 as well
         raise UsageError(
             f"{shown} is no configuration: {one_line(error).rstrip('.')}.",
-            "Correct or remove it, or add --no-config.",
+            "Correct or remove it, or add `--config none`.",
         ) from None
     try:
         return _config(values)

@@ -132,7 +132,7 @@ def test_generate_takes_it_from_the_folder_and_says_so(tiny, cli):
     assert said(result) == ("self:layers=1", "fixed:gamma=3")
     assert (
         "specbench: specbench.toml sets --target tiny, --drafter self:layers=1, --draft-policy fixed, --gamma 3"
-        " (leave it out with --no-config)\n" in result.err
+        " (leave it out with --config none)\n" in result.err
     )
     assert "specbench.toml sets --target tiny, --drafter self:layers=1 (leave" in cli(*GENERATE, "-g", 2).err
     assert tiny.exists()
@@ -158,10 +158,10 @@ def test_the_command_line_wins(tiny, cli):
     assert "specbench.toml is for the target tiny and is left out" in result.err
 
 
-def test_no_config_ignores_it(tiny, cli):
+def test_config_none_ignores_it(tiny, cli):
     (tiny / FILE_NAME).write_text("nonsense")
-    assert said(cli(*GENERATE, "--no-config", "--target", "tiny"))[0] == "lookup"
-    cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--no-config")
+    assert said(cli(*GENERATE, "--config", "none", "--target", "tiny"))[0] == "lookup"
+    cli(*GENERATE).refused(2, "specbench.toml is no configuration", "--config none")
     assert cli("generate", "--help").code == 0
     assert cli("drafters").code == 0
 

@@ -13,6 +13,9 @@ from specbench.options import SharedPolicyOptions
 if TYPE_CHECKING:
     from specbench.config import Config
 
+NO_FILE = "none"
+"""What ``--config`` takes in place of a file, to read none."""
+
 _LENGTH = {"draft_policy", "gamma", *(field.name for field in fields(SharedPolicyOptions))}
 
 
@@ -28,7 +31,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     from specbench.config import FILE_NAME, PROVISIONAL, read_config
 
     path = Path(given.get("config", FILE_NAME))
-    if given.get("no_config") or ("config" not in given and not path.is_file()):
+    if given.get("config") == NO_FILE or ("config" not in given and not path.is_file()):
         return {}
     config = read_config(path)
     if config.target is not None and given.get("target", config.target) != config.target:
@@ -37,7 +40,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     config = _left(config, given)
     if "config" not in given:
         used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in _options(config).items())
-        say(f"{path} sets {used or 'nothing'} (leave it out with --no-config)")
+        say(f"{path} sets {used or 'nothing'} (leave it out with --config none)")
     if config.provisional and config.drafter is not None:
         say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}

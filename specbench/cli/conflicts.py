@@ -30,7 +30,6 @@ class Row:
 
 
 EXCLUDE = (
-    Row("generate chat serve sweep check", ("config",), "no_config"),
     Row("generate chat serve sweep check", ("bit_exact",), "compiled"),
     Row(
         "generate",
@@ -80,6 +79,11 @@ NEED = (
     ),
 )
 """The options have a meaning only with the other one."""
+
+MOVED = {
+    "--no-config": "--config none",
+}
+"""Options that there were, and what says the same today."""
 
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:

@@ -298,9 +298,10 @@ class ConfigOptions:
     """Read by ``GroupedCommand``; the commands of ``specbench.cli.CONFIGURED`` have them."""
 
     config: Path | None = group(OUTPUT)(
-        None, "--config FILE", "File of defaults for options that are not given. Default: ./specbench.toml."
+        None,
+        "--config FILE",
+        "File of defaults for options that are not given, or none. Default: ./specbench.toml.",
     )
-    no_config: bool = group(OUTPUT)(False, "--no-config", "Ignore ./specbench.toml.")
 
 
 # -- the command line as given --------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class SweepJob(RunJob):
             self.write_summary(summary, to_markdown(*said, *sheets))
         finally:
             console = Console(highlight=False)
-            more = ["--no-config"] if Path(FILE_NAME).is_file() else []
+            more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
             answers = find_answers(results, summary, categories, self.recipes, more)
             said = [part for each in answers for part in answer_parts(each)]
             show(
