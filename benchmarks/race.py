@@ -171,7 +171,6 @@ def measure(
         sources = {
             "target": parse_model(given.target).name,
             "prompts": ["race"],
-            "categories": [],
             "limit": None,
         }
         with open_run(folder, sweep, target=target, sources=sources, advice="Give another --out.") as store:
@@ -256,7 +255,7 @@ def race(given: argparse.Namespace) -> None:
     for name, why in left_out.items():
         print(f"{name} takes no part: {why}.")
     starts: dict[str, Any] = {}
-    few, many = (load_prompts(("all",), (), count) for count in (given.limit, 2 * given.limit))
+    few, many = (load_prompts(("all",), count) for count in (given.limit, 2 * given.limit))
     single = measure(given.out / "single", sides, few, given, starts, tokens=given.tokens)
     result: dict[str, Any] = {
         "benchmark": "race", "target": parse_model(given.target).name, "dtype": given.dtype,

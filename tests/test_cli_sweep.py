@@ -237,7 +237,6 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
         (("--gamma", "8..1"), ("runs backwards",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--prompts", "nowhere.jsonl"), ("no prompt file",)),
-        (("--category", "poetry"), ("No prompt has the category poetry", "chat, talk")),
         (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),
         (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
         (
@@ -271,7 +270,7 @@ def planned(cli, models, tmp_path, monkeypatch) -> Callable[..., Sweep]:
 
 @pytest.mark.parametrize(
     ("arguments", "prompts"),
-    [((), 12), (("--limit", "5"), 5), (("--prompts", "code"), 13), (("--category", "chat"), 12)],
+    [((), 12), (("--limit", "5"), 5), (("--prompts", "code"), 13), (("--prompts", "chat"), 12)],
 )
 def test_twelve_prompts_are_taken_unless_sets_are_named(planned, arguments, prompts):
     assert len(planned(*arguments).prompts) == prompts

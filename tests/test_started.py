@@ -338,7 +338,7 @@ def search(
 ) -> tuple[Found, TimedEngine, Sweep]:
     drafters = [EngineDrafter("ngram-simple"), EngineDrafter(parse_drafter("org/small"), "small.gguf")]
     made = settings_of(engine, TARGET, drafters)
-    prompts = tuple(load_prompts(("all",), (), 40))
+    prompts = tuple(load_prompts(("all",), 40))
     base = {
         "gammas": (), "policies": (), "decoding": DecodingOptions(max_new_tokens=48), "repeats": 2, "warmup": 0,
         "turns": 1, "seed": seed, "cache": "none", "servers": tuple(each.name for each in made),

@@ -59,13 +59,13 @@ def served(monkeypatch, tmp_path):
 
 
 def test_a_suite_is_fetched_once_and_again_if_it_is_damaged(served, tmp_path):
-    prompts, (stored,) = suites.load_suites(["two-tasks"])
+    prompts, (stored,) = suites.choose_prompts(["two-tasks"])
     assert len(prompts) == 60
     assert (stored.name, stored.license, stored.prompts, stored.tasks) == ("two-tasks", "MIT", 60, MT_BENCH)
-    suites.load_suites(["two-tasks"])
+    suites.choose_prompts(["two-tasks"])
     assert served["requests"] == 1
     (tmp_path / "cache/suites/two-tasks.jsonl").write_bytes(b"damaged")
-    assert suites.load_suites(["two-tasks"])[0] == prompts
+    assert suites.choose_prompts(["two-tasks"])[0] == prompts
     assert served["requests"] == 2
 
 
@@ -73,57 +73,49 @@ def test_a_suite_is_fetched_once_and_again_if_it_is_damaged(served, tmp_path):
 def test_what_is_not_the_suite_is_not_kept(served, tmp_path, content):
     served["content"] = content
     with pytest.raises(RunError, match="another sha256 than it should have"):
-        suites.load_suites(["two-tasks"])
+        suites.choose_prompts(["two-tasks"])
     assert not list((tmp_path / "cache").glob("suites/*"))
 
 
 def test_without_a_network_the_address_is_named(served, monkeypatch):
     served["status"] = 503
     with pytest.raises(RunError, match="could not be fetched"):
-        suites.load_suites(["two-tasks"])
+        suites.choose_prompts(["two-tasks"])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RunError, match=r"Download https://host/two\.jsonl"):
-        suites.load_suites(["two-tasks"])
+        suites.choose_prompts(["two-tasks"])
 
 
 def test_a_downloaded_file_is_known_by_its_sha256(served, tmp_path):
     path = tmp_path / "downloaded.jsonl"
     path.write_bytes(served["content"])
-    assert suites.load_suites([str(path)])[1][0].name == "two-tasks"
+    assert suites.choose_prompts([str(path)])[1][0].name == "two-tasks"
     path.write_bytes(as_file("writing", each=2))
-    (stored,) = suites.load_suites([str(path)])[1]
-    assert stored == StoredSuite(
-        name="downloaded", source=path.name, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), prompts=2
-    )
-    assert served["requests"] == 0
+    prompts, stored = suites.choose_prompts([str(path)])
+    assert (len(prompts), stored, served["requests"]) == (2, [], 0)
 
 
 def test_a_limit_draws_as_many_of_each_task(served):
     def drawn(limit: int, seed: int = 0) -> list[str]:
-        return [prompt.id for prompt in suites.load_suites(["two-tasks"], limit=limit, seed=seed)[0]]
+        return [prompt.id for prompt in suites.choose_prompts(["two-tasks"], limit=limit, seed=seed)[0]]
 
-    prompts, _ = suites.load_suites(["two-tasks"], limit=20)
+    prompts, _ = suites.choose_prompts(["two-tasks"], limit=20)
     assert Counter(prompt.category for prompt in prompts) == {"writing": 5, "math": 5, "qa": 10}
     assert drawn(8) == drawn(20)[:8]
     assert drawn(20) != drawn(20, seed=1)
     assert [int(name) for name in drawn(20)] != sorted(map(int, drawn(20)))
 
 
-def test_unknown_names_and_two_sources_are_refused(tmp_path, cli):
-    with pytest.raises(UsageError, match="There is no suite 'spec'"):
-        suites.load_suites(["spec"])
-    with pytest.raises(UsageError, match="There is no prompt file"):
-        suites.load_suites([str(tmp_path / "none.jsonl")])
-    cli("sweep", "--suite", "spec-bench", "--prompts", "chat").refused(
-        2, "both name prompts", "Leave one of them out"
-    )
+def test_other_prompts_beside_a_suite_are_refused(served):
+    with pytest.raises(UsageError, match="two-tasks is a public benchmark and chat is not"):
+        suites.choose_prompts(["chat", "two-tasks"])
 
 
 def test_a_sweep_keeps_what_is_known_of_a_suite(served, cli, tmp_path, models):
     out = tmp_path / "run"
     sweep = ["sweep", "--target", models / "target", "--dtype", "float32", "--drafter", "lookup"]
     sweep += ["--gamma", 2, "--draft-policy", "fixed"]
-    found = cli(*sweep, "--suite", "two-tasks", "--limit", 4, "-n", 4, "--repeats", 1, "--out", out)
+    found = cli(*sweep, "--prompts", "two-tasks", "--limit", 4, "-n", 4, "--repeats", 1, "--out", out)
     assert found.code == 0, found.err
     run = read_run(out)
     assert [suite.name for suite in run.suites] == ["two-tasks"]

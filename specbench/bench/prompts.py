@@ -63,22 +63,19 @@ def set_names() -> list[str]:
     return [*_built_in(), ALL_SETS, TRAINING_SET, AGENT_SET]
 
 
-def load_prompts(
-    sources: Sequence[str | Path], categories: Sequence[str] = (), limit: int | None = None
-) -> list[Prompt]:
+def load_prompts(sources: Sequence[str | Path], limit: int | None = None) -> list[Prompt]:
     """Read prompts from built-in sets and files.
 
     Args:
         sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` and ``"agent"`` for two that are not
             part of all, or JSON Lines files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is
             read once.
-        categories: Categories to return; empty for all.
         limit: Number of prompts, interleaved by category; a smaller limit gives the first prompts of a larger one.
             ``None`` returns all, in the order of the sources.
 
     Raises:
-        UsageError: A source does not exist or breaks the format, two prompts share an id, a category does not exist,
-            the limit is below 1, or there are no prompts.
+        UsageError: A source does not exist or breaks the format, two prompts share an id, the limit is below 1, or
+            there are no prompts.
         RunError: The installation lacks the built-in sets.
     """
     if limit is not None and limit < 1:
@@ -100,7 +97,6 @@ def load_prompts(
     if not prompts:
         names = ", ".join(_resolve(sources).values())
         raise UsageError(f"There are no prompts in {names}.", "Give each prompt a line of its own.")
-    prompts = of_categories(prompts, categories)
     return prompts if limit is None else interleave(prompts, limit)
 
 
@@ -244,17 +240,6 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
         turns=tuple(map(encodable, turns)),
         system=None if system is None else encodable(system),
     )
-
-
-def of_categories(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
-    """Return the prompts of categories, all if none is named; raise ``UsageError`` for one that does not exist."""
-    existing = list(dict.fromkeys(prompt.category for prompt in prompts))
-    for category in categories:
-        if category not in existing:
-            raise UsageError(
-                f"No prompt has the category {_shown(category)}.", f"The categories are {_listed(existing)}."
-            )
-    return [prompt for prompt in prompts if not categories or prompt.category in categories]
 
 
 def shuffled(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:

@@ -1,4 +1,6 @@
-"""Public benchmarks by name: files of prompts that are fetched once, kept in the cache, and known by their sha256."""
+"""The prompts that a command names, and public benchmarks: files that are fetched once, kept in the cache, and known by
+their sha256.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from huggingface_hub import constants
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, sha256, write_bytes
 from specbench.base.progress import Progress, announce
-from specbench.bench.prompts import Prompt, interleave, load_prompts, of_categories, shuffled
+from specbench.bench.prompts import Prompt, interleave, load_prompts, shuffled
 from specbench.models.cache import SUITES_FOLDER, cache_folder
 from specbench.results.run import StoredSuite
 
@@ -71,54 +73,46 @@ SUITES = {
 """Public benchmarks by name."""
 
 
-def load_suites(
-    names: Sequence[str],
-    categories: Sequence[str] = (),
-    limit: int | None = None,
-    *,
-    seed: int = 0,
-    progress: Progress | None = None,
+def choose_prompts(
+    names: Sequence[str], limit: int | None = None, *, seed: int = 0, progress: Progress | None = None
 ) -> tuple[list[Prompt], list[StoredSuite]]:
-    """Return the prompts of public benchmarks, and what is known of their files.
+    """Return the prompts of ``--prompts``, and the public benchmarks that they are from.
 
     Args:
-        names: Names of ``SUITES``, or files in a format that ``load_prompts`` reads. A file with the sha256 of a suite
-            is that suite.
-        categories: Categories to return; empty for all.
-        limit: Number of prompts: as many of each task, drawn at random by ``seed``, so that a smaller limit gives a
-            part of a larger one. ``None`` returns all, in their order.
+        names: Public benchmarks (``SUITES``, or files with the sha256 of one), or what ``load_prompts`` takes.
+        limit: Number of prompts, as ``load_prompts`` takes them. Of public benchmarks as many of each task, drawn at
+            random by ``seed``, so that a smaller limit gives a part of a larger one. ``None`` returns all, in order.
         seed: Seed of the draw.
         progress: What to tell about a download.
 
     Raises:
-        UsageError: A file breaks the format; see ``load_prompts``.
-        RunError: A suite cannot be fetched, or is not the one that is known by this name.
+        UsageError: See ``load_prompts``; or a public benchmark is named beside other prompts.
+        RunError: A benchmark cannot be fetched, or is not the one that is known by this name.
     """
-    known = {suite.sha256: name for name, suite in SUITES.items()}
+    files = {name: path for name in names if (path := _file_of(name, progress)) is not None}
+    if not files:
+        return load_prompts(names, limit), []
+    for other in [name for name in names if name not in files]:
+        raise UsageError(
+            f"{next(iter(files))} is a public benchmark and {other} is not, so a limit means two things.",
+            "Leave one of them out.",
+        )
     prompts, stored, tasks = list[Prompt](), list[StoredSuite](), dict[str, str]()
-    for given in dict.fromkeys(names):
-        path = _fetched(given, progress) if given in SUITES else Path(given)
-        if given not in SUITES and given == path.name and not path.suffix and not path.exists():
-            raise UsageError(
-                f"There is no suite {given!r}.",
-                f"The suites are {', '.join(SUITES)}; a file is named by its path.",
-            )
-        found = load_prompts([path])
-        digest = sha256(path)
-        suite = SUITES.get(known.get(digest, ""))
+    for path in files.values():
+        name = _names()[sha256(path)]
+        suite, found = SUITES[name], load_prompts([path])
+        tasks |= suite.tasks
+        prompts += found
         stored.append(
             StoredSuite(
-                name=known.get(digest, path.stem),
-                source=path.name if suite is None else suite.url,
-                sha256=digest,
-                license=None if suite is None else suite.license,
+                name=name,
+                source=suite.url,
+                sha256=suite.sha256,
+                license=suite.license,
                 prompts=len(found),
-                tasks={} if suite is None else dict(suite.tasks),
+                tasks=dict(suite.tasks),
             )
         )
-        tasks |= stored[-1].tasks
-        prompts += found
-    prompts = of_categories(prompts, categories)
     if limit is not None:
         prompts = interleave(
             interleave(shuffled(prompts, seed)),
@@ -128,13 +122,26 @@ def load_suites(
     return prompts, stored
 
 
+def _names() -> dict[str, str]:
+    """Return the names of public benchmarks by the sha256 of their files."""
+    return {suite.sha256: name for name, suite in SUITES.items()}
+
+
+def _file_of(name: str, progress: Progress | None) -> Path | None:
+    """Return the file of a public benchmark, which is fetched if need be; ``None`` for other prompts."""
+    if name in SUITES:
+        return _fetched(name, progress)
+    path = Path(name)
+    return path if path.is_file() and sha256(path) in _names() else None
+
+
 def _fetched(name: str, progress: Progress | None) -> Path:
     """Return the file of a suite in the cache, which is fetched first if it is not there or is damaged."""
     suite = SUITES[name]
     path = cache_folder() / SUITES_FOLDER / f"{name}.jsonl"
     if path.is_file() and sha256(path) == suite.sha256:
         return path
-    elsewhere = f"Download {suite.url}, and give the file: --suite {name}.jsonl."
+    elsewhere = f"Download {suite.url}, and give the file: --prompts {name}.jsonl."
     if constants.HF_HUB_OFFLINE:
         raise RunError(
             f"The suite {name} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it.", elsewhere

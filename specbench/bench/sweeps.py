@@ -30,7 +30,6 @@ def sweep(
     policies: Sequence[str] = ("auto",),
     temperatures: Sequence[float] = (0.0,),
     prompts: Sequence[str] = ("all",),
-    categories: Sequence[str] = (),
     limit: int | None = 12,
     repeats: int = 2,
     warmup: int = 1,
@@ -50,7 +49,6 @@ def sweep(
         policies: Draft policies, as ``--draft-policy`` takes them.
         temperatures: 0 is greedy.
         prompts: Built-in sets, "all", or JSON Lines files.
-        categories: Categories of prompts; empty for all.
         limit: Number of prompts, taken in turn from the categories; ``None`` for all.
         repeats: How often each prompt is decoded with each configuration.
         warmup: Short generations of each configuration that are not counted.
@@ -108,13 +106,13 @@ def sweep(
         batches=tuple(batches),
         turns=1 if batches else None,
     )
-    chosen = tuple(load_prompts(prompts, categories, limit))
+    chosen = tuple(load_prompts(prompts, limit))
     RunStore.check_writable(folder)
     engine = load_engine(base, specs, options)
 
     configs = engine.configs(options, base)
     grid = Sweep(options, chosen, tuple(configs))
-    asked = {"prompts": [Path(name).name for name in prompts], "categories": [*categories], "limit": limit}
+    asked = {"prompts": [Path(name).name for name in prompts], "limit": limit}
     sources = {**describe_models(base, specs), **asked}
     described = engine.describe_target(options.decoding)
     advice = "Restore what changed, or give another folder."

@@ -35,9 +35,6 @@ class CheckedOptions:
 
     prompts: tuple[str, ...] = opt.prompts_field(CHECKED)
     drafter: tuple[str, ...] = opt.drafters_field(MODELS)
-    category: tuple[str, ...] = _check(
-        (), "--category NAME", "Category of prompts; repeatable. Default: all."
-    )
     limit: int | None = _check(
         None,
         "--limit N",
@@ -84,7 +81,7 @@ def check(
     checked, and when a difference is a numerical tie.
     """
     from specbench.bench.axes import parse_gammas
-    from specbench.bench.prompts import load_prompts
+    from specbench.bench.suites import choose_prompts
     from specbench.recipe import Recipe
 
     caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
@@ -104,7 +101,9 @@ def check(
         else:
             job = DecodingJob(
                 request,
-                load_prompts(checked.prompts or ["all"], checked.category, checked.limit or _DEFAULT_LIMIT),
+                choose_prompts(
+                    checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress
+                )[0],
                 tuple(map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))),
                 requested_policies(
                     drafting.draft_policy,

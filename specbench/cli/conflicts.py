@@ -39,7 +39,7 @@ EXCLUDE = (
     ),
     Row("generate", ("show_accepted",), "json_output"),
     Row("compare", ("markdown",), "as_json"),
-    Row("check", ("prompts", "category"), "outputs", "the file has its own prompts"),
+    Row("check", ("prompts",), "outputs", "the file has its own prompts"),
     Row(
         "sweep",
         ("drafter", "baseline", "gamma", "draft_policy", "cache",
@@ -81,7 +81,9 @@ NEED = (
 """The options have a meaning only with the other one."""
 
 MOVED = {
+    "--category": "--prompts",
     "--no-config": "--config none",
+    "--suite": "--prompts",
 }
 """Options that there were, and what says the same today."""
 

@@ -55,13 +55,14 @@ def generate(
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
     from specbench.base.progress import quiet_transformers
-    from specbench.bench.prompts import load_prompts, read_prompt_text
+    from specbench.bench.prompts import read_prompt_text
+    from specbench.bench.suites import choose_prompts
     from specbench.cli.summary import show_legend, show_notes
 
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     if many.prompts:
         refuse_for_many(recipe)
-        prompts, text = load_prompts(many.prompts), ""
+        prompts, text = choose_prompts(many.prompts)[0], ""
     else:
         prompts, text = [], read_prompt_text(prompt, sys.stdin)
     paint = _paint() if show.show_accepted else None

@@ -229,16 +229,11 @@ def drafters_field(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.")
 
 def prompts_field(
     heading: str = PROMPT,
-    help: str = "Prompts: a built-in set, 'all', or a JSON Lines file; repeatable. Default: all.",  # noqa: A002
+    help: str = "Prompts: a built-in set, 'all', a public benchmark (spec-bench, gsm8k, ...) or a JSON Lines file;"  # noqa: A002
+    " repeatable. Default: all.",
 ) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
     return group(heading)((), "--prompts -p SET", help)
-
-
-def suite_field(heading: str = PROMPT, more: str = "") -> Any:
-    """Return the field of a group for ``--suite`` that may be repeated."""
-    about = "Public benchmark in place of --prompts: spec-bench, mt-bench, gsm8k and others, or a file; repeatable."
-    return group(heading)((), "--suite NAME", f"{about} {more}".rstrip())
 
 
 TargetOption = Annotated[str, panel(MODELS)(*_TARGET)]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specbench.base.errors import UsageError
-from specbench.cli.options import drafters_field, prompts_field, suite_field
-from specbench.options import DECODING, MODELS, OUTPUT, PROMPT, CacheName, group
+from specbench.cli.options import drafters_field, prompts_field
+from specbench.options import DECODING, MODELS, OUTPUT, CacheName, group
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -147,15 +146,11 @@ class ExperimentOptions:
     """Prompts, and how often they are decoded."""
 
     prompts: tuple[str, ...] = prompts_field(EXPERIMENT)
-    suite: tuple[str, ...] = suite_field(EXPERIMENT, "--limit draws as many prompts of each task, by --seed.")
-    category: tuple[str, ...] = _experiment(
-        (), "--category NAME", "Category of prompts; repeatable. Default: all."
-    )
     limit: int | None = _experiment(
         None,
         "--limit N",
-        "Number of prompts, taken in turn from the categories. Default: all of the named sets or categories,"
-        f" {_DEFAULT_LIMIT} of a suite or if none is named.",
+        "Number of prompts, in turn from the categories, or of a public benchmark as many of each task, by --seed."
+        f" Default: all of the named sets, {_DEFAULT_LIMIT} of a public benchmark or if none is named.",
         min=1,
     )
     turns: int | None = _experiment(
@@ -234,10 +229,6 @@ class SearchOptions:
         " given drafters alone: `specbench sweep --until sure`.",
     )
     prompts: tuple[str, ...] = prompts_field()
-    suite: tuple[str, ...] = suite_field()
-    category: tuple[str, ...] = group(PROMPT)(
-        (), "--category NAME", "Category of prompts; repeatable. Default: all."
-    )
     temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
     cache: CacheName | None = _decoding(
         None,
@@ -274,27 +265,15 @@ class ChosenPrompts:
     suites: tuple[StoredSuite, ...] = ()
 
 
-def choose_prompts(
+def chosen_prompts(
     options: ExperimentOptions | SearchOptions, limit: int | None, progress: Progress | None = None
 ) -> ChosenPrompts:
-    """Return the prompts of ``--prompts`` or ``--suite``, and where they come from."""
-    from specbench.bench.prompts import load_prompts
+    """Return the prompts of ``--prompts``, and where they come from."""
+    from specbench.bench.suites import choose_prompts
 
-    if options.suite and options.prompts:
-        raise UsageError("--suite and --prompts both name prompts.", "Leave one of them out.")
-    named = options.suite or options.prompts or (_DEFAULT_PROMPTS,)
-    suites: list[StoredSuite] = []
-    if options.suite:
-        from specbench.bench.suites import load_suites
-
-        prompts, suites = load_suites(named, options.category, limit, seed=options.seed, progress=progress)
-    else:
-        prompts = load_prompts(named, options.category, limit)
-    sources = {
-        "prompts": [Path(name).name for name in named],
-        "categories": [*options.category],
-        "limit": limit,
-    }
+    named = options.prompts or (_DEFAULT_PROMPTS,)
+    prompts, suites = choose_prompts(named, limit, seed=options.seed, progress=progress)
+    sources = {"prompts": [Path(name).name for name in named], "limit": limit}
     return ChosenPrompts(tuple(prompts), sources, tuple(suites))
 
 
@@ -304,11 +283,12 @@ def prompts_of_sweep(
     """Return the prompts of a sweep, in an order in which it can stop early with ``--until``."""
     from specbench.bench.grid import check_batches
     from specbench.bench.prompts import interleave, shuffled
+    from specbench.bench.suites import SUITES
 
-    limit = experiment.limit
-    if limit is None and experiment.until is None and not (experiment.prompts or experiment.category):
+    limit, named = experiment.limit, experiment.prompts
+    if limit is None and experiment.until is None and (not named or not SUITES.keys().isdisjoint(named)):
         limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
-    chosen = choose_prompts(experiment, limit, progress)
+    chosen = chosen_prompts(experiment, limit, progress)
     if experiment.until is not None:  # the first ones have to stand for all
         chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, experiment.seed))))
     check_batches(options, len(chosen.prompts))

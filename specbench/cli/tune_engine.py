@@ -19,7 +19,7 @@ from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.started import EngineServers, engine_configs
-from specbench.cli.sweep_options import choose_prompts
+from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
 from specbench.results.load import load_snapshot
@@ -52,7 +52,7 @@ def tune_engine(
     clock, start, quiet = WallClock(), load_snapshot(), results.quiet
     began, seconds = clock.now(), 60 * search.minutes
     with starting(quiet, every=True) as progress, quiet_transformers():
-        chosen = choose_prompts(search, None, progress)
+        chosen = chosen_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
         planned = EngineServers.of(
             target, search.drafter, engines, servers, arguments, decoding, search.temperature, usual=True

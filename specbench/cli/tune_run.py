@@ -21,7 +21,7 @@ from specbench.bench.prompts import interleave
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_options import choose_prompts
+from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.sweep_run import FOLDER, RunJob, new_folder
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
@@ -69,7 +69,7 @@ def run_tune(
         require_writable(results.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
     with starting(quiet) as progress:
-        chosen = choose_prompts(search, None, progress)
+        chosen = chosen_prompts(search, None, progress)
     prompts = tuple(interleave(chosen.prompts))
     base = Recipe(parse_model(target), models=models, decoding=decoding)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}

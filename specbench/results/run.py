@@ -151,10 +151,10 @@ class PromptInfo(Record):
 
 
 class StoredSuite(Record):
-    """A public benchmark that prompts are from (``--suite``)."""
+    """A public benchmark that prompts are from (``--prompts``)."""
 
     name: str
-    source: Annotated[str, doc("address it was fetched from; of another file its name")]
+    source: Annotated[str, doc("address of its file")]
     sha256: Annotated[str, doc("of its file")]
     license: Annotated[str | None, doc("of the repository that it is in; `null` if not known")] = None
     prompts: Annotated[Count, doc("in the file")]
