@@ -19,6 +19,8 @@ from specbench.specs.verification import VERIFICATIONS, VerificationName
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
+"""Strategies of accelerate that place layers on several devices."""
 CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, POLICY, DECODING = "Prompt", "Models", "Draft policy", "Decoding"
@@ -78,19 +80,22 @@ class LoadOptions:
     Attributes:
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
             processor computes in it, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps".
-        device_map: A strategy of accelerate, which places layers on several devices; excludes ``device``.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps", or one of ``DEVICE_MAPS``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
 
     Example:
         >>> LoadOptions(dtype="int8")
-        LoadOptions(dtype='int8', device='auto', device_map=None, any_target=False)
+        LoadOptions(dtype='int8', device='auto', any_target=False)
     """
 
     dtype: str = "auto"
     device: str = "auto"
-    device_map: str | None = None
     any_target: bool = False
+
+    @property
+    def device_map(self) -> str | None:
+        """The strategy by which layers are placed on several devices; ``None`` for a single one."""
+        return self.device if self.device in DEVICE_MAPS else None
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
@@ -150,11 +155,11 @@ class ModelOptions:
     dtype: DtypeName = _model(
         "auto", "--dtype DTYPE", "Target dtype: auto, float32, bfloat16, float16, int8 or int4."
     )
-    device: str = _model("auto", "--device DEVICE", "Target device: auto, cpu, cuda, cuda:N or mps.")
-    device_map: str | None = _model(
-        None,
-        "--device-map MAP",
-        "Device map instead of --device: accelerate's auto, balanced, balanced_low_0 or sequential.",
+    device: str = _model(
+        "auto",
+        "--device DEVICE",
+        "Target device: auto, cpu, cuda, cuda:N or mps; or several, in accelerate's order: balanced, balanced_low_0 or"
+        " sequential.",
     )
     drafter_dtype: DtypeName = _model(
         "auto", "--drafter-dtype DTYPE", "Drafter dtype; auto is int8 on a CPU."
@@ -169,7 +174,7 @@ class ModelOptions:
 
     @property
     def target(self) -> LoadOptions:
-        return LoadOptions(self.dtype, self.device, self.device_map)
+        return LoadOptions(self.dtype, self.device)
 
     @property
     def drafter(self) -> LoadOptions:

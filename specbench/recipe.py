@@ -50,7 +50,7 @@ class Recipe:
     @property
     def plain(self) -> Recipe:
         own = self.models
-        models = ModelOptions(own.dtype, own.device, own.device_map, allow_pickle=own.allow_pickle)
+        models = ModelOptions(own.dtype, own.device, allow_pickle=own.allow_pickle)
         return replace(self, drafter=Plain(), policy=None, costs=None, models=models)
 
     def arguments(self) -> list[str]:

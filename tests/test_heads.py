@@ -837,7 +837,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(tmp_path, case):
 def test_a_head_goes_with_its_target_alone(tmp_path):
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
     target = tiny_target()
-    for options in (LoadOptions(device="cpu"), LoadOptions(device_map="auto")):
+    for options in (LoadOptions(device="cpu"), LoadOptions(device="balanced")):
         assert "always runs on its target's device" in refusal(
             load_drafter, str(folder), target, options, kind=UsageError
         )

@@ -28,7 +28,7 @@ RECIPES = {
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
         Path("/secret/place/costs.json"),
-        ModelOptions(dtype="int8", drafter_dtype="int4", device_map="auto", allow_pickle=True),
+        ModelOptions(dtype="int8", drafter_dtype="int4", device="balanced", allow_pickle=True),
         CacheOptions(cache="preallocated", bit_exact=True),
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
@@ -56,7 +56,7 @@ def test_words():
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
-        "--device-map", "auto", "--drafter-dtype", "int4", "--allow-pickle",
+        "--device", "balanced", "--drafter-dtype", "int4", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_what_this_version_does_not_know_is_left_out(field, value):
 def small_run(drafter: str, **config: Any) -> Run:
     config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "draft_policy": "auto",
               "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
-    options = {"target": "org/big@v2", "target_options": {"dtype": "float32", "device_map": None},
+    options = {"target": "org/big@v2", "target_options": {"dtype": "float32"},
                "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
     return run_of({"run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
                    "environment": {}, "prompts": [], "command": ["sweep", "--bit-exact"]})  # fmt: skip

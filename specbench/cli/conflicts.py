@@ -82,6 +82,7 @@ NEED = (
 
 MOVED = {
     "--category": "--prompts",
+    "--device-map": "--device",
     "--no-config": "--config none",
     "--suite": "--prompts",
 }

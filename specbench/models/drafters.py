@@ -362,10 +362,10 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
             is requested, or the target gives no hidden states.
     """
     options = options or LoadOptions()
-    if options.device != "auto" or options.device_map is not None:
+    if options.device != "auto":
         raise UsageError(
             f"The head {head.name} always runs on its target's device.",
-            "Leave the drafter's device and device map out.",
+            "Leave the drafter's device out.",
         )
     model: Any = target.language_model.model
     config, embeddings = model.config, model.get_input_embeddings()

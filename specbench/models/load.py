@@ -358,7 +358,7 @@ def resolve_dtype(
     if not isinstance(own, torch.dtype):
         floats = [kind for kind, _ in counts.most_common() if kind.is_floating_point and kind.itemsize > 1]
         own = floats[0] if floats else torch.float32
-    if resolve_device(options.device).type != "cpu":  # "auto", as with a device map, prefers a GPU too
+    if resolve_device(options.device).type != "cpu":
         return own
     return torch.bfloat16 if own == torch.bfloat16 and has_bfloat16() else torch.float32
 
