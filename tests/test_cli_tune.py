@@ -80,7 +80,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
         self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
     ) -> list[CostLine]:
         return cost_lines(
-            {n: [seconds] for n in widths}, {name: [seconds / 10] for name in self.drafters}, 256
+            {n: [seconds] for n in widths}, {each.name: [seconds / 10] for each in self.drafters}, 256
         )
 
     monkeypatch.setattr(ModelEngine, "generate", timed)
