@@ -35,7 +35,7 @@ from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
@@ -131,7 +131,7 @@ class Guesses(Drafter):
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int, wrong: float = 0.25) -> None:
-        super().__init__("guesses")
+        super().__init__(DrafterTraits("guesses"))
         self.text, self.wrong = [*prompt, *answer], wrong
         self.random = Random(seed)
 

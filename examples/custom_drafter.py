@@ -9,7 +9,7 @@ from specbench import FreeDrafter, Guess, autoregressive_generate, load_target, 
 class Bigrams(FreeDrafter):
     after: dict[int, int]
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         super().begin(prompt)
         self.after = {}
 

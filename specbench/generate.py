@@ -133,13 +133,13 @@ def _check_drafter(drafter: Drafter, target: Target) -> None:
     for model in models_of(drafter):
         if isinstance(model, SelfDrafter) and model.scorer.cache is not target.scorer.cache:
             raise UsageError(
-                f"The drafter {drafter.name} was made for another target.",
+                f"The drafter {drafter.traits.name} was made for another target.",
                 "Make one for this target with load_drafter.",
             )
         if model.scorer.vocab_size not in (None, target.vocab_size):
             raise UsageError(
-                f"The drafter {drafter.name} was made for a target of {model.scorer.vocab_size} logits, this one has"
-                f" {target.vocab_size}.",
+                f"The drafter {drafter.traits.name} was made for a target of {model.scorer.vocab_size} logits, this"
+                f" one has {target.vocab_size}.",
                 "Make one for this target with load_drafter.",
             )
 
@@ -240,7 +240,7 @@ class GenerationRun:
         cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
         pairs = zip(cached, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return scorer.most_kept(max(0, common - 1) if drafter.layers else common)
+        return scorer.most_kept(max(0, common - 1) if drafter.traits.layers else common)
 
     def as_request(
         self,
@@ -310,7 +310,7 @@ class GenerationRun:
             prefill=prefill,
             steps=tuple(self._steps),
             target=self.target.name,
-            drafter=self.drafter.name,
+            drafter=self.drafter.traits.name,
             dtype=self.target.dtype,
             seed=self.seed,
             lossless=self.decoding.residual_adjustment,

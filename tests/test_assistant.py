@@ -152,7 +152,7 @@ def prepared(target: Target, drafter: Any, context: list[int]) -> Any:
     """The drafter's scorer, when the target has read all of a context but its last token."""
     target.scorer.begin()
     drafter.scorer.begin()
-    request = ForwardRequest(target.scorer, context[:-1], layers=drafter.layers)
+    request = ForwardRequest(target.scorer, context[:-1], layers=drafter.traits.layers)
     drafter.scorer.take_states(len(context) - 1, target.scorer.score(request).hidden)
     target.scorer.rollback(len(context) - 1)
     return drafter.scorer
@@ -285,7 +285,7 @@ def test_int8_layers_draft_nearly_the_same(pair):
         made = pair(form)
         target = load_target(str(made.folder), PLAIN)
         drafter: Any = load_drafter(str(made.own_folder), target)
-        assert drafter.name == "gemma-assistant (int8)"
+        assert drafter.traits.name == "gemma-assistant (int8)"
         found = (
             prepared(target, drafter, CONTEXT).score(ForwardRequest(drafter.scorer, CONTEXT, [])).logits[0]
         )

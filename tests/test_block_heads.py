@@ -182,7 +182,7 @@ def rows_after(drafter: Any, tokens: Sequence[int], parents: Sequence[int] | Non
     scorer = drafter.scorer
     scorer.begin()
     for end in (5, len(CONTEXT)):
-        states = target_states(CONTEXT[: end - 1], drafter.layers)
+        states = target_states(CONTEXT[: end - 1], drafter.traits.layers)
         drafter.update(StepOutcome(CONTEXT[:end], 1, torch.empty(0), states=states))
     rows = scorer.score(ForwardRequest(scorer, CONTEXT, tokens, parents)).logits
     return rows if scorer.vocabulary is None else scorer.vocabulary.spread(rows, -torch.inf)
@@ -212,9 +212,9 @@ def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
         else spark_speculators(markov_head_type=markov, sample_from_anchor=not first)
     )
     drafter = drafter_of(tmp_path / "head", settings, tensors)
-    assert drafter.layers == ((1, 3) if authors else (1, 2))
+    assert drafter.traits.layers == ((1, 3) if authors else (1, 2))
     assert drafter.scorer.longest == BLOCK - first
-    hidden = hidden_of(tensors, drafter.layers, CONTEXT)
+    hidden = hidden_of(tensors, drafter.traits.layers, CONTEXT)
     for parents, paths in (
         (None, [[], DRAFT[:1], DRAFT[:2]]),
         ([-1, -1, 1], [[], [44], [8], [8, 61]]),
@@ -235,7 +235,7 @@ def test_rows_of_dflash_2_are_those_of_the_formulas(tmp_path, form):
     }  # fmt: skip
     settings = flash_two_settings() if form == "authors" else speculators_block_settings(**named)
     drafter = drafter_of(tmp_path / "head", settings, tensors)
-    hidden = hidden_of(tensors, drafter.layers, CONTEXT)[1:]
+    hidden = hidden_of(tensors, drafter.traits.layers, CONTEXT)[1:]
     logits = hidden @ output_rows(tensors).T
     found = rows_after(drafter, [44, 8, 61], [-1, -1, 1])
     places = [(0, CONTEXT[-1]), (1, 44), (1, 8), (2, 61)]
@@ -253,7 +253,9 @@ def test_blocks_see_through_windows_and_have_caps(tmp_path, causal):
     more |= {"final_logit_softcapping": 2.0, "output_multiplier": 0.5, "input_embedding_scale": 1.5}
     tensors = block_tensors()
     drafter = drafter_of(tmp_path / "head", block_settings(**WINDOWED, **more), tensors)
-    hidden = hidden_of(tensors, drafter.layers, CONTEXT, window=5, causal=causal is not False, scale=1.5)
+    hidden = hidden_of(
+        tensors, drafter.traits.layers, CONTEXT, window=5, causal=causal is not False, scale=1.5
+    )
     expected = 2 * torch.tanh(hidden[1:] @ output_rows(tensors).T * 0.5 / 2)
     close(rows_after(drafter, DRAFT[:2]), expected)
 

@@ -19,7 +19,7 @@ from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Decoding, Drafter, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.generate import GenerationRun, speculative_generate
@@ -351,7 +351,7 @@ class Stubborn(Drafter):
     """Drafts one token again and again."""
 
     def __init__(self, token: int) -> None:
-        super().__init__("stubborn")
+        super().__init__(DrafterTraits("stubborn"))
         self.token = token
 
     def propose(self, context: Any, plan: StepPlan) -> Decoding[Draft]:

@@ -399,8 +399,8 @@ def test_a_cascade_is_told_by_its_first_word(tmp_path, monkeypatch):
 def test_a_cascade_is_named_as_it_is_written(spec, named):
     target = wrap_target(tiny_language_model().model, tiny_tokenizer(), pack=False)
     drafter = load_drafter(spec, target)
-    assert drafter.name == named
-    assert load_drafter(named, target).name == named
+    assert drafter.traits.name == named
+    assert load_drafter(named, target).traits.name == named
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sam
     with_judge(monkeypatch, broken)
     for drafter in (draft_model(near, "near"), CascadeDrafter(LookupDrafter(), draft_model(near, "near"))):
         setup = replace(setup_of(sampling=sampling), drafter=drafter)
-        assert result_of(setup).verdict == "wrong", drafter.name
+        assert result_of(setup).verdict == "wrong", drafter.traits.name
 
 
 def test_an_ignored_end_token_is_found():

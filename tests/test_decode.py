@@ -14,7 +14,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Decoding, Drafter, StepPlan, run_to_end
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -41,11 +41,11 @@ class FixedDraft(Drafter):
     """Proposes what it is told to, and keeps what the loop tells it."""
 
     def __init__(self, tokens: Sequence[int], start: int = len(PROMPT)) -> None:
-        super().__init__("fixed")
+        super().__init__(DrafterTraits("fixed"))
         self.tokens, self.start = list(tokens), start
         self.commits: list[tuple[int, int, int]] = []
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self.commits.clear()
 
     def propose(self, context, plan) -> Decoding[Draft]:

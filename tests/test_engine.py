@@ -309,7 +309,7 @@ def test_a_model_is_loaded_once_whoever_drafts_with_it(tmp_path, monkeypatch):
     assert (small_behind.model, own_behind.model) == (small_alone, own_alone)
     assert [bool(each.models) for each in loaded_drafters] == [False, True, True, False, False]
     assert ready.name == "target"
-    assert one.name == "lookup"
+    assert one.traits.name == "lookup"
 
 
 def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(tmp_path, monkeypatch):
@@ -330,4 +330,4 @@ def test_a_drafter_that_cannot_be_loaded_is_missed_where_it_is_asked_for(tmp_pat
     for each in loaded_drafters[:2]:
         with pytest.raises(RunError, match="not enough memory"):
             _ = each.drafter
-    assert loaded_drafters[2].drafter.name == "lookup"
+    assert loaded_drafters[2].drafter.traits.name == "lookup"

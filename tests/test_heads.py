@@ -376,9 +376,9 @@ def test_rows_of_eagle_are_those_of_the_formulas(tmp_path, layout):
         tree = formulas(expected.tensors, settings).rows(CONTEXT, DRAFT, parents)
         shorter = formulas(expected.tensors, settings).rows(CONTEXT[:5], [CONTEXT[5], 70], [-1, 0])
     scorer.begin()
-    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.traits.layers))
     assert_rows(scorer, shorter, CONTEXT[:5], [CONTEXT[5], 70])
-    drafter.update(outcome_of(CONTEXT, drafter.layers, 2))
+    drafter.update(outcome_of(CONTEXT, drafter.traits.layers, 2))
     assert_rows(scorer, chain[:1], CONTEXT, rows=1)
     assert_rows(scorer, chain[:2], CONTEXT, DRAFT[:1])
     assert_rows(scorer, chain, CONTEXT, DRAFT)
@@ -419,9 +419,9 @@ def assert_rows_of_blocks(
     """A head that guesses two tokens (or ``longer``) gives these rows behind a part of the context and all of it."""
     scorer = drafter.scorer
     scorer.begin()
-    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.traits.layers))
     assert_rows(scorer, first[:2], CONTEXT[:5], DRAFT[:1])
-    drafter.update(outcome_of(CONTEXT, drafter.layers))
+    drafter.update(outcome_of(CONTEXT, drafter.traits.layers))
     assert_rows(scorer, second[:1], CONTEXT, rows=1)
     assert_rows(scorer, second, CONTEXT, DRAFT[:2])
     drafter.update(StepOutcome(CONTEXT, 0, torch.empty(0)))
@@ -448,12 +448,12 @@ def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     read, passes = scorer.head.read, []
     monkeypatch.setattr(scorer.head, "read", lambda *given: passes.append(given[0].shape[1]) or read(*given))
     drafter.begin(CONTEXT[:5])
-    drafter.update(outcome_of(CONTEXT[:5], drafter.layers))
+    drafter.update(outcome_of(CONTEXT[:5], drafter.traits.layers))
     draft = run_to_end(
         drafter.propose(CONTEXT[:5], StepPlan(9, FixedLength(9), Multinomial(1.0), Randomness(0)))
     )
     assert len(draft.tokens) == 3
-    drafter.update(outcome_of(CONTEXT, drafter.layers, 4))
+    drafter.update(outcome_of(CONTEXT, drafter.traits.layers, 4))
     run_to_end(drafter.propose(CONTEXT, StepPlan(9, FixedLength(2), Greedy(), Randomness(0))))
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
@@ -525,7 +525,7 @@ def rows_of_blocks(
 def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, layers):
     tensors = block_tensors(drafted=drafted)
     drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
-    assert drafter.layers == layers
+    assert drafter.traits.layers == layers
     with torch.inference_mode():
         first, second = (rows_of_blocks(tensors, layers, context) for context in (CONTEXT[:5], CONTEXT))
     assert_rows_of_blocks(drafter, first, second)
@@ -685,7 +685,7 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
     assert len(firsts) > 2
     for context, row in firsts:
         fresh.begin()
-        fresh.take_states(len(context) - 1, target_states(context[:-1], head.layers, few_tokens()))
+        fresh.take_states(len(context) - 1, target_states(context[:-1], head.traits.layers, few_tokens()))
         torch.testing.assert_close(
             fresh.score(ForwardRequest(fresh, context)).logits[0], row, atol=1e-4, rtol=1e-4
         )
@@ -695,14 +695,14 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
     target = tiny_target()
     folder = write_head(tmp_path / "head", speculators_settings(), eagle_tensors(spread=0.1))
     quick, exact = drafter_of(folder, target, LoadOptions()), drafter_of(folder, target)
-    assert (quick.name, exact.name) == ("head (int8)", "head (float32)")
-    assert quick.draftable is not None
-    assert quick.draftable == exact.draftable
-    assert len(quick.draftable) == DRAFTED
+    assert (quick.traits.name, exact.traits.name) == ("head (int8)", "head (float32)")
+    vocabularies = [each.traits.vocabulary for each in (quick, exact)]
+    assert all(each is not None and len(each.ids) == DRAFTED for each in vocabularies)
+    assert vocabularies[0].ids == vocabularies[1].ids
     rows = []
     for drafter in (quick, exact):
         drafter.begin(CONTEXT)
-        drafter.update(outcome_of(CONTEXT, drafter.layers))
+        drafter.update(outcome_of(CONTEXT, drafter.traits.layers))
         rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, CONTEXT, DRAFT)).logits)
     assert rows[0].shape == (4, DRAFTED)
     assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
@@ -846,7 +846,7 @@ def test_a_head_goes_with_its_target_alone(tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save(eagle_tensors(), folder / "pytorch_model.bin")
     assert "--allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
-    assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).draftable
+    assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).traits.vocabulary
 
 
 def test_a_target_whose_hidden_states_have_another_shape_takes_no_head(tmp_path):
@@ -876,7 +876,7 @@ def test_a_llama_of_one_layer_is_no_head(tmp_path):
     torch.save(eagle_one_tensors(), head / "pytorch_model.bin")
     assert find_head(parse_model(str(head))) is not None
     assert "--allow-pickle" in refusal(load_drafter, str(head), tiny_target(), PLAIN, kind=UsageError)
-    assert load_drafter(str(head), tiny_target(), PLAIN, allow_pickle=True).takes_trees
+    assert load_drafter(str(head), tiny_target(), PLAIN, allow_pickle=True).traits.trees
     (head / "pytorch_model.bin").write_bytes(b"nonsense")
     assert find_head(parse_model(str(head))) is None
 

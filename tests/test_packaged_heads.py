@@ -53,7 +53,7 @@ def packaged(tmp_path, monkeypatch) -> Path:
 def test_it_drafts(packaged):
     target = tiny_target()
     drafter = load_drafter(ALIAS, target, PLAIN)
-    assert drafter.name == f"{ALIAS} (float32)"
+    assert drafter.traits.name == f"{ALIAS} (float32)"
     found = speculative_generate([5, 9, 14], target, drafter, gamma=3, max_new_tokens=20)
     assert found.token_ids == autoregressive_generate([5, 9, 14], target, max_new_tokens=20).token_ids
     assert any(step.drafted for step in found.steps)
@@ -61,7 +61,7 @@ def test_it_drafts(packaged):
 
 def test_its_best_measurement_says_what_is_expected_of_it(packaged):
     target = tiny_target()
-    assert load_drafter(ALIAS, target, PLAIN).prior.acceptance is None, "it was never measured"
+    assert load_drafter(ALIAS, target, PLAIN).traits.prior.acceptance is None, "it was never measured"
     measured = [
         {"tokens": 1, "tokens_per_step": each, "accepted": [accepted], "categories": {}}
         for each, accepted in ((1.2, 0.1), (1.8, 0.4), (1.5, 0.3))
@@ -74,11 +74,11 @@ def test_its_best_measurement_says_what_is_expected_of_it(packaged):
     }
     (packaged / TRAINING_FILE).write_text(json.dumps(facts))
     for drafter in (ALIAS, f"lookup+{ALIAS}"):
-        assert load_drafter(drafter, target, PLAIN).prior.acceptance == 0.4
+        assert load_drafter(drafter, target, PLAIN).traits.prior.acceptance == 0.4
     for useless in ([0.0], [1.0], []):
         measured[1]["accepted"] = useless
         (packaged / TRAINING_FILE).write_text(json.dumps(facts))
-        assert load_drafter(ALIAS, target, PLAIN).prior.acceptance is None
+        assert load_drafter(ALIAS, target, PLAIN).traits.prior.acceptance is None
 
 
 def test_weights_that_are_not_its_own_are_refused(packaged):
@@ -126,7 +126,7 @@ def test_packed_weights_are_those_of_the_head_but_for_the_step(compact, tmp_path
             coarse += bool(far.any())
         assert torch.equal(read["fc.weight"], whole["fc.weight"])
         assert (coarse > 3) == (bits == 5)
-    assert load_drafter(str(out), tiny_target(), PLAIN).takes_trees
+    assert load_drafter(str(out), tiny_target(), PLAIN).traits.trees
 
 
 def test_packed_weights_that_are_damaged_are_refused(compact):

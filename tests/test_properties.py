@@ -29,7 +29,7 @@ from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, Drafter, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -238,7 +238,7 @@ class Guesser(Drafter):
     """Proposes tokens from a list, right or wrong, and is sure of them."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__("guesser")
+        super().__init__(DrafterTraits("guesser"))
         self.tokens = list(tokens)
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:

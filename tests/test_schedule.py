@@ -16,7 +16,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.loop import decode, run_decoding
-from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
@@ -378,8 +378,11 @@ def last_token(tokens: Sequence[int]) -> torch.Tensor:
 class Listening(NoDraft):
     """Takes in states of the target, and drafts nothing."""
 
-    layers = (0,)
     known = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traits = DrafterTraits("listening", layers=(0,))
 
     def update(self, outcome: StepOutcome) -> None:
         context, states = outcome.context, outcome.states

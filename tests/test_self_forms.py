@@ -250,7 +250,7 @@ def test_a_rounded_target_has_no_rounded_form(dtype):
     for spec in ("self:int8", "self:int4", "self:int8,skip=1", "lookup+self:int8,layers=2"):
         with pytest.raises(UsageError, match=f"The target is {dtype} already"):
             load_drafter(spec, target)
-    assert load_drafter("self:skip=1", target).name == "self:skip=1"
+    assert load_drafter("self:skip=1", target).traits.name == "self:skip=1"
 
 
 @pytest.mark.parametrize(
@@ -285,4 +285,4 @@ def test_a_model_whose_layers_are_not_found():
     target = wrap_target(model, tiny_tokenizer(), pack=False)
     with pytest.raises(UsageError, match="This target cannot leave out layers"):
         load_drafter("self:skip=1", target)
-    assert load_drafter("self:int8", target).name == "self:int8"
+    assert load_drafter("self:int8", target).traits.name == "self:int8"

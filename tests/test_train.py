@@ -596,7 +596,7 @@ def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
             write_head(folder, student, target, teacher.head, DRAFTED, compact=compact)
             drafter: Any = load_drafter(str(folder), target)
             drafter.begin([1, 2, 3, 4])
-            states = states_of(model, [1, 2, 3], drafter.layers)
+            states = states_of(model, [1, 2, 3], drafter.traits.layers)
             drafter.update(StepOutcome([1, 2, 3, 4], 1, torch.empty(0), states=states))
             rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, [1, 2, 3, 4], [8])).logits)
         close = rows[0][rows[0].isfinite()], rows[1][rows[1].isfinite()]
@@ -641,7 +641,7 @@ def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_
     drafter: Any = load_drafter(str(tmp_path / "head"), target, PLAIN)
     context, draft = [5, 19, 2, 77, 11], [8, 30]
     drafter.begin(context)
-    drafter.scorer.take_states(4, states_of(model, context[:-1], drafter.layers))
+    drafter.scorer.take_states(4, states_of(model, context[:-1], drafter.traits.layers))
     found = drafter.scorer.score(ForwardRequest(drafter.scorer, context, draft)).logits
     expected = decoders_rows(model, student, teacher.head, [*context, *draft, 0], 3)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)  # stored in bfloat16
@@ -672,9 +672,9 @@ def test_a_head_for_other_weights_is_refused_unless_told(model, target, tmp_path
     assert "trained for other weights than those of other" in refusal(
         load_drafter, str(folder), other, kind=UsageError
     )
-    assert load_drafter(str(folder), other, LoadOptions(any_target=True)).draftable
+    assert load_drafter(str(folder), other, LoadOptions(any_target=True)).traits.vocabulary
     half = wrap_target(tiny_llama(0, layers=3, dtype=torch.bfloat16), tiny_tokenizer(), pack=False)
-    assert load_drafter(str(folder), half).draftable
+    assert load_drafter(str(folder), half).traits.vocabulary
     tensors = load_file(folder / "model.safetensors")
     assert {tensor.dtype for name, tensor in tensors.items() if "proj" in name} == {torch.bfloat16}
 

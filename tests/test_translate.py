@@ -262,8 +262,8 @@ def test_a_head_is_cut_once():
     target = wrap_target(tiny_llama(0), tiny_tokenizer())
     model = language_model(other_words("the", "Ġan"))
     first, again = wrap_drafter(model, target), wrap_drafter(model, target)
-    assert first.draftable == again.draftable
-    assert model.model.get_output_embeddings().out_features == len(first.draftable or ())
+    assert first.traits.vocabulary.ids == again.traits.vocabulary.ids
+    assert model.model.get_output_embeddings().out_features == len(first.traits.vocabulary.ids)
     other = wrap_target(tiny_llama(0, vocab_size=300), other_words("Ġan", "er"))
     with pytest.raises(UsageError, match="was already trimmed to another vocabulary"):
         wrap_drafter(model, other)

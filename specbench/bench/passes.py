@@ -216,16 +216,16 @@ def time_passes(
         began = clock.now()
         found = run_to_end(drafter.propose(text, StepPlan(most, shape, Greedy(), Randomness(0))))
         took = clock.now() - began
-        reading[drafter.name] = reading.get(drafter.name, 0.0) + found.prefill_s
+        reading[drafter.traits.name] = reading.get(drafter.traits.name, 0.0) + found.prefill_s
         if tokens > 1:
-            passes[drafter.name] = len(found.tokens) if found.passes is None else found.passes
+            passes[drafter.traits.name] = len(found.tokens) if found.passes is None else found.passes
         drafter.update(_no_tokens(text))
         return took
 
     scorer.begin()
     target_pass(1)  # reads the context
     for drafter in drafters.values():
-        if drafter.layers:
+        if drafter.traits.layers:
             scorer.begin()
         _begin(drafter, scorer, text)
         draft(drafter)  # reads the context too, if it has a cache
@@ -233,7 +233,7 @@ def time_passes(
     for name, drafter in drafters.items():
         jobs[name, "one"] = partial(draft, drafter)
         jobs[name, "several"] = partial(draft, drafter, _DRAFTED)
-        for nodes in tree_nodes if drafter.takes_trees else ():
+        for nodes in tree_nodes if drafter.traits.trees else ():
             jobs[name, nodes] = partial(draft, drafter, nodes=nodes)
     with without_guesses(drafters.values()):
         times = time_in_turn(jobs, rounds, order)
@@ -241,7 +241,7 @@ def time_passes(
     lines: list[CostLine] = [TargetTimes(tokens=n, seconds=times[n], context_tokens=length) for n in widths]
     for name, drafter in drafters.items():
         at: dict[str, Any] = {"drafter": name, "context_tokens": length}
-        count, read_s = passes[drafter.name], reading[drafter.name]
+        count, read_s = passes[drafter.traits.name], reading[drafter.traits.name]
         lines.append(DrafterTimes(seconds=times[name, "one"], **at))
         if count > 1:
             lines.append(DrafterTimes(seconds=times[name, "several"], passes=count, **at))
@@ -250,7 +250,7 @@ def time_passes(
         lines += [
             TreeTimes(nodes=nodes, seconds=times[name, nodes], **at)
             for nodes in tree_nodes
-            if drafter.takes_trees
+            if drafter.traits.trees
         ]
     return lines
 
@@ -338,8 +338,10 @@ def _begin(drafter: Drafter, scorer: Scorer, context: Sequence[int]) -> None:
     from specbench.decoding.protocols import ForwardRequest
 
     drafter.begin(context)
-    if drafter.layers:
-        states = scorer.score(ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.layers)).hidden
+    if drafter.traits.layers:
+        states = scorer.score(
+            ForwardRequest(scorer, context[:-1], rows=1, layers=drafter.traits.layers)
+        ).hidden
         assert states is not None
         drafter.update(_no_tokens(context, states))
 

@@ -269,7 +269,9 @@ class DecodingJob:
         """Print what was found, under what was checked."""
         header, piece = self._header, pieces_of(self._model)
         checks = dict(self._checks)
-        names = [(checks[label].setup.drafter.name, checks[label].setup.policy.name) for label, _ in results]
+        names = [
+            (checks[label].setup.drafter.traits.name, checks[label].setup.policy.name) for label, _ in results
+        ]
         if self.request.json_output:
             verdict = worst([result.verdict for _, result in results])
             found = [

@@ -80,7 +80,7 @@ class PromptJob(LoadedRecipe):
         """Return the first event of a trace."""
         return TraceHeader(
             target=self.target.name,
-            drafter=self.drafter.name,
+            drafter=self.drafter.traits.name,
             dtype=self.target.dtype,
             options=self.options(),
             prompt_tokens=len(self.prompt),
@@ -92,7 +92,7 @@ class PromptJob(LoadedRecipe):
     def options(self) -> dict[str, Any]:
         """Return the options that decide the output, by name; ``None`` for those that are switched off."""
         policy = self.policy.policy
-        branches = policy.branches or self.drafter.several_drafters
+        branches = policy.branches or self.drafter.traits.several
         named = (branches or self.policy.verification is not None) and not self.sampling.greedy
         return {
             "draft_policy": self.policy.name,
@@ -104,9 +104,10 @@ class PromptJob(LoadedRecipe):
 
     def draftable_share(self, tokens: Sequence[int]) -> float | None:
         """Return the share of tokens that the drafter's model could draft; ``None`` where it can draft any."""
-        if self.drafter.draftable is None or not tokens:
+        vocabulary = self.drafter.traits.vocabulary
+        if vocabulary is None or not tokens:
             return None
-        return sum(token in self.drafter.draftable for token in tokens) / len(tokens)
+        return sum(token in vocabulary.places for token in tokens) / len(tokens)
 
     @property
     def has_template(self) -> bool:

@@ -51,7 +51,8 @@ class LoadedRecipe:
     @property
     def models(self) -> str:
         """The models as a phrase."""
-        return f"{self.target.name} ({self.target.dtype}, {self.target.scorer.device}), drafter {self.drafter.name}"
+        target, drafter = self.target, self.drafter.traits.name
+        return f"{target.name} ({target.dtype}, {target.scorer.device}), drafter {drafter}"
 
 
 def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
@@ -82,7 +83,7 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
     """Return what the user should know of the models before reading an output."""
     lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
     lines += drafter_notes([drafter])
-    if "grammar" in drafter.name.split("+") and decoding.format is None:
+    if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
         lines.append("The drafter grammar has no effect without --json-schema, --regex or --grammar.")
     if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
@@ -106,7 +107,9 @@ def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
     loaded = [drafter for drafter in drafters if not isinstance(drafter, SpecbenchError)]
     models = [model for drafter in loaded for model in models_of(drafter)]
     translated = [model for model in models if isinstance(model, TranslatingDrafter)]
-    found = {model.name.rsplit(" (", 1)[0]: model.translation for model in translated}  # in whatever dtype
+    found = {
+        model.traits.name.rsplit(" (", 1)[0]: model.translation for model in translated
+    }  # in whatever dtype
     assumed = [model.assumed for model in models if model.assumed]
     return assumed + [
         f"The drafter {name} has another tokenizer than the target: tokens are translated, and it drafts only the"

@@ -103,16 +103,15 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
     policy, verification = request.plan.policy, request.verification(sampling)
-    context, limit, layers = list(request.prompt), request.limit, drafter.layers
+    context, limit, layers = list(request.prompt), request.limit, drafter.traits.layers
     if request.cached_tokens:
         target.resume(request.cached_tokens)
-        drafter.resume(request.prompt, request.cached_tokens)
     else:
         target.begin()
-        drafter.begin(request.prompt)
+    drafter.begin(request.prompt, request.cached_tokens)
     begun = target.epoch, drafter.epoch
     policy.reset()  # what it has learned from earlier prompts
-    policy.start(len(context), drafter.unread(request.prompt), drafter.prior)
+    policy.start(len(context), drafter.unread(request.prompt), drafter.traits.prior)
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft, StepOutcome
+    from specbench.decoding.logits import DraftVocabulary
     from specbench.decoding.records import ExpertsRead, Step
     from specbench.decoding.sampling import Randomness, Sampling
 
@@ -313,7 +314,7 @@ class StepPlan:
 
     Attributes:
         budget: The longest branch that still fits, in tokens; 0 or more.
-        policy: Decides how many tokens, and in which shape; if it branches, the drafter ``takes_trees``.
+        policy: Decides how many tokens, and in which shape; if it branches, the drafter can draft trees.
         sampling: The target's transforms; a drafter that draws applies the same ones to its own logits.
         random: The source of random draws.
         drawing: Chooses the candidates of a tree's node.
@@ -326,55 +327,47 @@ class StepPlan:
     drawing: Drawing = top
 
 
-class Drafter:
-    """Proposes tokens. The defaults are those of a drafter of chains without state; only ``propose`` is missing.
-
-    The loop calls ``begin`` (or ``resume``) for a prompt, ``update`` after the prefill, then ``propose`` and ``update``
-    in every step. With ``first_target=False`` the first call after ``begin`` is ``propose``.
+@dataclass(frozen=True)
+class DrafterTraits:
+    """What a drafter says of itself.
 
     Attributes:
         name: The drafter as the command line names it, with its options.
-        several_drafters: Whether its drafts merge the chains of several drafters.
+        trees: Whether it can draft trees.
+        several: Whether its drafts merge the chains of several drafters.
         certain: Whether all tokens of its trees are certain, not drawn.
+        predicts_acceptance: Whether its logits come with predicted acceptance probabilities, see ``Logits``.
+        layers: The layers of the target whose hidden states it needs, see ``ForwardRequest``.
+        vocabulary: The tokens that it can draft; ``None`` for all.
         prior: What is known of it before it has drafted.
     """
 
-    several_drafters = certain = False
-    prior = UNKNOWN_DRAFTER
+    name: str
+    trees: bool = False
+    several: bool = False
+    certain: bool = False
+    predicts_acceptance: bool = False
+    layers: Sequence[int] = ()
+    vocabulary: DraftVocabulary | None = None
+    prior: DrafterPrior = UNKNOWN_DRAFTER
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+class Drafter:
+    """Proposes tokens. The defaults are those of a drafter without state; only ``propose`` is missing.
+
+    The loop calls ``begin`` for a prompt, ``update`` after the prefill, then ``propose`` and ``update`` in every step.
+    With ``first_target=False`` the first call after ``begin`` is ``propose``.
+    """
+
+    def __init__(self, traits: DrafterTraits) -> None:
+        self.traits = traits
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
+        return f"{type(self).__name__}({self.traits.name!r})"
 
     @property
     def epoch(self) -> object:
         """An object that changes with every new context, as ``Scorer.epoch``; constant if it keeps no state of one."""
-        return 0
-
-    @property
-    def draftable(self) -> frozenset[int] | None:
-        """The tokens that it can draft; ``None`` for all."""
-        return None
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether it can draft trees with its model and cache."""
-        return False
-
-    @property
-    def predicts_acceptance(self) -> bool:
-        """Whether its logits come with predicted acceptance probabilities, see ``Logits``."""
-        return False
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers of the target whose hidden states it needs, see ``ForwardRequest``."""
-        return ()
-
-    def unread(self, prompt: Sequence[int]) -> int:  # noqa: ARG002
-        """Return how many tokens of a prompt that has begun its model has to read before it can draft."""
         return 0
 
     def fork(self, scorer_like: ScorerLike) -> Drafter:
@@ -385,17 +378,17 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new prompt and forget the last one, except for what it is set to keep. It reads the prompt later."""
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:  # noqa: ARG002
-        """Start a new prompt that begins like the last context.
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+        """Start a new prompt and forget the last one, except for what it is set to keep. It reads the prompt later.
 
         Args:
             prompt: Token ids.
-            cached_tokens: How many tokens at the start are the same; they may stay in its cache.
+            cached_tokens: How many tokens at the start are those of the last context; they may stay in its cache.
         """
-        self.begin(prompt)
+
+    def unread(self, prompt: Sequence[int]) -> int:  # noqa: ARG002
+        """Return how many tokens of a prompt that has begun its model has to read before it can draft."""
+        return 0
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft what continues ``context``, all tokens so far; no model has read the last one yet."""

@@ -47,11 +47,11 @@ class DraftPlan:
         """Return the method that verifies the drafts of a drafter."""
         if self.verification is not None:
             return self.verification
-        if drafter.several_drafters:
+        if drafter.traits.several:
             return "specinfer"
         if not self.policy.branches:
             return "rejection"
-        return "naive" if self.policy.certain_only or drafter.certain else "traversal"
+        return "naive" if self.policy.certain_only or drafter.traits.certain else "traversal"
 
     def fork(self) -> DraftPlan:
         """Return a copy for another request, which learns separately from now on."""
@@ -90,16 +90,16 @@ class Request:
                 f"The prompt has {len(self.prompt)} tokens, but the target's context holds only {limit}.",
                 "Shorten the prompt.",
             )
-        if self.plan.policy.needs_acceptance and not self.drafter.predicts_acceptance:
+        if self.plan.policy.needs_acceptance and not self.drafter.traits.predicts_acceptance:
             raise UsageError(
                 f"The draft policy {self.plan.policy.name} needs a drafter with a confidence head, and"
-                f" {self.drafter.name} has none.",
+                f" {self.drafter.traits.name} has none.",
                 "Use a DSpark head, or another draft policy.",
             )
         self._check_tree()
 
     def _check_tree(self) -> None:
-        policy, method, several = self.plan.policy, self.method, self.drafter.several_drafters
+        policy, method, several = self.plan.policy, self.method, self.drafter.traits.several
         if not self.residual_adjustment and (policy.branches or method != "rejection"):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -113,9 +113,9 @@ class Request:
                 " logits than separate ones.",
                 "Leave the tree out, or use another --cache.",
             )
-        if policy.branches and not self.drafter.takes_trees:
+        if policy.branches and not self.drafter.traits.trees:
             raise UsageError(
-                f"The drafter {self.drafter.name} drafts only chains with these models and options.",
+                f"The drafter {self.drafter.traits.name} drafts only chains with these models and options.",
                 "Leave the tree out.",
             )
         if self.sampling.greedy:

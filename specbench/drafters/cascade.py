@@ -34,21 +34,10 @@ class CascadeDrafter(Drafter):
     """
 
     def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
-        super().__init__(cascade_name(free.name, max_passes, model.name))
+        name = cascade_name(free.traits.name, max_passes, model.traits.name)
+        super().__init__(replace(model.traits, name=name, trees=False))
         self.free, self.model, self.max_passes = free, model, max_passes
         self._model_was_used = False
-
-    @property
-    def draftable(self) -> frozenset[int] | None:
-        return self.model.draftable
-
-    @property
-    def predicts_acceptance(self) -> bool:
-        return self.model.predicts_acceptance
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self.model.layers
 
     @property
     def epoch(self) -> tuple[object, object]:
@@ -60,14 +49,9 @@ class CascadeDrafter(Drafter):
     def fork(self, scorer_like: ScorerLike) -> CascadeDrafter:
         return CascadeDrafter(self.free.fork(scorer_like), self.model.fork(scorer_like), self.max_passes)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.free.begin(prompt)
-        self.model.begin(prompt)
-        self._model_was_used = False
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        self.free.resume(prompt, cached_tokens)
-        self.model.resume(prompt, cached_tokens)
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+        self.free.begin(prompt, cached_tokens)
+        self.model.begin(prompt, cached_tokens)
         self._model_was_used = False
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:

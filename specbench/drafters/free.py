@@ -17,7 +17,7 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import Logits
-from specbench.decoding.protocols import Drafter, top
+from specbench.decoding.protocols import Drafter, DrafterTraits, top
 from specbench.decoding.tree import grow_tree
 from specbench.drafters.forced import UnforcedPolicy, forced_token
 
@@ -100,24 +100,27 @@ class FreeDrafter(Drafter):
     longest: int | None = None
     """The longest draft; ``None`` for no limit."""
 
+    trees = False
+    """Whether it also drafts trees; see ``CandidateDrafter``."""
+
     forces = False
     """Whether it also drafts what the format of the output forces."""
 
     def __init__(self, spec: object, clock: Clock | None = None) -> None:
-        super().__init__(str(spec))
+        super().__init__(DrafterTraits(str(spec), trees=self.trees, certain=self.trees))
         self.spec: Any = spec
         self._clock = clock or WallClock()
         self._epoch = 0
         self._read = 0  # tokens of the context read so far
 
-    def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
-        return type(self)(self.spec, self._clock)
-
     @property
     def epoch(self) -> int:
         return self._epoch
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
+        return type(self)(self.spec, self._clock)
+
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self._epoch += 1
         self._read = 0
 
@@ -183,7 +186,7 @@ class FreeDrafter(Drafter):
 class CandidateDrafter(FreeDrafter):
     """Drafts chains or trees of the likeliest candidates; none is drawn. Subclasses define ``candidates``."""
 
-    takes_trees = certain = True
+    trees = True
 
     def candidates(self, context: Sequence[int], drafted: Sequence[int]) -> Mapping[int, float]:
         """Return candidates after ``context + drafted`` with their probabilities, the likeliest first."""

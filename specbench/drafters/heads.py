@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specbench.decoding.protocols import UNKNOWN_DRAFTER, DrafterPrior
 from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
     from specbench.backends.torch.head_scorers import AnyHeadScorer
+    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
 
 
@@ -18,13 +21,17 @@ class HeadDrafter(ModelDrafter):
     scorer: AnyHeadScorer  # type: ignore[assignment]
     _takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
-    @property
-    def layers(self) -> Sequence[int]:
-        return self.scorer.layers
-
-    @property
-    def predicts_acceptance(self) -> bool:
-        return self.scorer.predicts_acceptance
+    def __init__(
+        self,
+        scorer: AnyHeadScorer,
+        name: str,
+        clock: Clock | None = None,
+        prior: DrafterPrior = UNKNOWN_DRAFTER,
+    ) -> None:
+        super().__init__(scorer, name, clock, prior)  # type: ignore[arg-type]
+        self.traits = replace(
+            self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance
+        )
 
     def _predicted_acceptance(self) -> float | None:
         predicted = self.scorer.acceptance

@@ -57,7 +57,7 @@ class LookupDrafter(FreeDrafter):
         self._earlier: dict[int, int] = {}
         self._copying: _Copying | None = None
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         super().begin(prompt)
         self._after.clear()
         self._earlier.clear()

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +16,13 @@ from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits, NoTokenError
-from specbench.decoding.protocols import Drafter, ForwardRequest
+from specbench.decoding.protocols import (
+    UNKNOWN_DRAFTER,
+    Drafter,
+    DrafterPrior,
+    DrafterTraits,
+    ForwardRequest,
+)
 from specbench.decoding.tree import grow_tree
 from specbench.drafters.guesses import Guesses
 
@@ -55,17 +60,25 @@ class ModelDrafter(Drafter):
         scorer: The model; its logits are as wide as the target's, or those of its ``DraftVocabulary``.
         name: Its name on the command line.
         clock: Times its prefill; ``None`` for the device's clock.
+        prior: See ``DrafterTraits``.
 
     Attributes:
         guesses: What its next passes may read ahead; ``None`` for a pass per token.
         assumed: A sentence on what its files do not say; empty if they say everything.
     """
 
-    _takes_guesses = True
+    _takes_guesses = _takes_trees = True
     assumed = ""
 
-    def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        scorer: Scorer,
+        name: str,
+        clock: Clock | None = None,
+        prior: DrafterPrior = UNKNOWN_DRAFTER,
+    ) -> None:
+        trees = self._takes_trees and scorer.reads_trees
+        super().__init__(DrafterTraits(name, trees, vocabulary=scorer.vocabulary, prior=prior))
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
         self.guesses = Guesses() if self._takes_guesses else None
@@ -83,37 +96,28 @@ class ModelDrafter(Drafter):
         """The longest context after which it can draft, in tokens; ``None`` without a limit."""
         return self.scorer.context_limit
 
-    @property
-    def takes_trees(self) -> bool:
-        return self.scorer.reads_trees
-
-    @cached_property
-    def draftable(self) -> frozenset[int] | None:
-        vocabulary = self.scorer.vocabulary
-        return None if vocabulary is None else frozenset(vocabulary.ids)
-
     def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
-        return self._shared(type(self)(scorer_like(self.scorer), self.name, self._clock))
-
-    def _shared(self, fork: ModelDrafter) -> ModelDrafter:
+        fork = self._with(scorer_like(self.scorer))
         fork._said = self._said
         return fork
+
+    def _with(self, scorer: Scorer) -> ModelDrafter:
+        return type(self)(scorer, self.traits.name, self._clock, self.traits.prior)
 
     def _say_no_numbers(self) -> None:
         """Say once that its logits were not numbers somewhere."""
         if not self._said:
             self._said.add("no numbers")
             _log.warning(
-                "Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", self.name
+                "Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", self.traits.name
             )
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self._start_prompt()
-        self.scorer.begin()
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        self._start_prompt()
-        self.scorer.resume(cached_tokens)
+        if cached_tokens:
+            self.scorer.resume(cached_tokens)
+        else:
+            self.scorer.begin()
 
     def _start_prompt(self) -> None:
         self._has_read = False
@@ -394,13 +398,9 @@ class SelfDrafter(ModelDrafter):
         name, clock: See ``ModelDrafter``.
     """
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new prompt; the target has emptied the shared cache."""
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+        """Start a new prompt; the target has emptied the shared cache, or rolled it back."""
         self._start_prompt()
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        """Start a new prompt; the target has rolled the shared cache back."""
-        self.begin(prompt)
 
     def unread(self, prompt: Sequence[int]) -> int:
         """Return 0: the target's cache has the prompt."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, DrafterTraits
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
@@ -16,7 +16,7 @@ class NoDraft(Drafter):
     """Proposes nothing, so that every step is one of plain decoding."""
 
     def __init__(self) -> None:
-        super().__init__("none")
+        super().__init__(DrafterTraits("none"))
 
     def fork(self, scorer_like: ScorerLike) -> NoDraft:
         return NoDraft()

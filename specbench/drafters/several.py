@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, GrowingTree, StepOutcome
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, DrafterTraits
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Decoding, Drafter, ScorerLike, StepPlan
+    from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
 
 
 class SeveralDrafters(Drafter):
@@ -20,16 +20,12 @@ class SeveralDrafters(Drafter):
     A token that several drew counts once for each of them, with that drafter's q.
     """
 
-    several_drafters = True
-
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        super().__init__("|".join(drafter.name for drafter in drafters))
+        name = "|".join(drafter.traits.name for drafter in drafters)
+        layers = sorted({layer for drafter in drafters for layer in drafter.traits.layers})
+        super().__init__(DrafterTraits(name, several=True, layers=layers))
         self.drafters = tuple(drafters)
         self._chains: list[list[int]] = []  # by drafter its nodes of the last tree
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return sorted({layer for drafter in self.drafters for layer in drafter.layers})
 
     @property
     def epoch(self) -> tuple[object, ...]:
@@ -38,14 +34,9 @@ class SeveralDrafters(Drafter):
     def fork(self, scorer_like: ScorerLike) -> SeveralDrafters:
         return SeveralDrafters([drafter.fork(scorer_like) for drafter in self.drafters])
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         for drafter in self.drafters:
-            drafter.begin(prompt)
-        self._chains = []
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        for drafter in self.drafters:
-            drafter.resume(prompt, cached_tokens)
+            drafter.begin(prompt, cached_tokens)
         self._chains = []
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
@@ -72,7 +63,7 @@ class SeveralDrafters(Drafter):
         return tree
 
     def update(self, outcome: StepOutcome) -> None:
-        layers = {layer: i for i, layer in enumerate(self.layers)}
+        layers = {layer: i for i, layer in enumerate(self.traits.layers)}
         for drafter, chain in zip(self.drafters, self._chains or [[]] * len(self.drafters), strict=True):
             # Each gets its own chain, followed by what the others drafted, which it has not read.
             nodes = [*chain, *(node for node in range(len(outcome.tokens)) if node not in chain)]
@@ -82,7 +73,9 @@ class SeveralDrafters(Drafter):
                     outcome,
                     tokens=[outcome.tokens[node] for node in nodes],
                     path=[nodes.index(node) for node in outcome.path],
-                    states=None if states is None else states[:, [layers[each] for each in drafter.layers]],
+                    states=None
+                    if states is None
+                    else states[:, [layers[each] for each in drafter.traits.layers]],
                     rows=outcome.after(nodes),
                 )
             )

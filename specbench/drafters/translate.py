@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import ForwardRequest, ScorerLike
+from specbench.decoding.protocols import UNKNOWN_DRAFTER, DrafterPrior, ForwardRequest
 from specbench.drafters.model import ModelDrafter
 
 
@@ -80,13 +80,18 @@ class TranslatingDrafter(ModelDrafter):
         clock: See ``ModelDrafter``.
     """
 
-    takes_trees = False
+    _takes_trees = False
     _takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
     def __init__(
-        self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None
+        self,
+        scorer: Scorer,
+        name: str,
+        translation: Translation,
+        clock: Clock | None = None,
+        prior: DrafterPrior = UNKNOWN_DRAFTER,
     ) -> None:
-        super().__init__(scorer, name, clock)
+        super().__init__(scorer, name, clock, prior)
         self.translation = translation
         self._forget()
 
@@ -98,18 +103,14 @@ class TranslatingDrafter(ModelDrafter):
         self._fed: list[int] = []  # what the cache holds the beginning of
         self._agreed = 0  # so many of these were settled
 
-    def fork(self, scorer_like: ScorerLike) -> TranslatingDrafter:
-        own = TranslatingDrafter(scorer_like(self.scorer), self.name, self.translation, self._clock)
-        self._shared(own)
-        return own
+    def _with(self, scorer: Scorer) -> TranslatingDrafter:
+        traits = self.traits
+        return TranslatingDrafter(scorer, traits.name, self.translation, self._clock, traits.prior)
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
+        """Read it all: ``cached_tokens`` counts the target's tokens."""
         super().begin(prompt)
         self._forget()
-
-    def resume(self, prompt: Sequence[int], cached_tokens: int) -> None:
-        """Read it all again: ``cached_tokens`` counts the target's tokens."""
-        self.begin(prompt)
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
         """The model's ids for the context, which only grows, and a draft after it."""

@@ -117,7 +117,7 @@ def load_drafter(
         RunError: It could not be loaded.
 
     Example:
-        >>> load_drafter("lookup+self:int8", target).name
+        >>> load_drafter("lookup+self:int8", target).traits.name
         'lookup+self:int8'
         >>> load_drafter("lookupp", target)
         Traceback (most recent call last):
@@ -233,9 +233,7 @@ def load_drafter_model(
 
 def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
-    joined = CascadeDrafter(make_free(spec.front), model, spec.passes)
-    joined.prior = model.prior
-    return joined
+    return CascadeDrafter(make_free(spec.front), model, spec.passes)
 
 
 # -- models of their own ---------------------------------------------------------------------------
@@ -261,7 +259,7 @@ def wrap_drafter(
         UsageError: The tokenizers share too few tokens, or the head cannot be trimmed.
 
     Example:
-        >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).name
+        >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).traits.name
         'smollm2-135m (int8)'
     """
     translation = translation_of(target.language_model, language_model)
@@ -289,11 +287,10 @@ def wrap_drafter(
         places=None if draftable is None else torch.tensor(draftable),
     )
     name = f"{name} ({dtype})"
-    drafter = (
-        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
-    )
-    drafter.prior = DrafterPrior(_reading_share(model, target))
-    return drafter
+    prior = DrafterPrior(_reading_share(model, target))
+    if translation is not None:
+        return TranslatingDrafter(scorer, name, translation, prior=prior)
+    return ModelDrafter(scorer, name, prior=prior)
 
 
 def _reading_share(drafter: nn.Module, target: Target) -> float:
@@ -400,8 +397,8 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     limit = _context_limit(head, target)
     scorer = scorer_of(module, OfTarget(embeddings, layers, fitted, limit, dtype, device))
     require_states(target, layers)
-    drafter = HeadDrafter(scorer, f"{head.name} ({name})")
-    drafter.prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
+    prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
+    drafter = HeadDrafter(scorer, f"{head.name} ({name})", prior=prior)
     if head.files.assumes_layers:
         drafter.assumed = (
             f"The config.json of the head {head.name} does not name the layers that it reads:"

@@ -157,7 +157,7 @@ def prepare_drafters(
             outcome = loader.load(spec)
         except RunError as error:
             outcome = error
-        name = str(spec) if isinstance(outcome, RunError) else outcome.name
+        name = str(spec) if isinstance(outcome, RunError) else outcome.traits.name
         if any(name == other.name for other in found):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
         models = tuple(loader.loaded[model] for model in spec.model_specs if model in loader.loaded)

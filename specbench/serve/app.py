@@ -133,7 +133,7 @@ class _Api:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "specbench",
-            "speculation": {"drafter": engine.drafter.name},
+            "speculation": {"drafter": engine.drafter.traits.name},
         }
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002 - an endpoint's signature

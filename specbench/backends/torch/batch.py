@@ -196,9 +196,7 @@ class RequestFactory:
             shares = loaded.cache is self._target.cache
             return self._opened(loaded, scorer.cache if shares else None)
 
-        own = drafter.fork(scorer_like)
-        own.prior = drafter.prior
-        return scorer, own
+        return scorer, drafter.fork(scorer_like)
 
     @property
     def why_not_batched(self) -> str | None:
