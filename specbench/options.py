@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, get_args
 
 import typer
 
 from specbench.base.errors import UsageError
+from specbench.base.textsafe import excerpt
 from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -41,24 +42,7 @@ def quantized(dtype: str) -> QuantizedName | None:
     return "int8" if dtype == "int8" else "int4" if dtype == "int4" else None
 
 
-def _text_of(given: str | None) -> str | None:
-    """Return the content of a schema's or grammar's file; a text that can be no path is returned as it is.
-
-    Raises:
-        UsageError: The file cannot be read.
-    """
-    if given is None or "\n" in given or given.lstrip().startswith(("{", "start:")):
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a ValueError for other encodings
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"The file {given} cannot be read: {reason}.", "Check the path.") from error
-
-
-FormatKind = Literal["json_schema", "regex", "grammar"]
-FORMATS: tuple[FormatKind, ...] = ("json_schema", "regex", "grammar")
-"""The fields of ``DecodingOptions`` that hold formats."""
+FormatKind = Literal["json-schema", "regex", "grammar"]
 
 
 class Format(NamedTuple):
@@ -71,6 +55,39 @@ class Format(NamedTuple):
 
     kind: FormatKind
     text: str
+
+    @classmethod
+    def of(cls, written: str) -> Format:
+        """Return the format that ``KIND=TEXT`` says.
+
+        Raises:
+            UsageError: It begins with no kind.
+        """
+        kind, _, text = written.partition("=")
+        if kind not in get_args(FormatKind) or not text:
+            raise UsageError(
+                f"{excerpt(written, 60)!r} is no format.",
+                "Write json-schema=, regex= or grammar=, and the format behind it.",
+            )
+        return cls(cast(FormatKind, kind), text)
+
+
+def _read_format(written: str | None) -> str | None:
+    """Return a format with the content of its file; a text that can be no path is the format itself.
+
+    Raises:
+        UsageError: It is no format, or the file cannot be read.
+    """
+    if written is None:
+        return None
+    kind, text = Format.of(written)
+    if kind == "regex" or "\n" in text or text.lstrip().startswith(("{", "start:")):
+        return written
+    try:
+        return f"{kind}={Path(text).read_text(encoding='utf-8')}"
+    except (OSError, ValueError) as error:  # a ValueError for other encodings
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"The file {text} cannot be read: {reason}.", "Check the path.") from error
 
 
 @dataclass(frozen=True)
@@ -209,7 +226,7 @@ class DecodingOptions:
 
     Raises:
         UsageError: A stop string is empty, ``max_new_tokens`` is below 1, ``min_new_tokens`` is negative, or a format
-            is combined with another one or with an option that it excludes.
+            is none or is combined with an option that it excludes.
 
     Example:
         >>> DecodingOptions(max_new_tokens=64, ignore_eos=True).max_new_tokens
@@ -240,21 +257,12 @@ class DecodingOptions:
         "--model-defaults/--no-model-defaults",
         "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
     )
-    json_schema: str | None = _decoding(
+    format: str | None = _decoding(
         None,
-        "--json-schema FILE",
-        "Only output JSON that fits a JSON Schema, on one line. In place of a file: the schema itself.",
-        callback=_text_of,
-    )
-    regex: str | None = _decoding(
-        None, "--regex REGEX", "Only output text that a regular expression matches."
-    )
-    grammar: str | None = _decoding(
-        None,
-        "--grammar FILE",
-        "Only output text of a context-free grammar, as llguidance reads it (Lark). In place of a file: the"
-        " grammar itself.",
-        callback=_text_of,
+        "--format FORMAT",
+        "Only output text of a format: json-schema=FILE, regex=REGEX, or grammar=FILE as llguidance reads it (Lark). In"
+        " place of a file: the schema or grammar itself.",
+        callback=_read_format,
     )
 
     def __post_init__(self) -> None:
@@ -267,25 +275,16 @@ class DecodingOptions:
             raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
         if self.min_new_tokens < 0:
             raise UsageError(f"min_new_tokens is {self.min_new_tokens}.", "Give 0 or more.")
-        self._check_format()
-
-    def _check_format(self) -> None:
-        formats = [flag(DecodingOptions, name) for name in FORMATS if getattr(self, name) is not None]
-        if len(formats) > 1:
-            raise UsageError(f"{formats[0]} does not go with {formats[1]}.", "Leave one of them out.")
-        others = {"--ignore-eos": self.ignore_eos, "--min-new-tokens": self.min_new_tokens}
-        for other in [name for name, value in others.items() if value and formats]:
+        if self.parsed_format is not None and (self.ignore_eos or self.min_new_tokens):
+            other = "ignore_eos" if self.ignore_eos else "min_new_tokens"
             raise UsageError(
-                f"{formats[0]} does not go with {other}: the format says where the output ends.",
-                "Leave one of them out.",
+                f"A format does not go with {other}: it says where the output ends.", "Leave one of them out."
             )
 
     @property
-    def format(self) -> Format | None:
+    def parsed_format(self) -> Format | None:
         """The format of the output; ``None`` for any text."""
-        return next(
-            (Format(name, text) for name in FORMATS if (text := getattr(self, name)) is not None), None
-        )
+        return None if self.format is None else Format.of(self.format)
 
     def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
         """Return the tokens that end an output; ``own`` are the model's end tokens."""
@@ -315,9 +314,7 @@ class DecodingKeywords(TypedDict, total=False):
     first_target: bool
     residual_adjustment: bool
     model_defaults: bool
-    json_schema: str | None
-    regex: str | None
-    grammar: str | None
+    format: str | None
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def disagreements(
     wrong: list[str] = []
     prompts = [encode_prompt(target.tokenizer, text, chat=False) for text in QUESTIONS]
     decodings = [
-        DecodingOptions(max_new_tokens=tokens, json_schema=json.dumps(schema))
+        DecodingOptions(max_new_tokens=tokens, format="json-schema=" + json.dumps(schema))
         for schema in schemas or fifty()
     ]
     cases = [(prompt, decoding) for decoding in decodings for prompt in prompts]
@@ -135,8 +135,9 @@ def disagreements(
             for result in results
             if result.token_ids != plain.token_ids
         ]
-        if plain.finish_reason == "eos" and not _parses(plain.text or "", decoding.json_schema or ""):
-            wrong.append(f"case {number}: {plain.text!r} does not fit {decoding.json_schema}")
+        schema = (decoding.format or "").removeprefix("json-schema=")
+        if plain.finish_reason == "eos" and not _parses(plain.text or "", schema):
+            wrong.append(f"case {number}: {plain.text!r} does not fit {decoding.format}")
     runs = [GenerationRun(prompt, target, drafters[-1], decoding=decoding) for prompt, decoding in cases]
     many = speculative_generate_many(runs, target, drafters[-1], max_batch=8)
     for number, (result, expected) in enumerate(zip(many.results(), outputs, strict=True)):
@@ -161,7 +162,7 @@ def disagreements_of_group(compiler: FormatCompiler, tokenizer: Any, group: dict
         UsageError: The library does not take the schema.
     """
     schema = group["schema"]
-    compiled = compiler.compile(Format("json_schema", json.dumps(schema)))
+    compiled = compiler.compile(Format("json-schema", json.dumps(schema)))
     end = min(compiled.end_ids)
     wrong = []
     for test in group["tests"]:

@@ -41,9 +41,9 @@ PERSON = json.dumps(
     }
 )
 FORMATS: list[dict[str, Any]] = [
-    {"json_schema": PERSON},
-    {"regex": "(the cat|a dog) (sat|ran)[.!]"},
-    {"grammar": 'start: item ("; " item)~0..2\nitem: /[a-z]{1,3}/ "=" ("on" | "off")'},
+    {"format": f"json-schema={PERSON}"},
+    {"format": "regex=(the cat|a dog) (sat|ran)[.!]"},
+    {"format": 'grammar=start: item ("; " item)~0..2\nitem: /[a-z]{1,3}/ "=" ("on" | "off")'},
 ]
 MODEL = "self:int8"
 DRAFTERS = (
@@ -91,7 +91,7 @@ def test_the_masked_distribution_is_the_targets_without_what_does_not_match():
 # -- greedy parity -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("options", FORMATS, ids=lambda each: each["format"].partition("=")[0])
 def test_greedy_outputs_are_those_of_the_masked_target(target, options):
     decoding = DecodingOptions(max_new_tokens=40, **options)
     sampling = target.language_model.transforms(Sampling(), decoding)
@@ -105,7 +105,7 @@ def test_greedy_outputs_are_those_of_the_masked_target(target, options):
         forced += sum(step.forced_accepted for step in result.steps)
         assert all(step.times.mask_s > 0 for step in result.steps)
     assert forced > 0
-    if options.get("json_schema") and expected[-1] in target.end_ids:
+    if options["format"].startswith("json-schema") and expected[-1] in target.end_ids:
         assert set(json.loads(result.text)) == {"name", "age"}
     for drafter in ("none", "grammar+lookup"):
         runs = speculative_generate_many(
@@ -116,7 +116,9 @@ def test_greedy_outputs_are_those_of_the_masked_target(target, options):
 
 def test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_policy(target):
     text = "the long constant that nobody could write otherwise"
-    result = speculative_generate(PROMPT, target, "grammar", gamma=1, regex=f"{text}(a|b)", max_new_tokens=80)
+    result = speculative_generate(
+        PROMPT, target, "grammar", gamma=1, format=f"regex={text}(a|b)", max_new_tokens=80
+    )
     assert result.text in (text + "a", text + "b")
     assert len(result.steps) <= 3
     (step, *_) = result.steps
@@ -127,7 +129,8 @@ def test_forced_tokens_come_in_one_pass_and_do_not_count_as_drafted_by_the_polic
 
 
 def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apart(target, cli, tmp_path):
-    run = GenerationRun(PROMPT, target, f"grammar+{MODEL}", json_schema=PERSON, max_new_tokens=60, trace=True)
+    schema = f"json-schema={PERSON}"
+    run = GenerationRun(PROMPT, target, f"grammar+{MODEL}", format=schema, max_new_tokens=60, trace=True)
     for _ in run:
         pass
     result = run.result()
@@ -145,7 +148,7 @@ def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apa
     assert event.forced == [*range(len(event.forced))][: len(event.forced)]
     assert event.times.mask_s > 0
     folder = save_tiny(tmp_path / "tiny")
-    format_ = ("--regex", "(a|b) constant.", "--drafter", "grammar")
+    format_ = ("--format", "regex=(a|b) constant.", "--drafter", "grammar")
     said = cli("generate", "x", "--target", folder, *format_, "-n", 20, "--debug", "--raw")
     assert "forced" in said.err
     assert "masks" in said.err
@@ -153,7 +156,7 @@ def test_forced_drafted_and_corrected_tokens_are_stored_traced_and_explained_apa
 
 def test_a_rolled_back_matcher_gives_the_same_masks(target):
     """Forward, back and forth over branches, against a fresh matcher for each path."""
-    compiled = target.language_model.formats.compile(Format("json_schema", PERSON))
+    compiled = target.language_model.formats.compile(Format("json-schema", PERSON))
     ids = tiny_tokenizer()('{"name": "the", "age": 23}')["input_ids"]
     wandering = compiled.matcher(0)
     for length in (3, 9, 2, len(ids), 7, 7, 1, 12, 0, len(ids)):
@@ -171,7 +174,7 @@ def test_a_rolled_back_matcher_gives_the_same_masks(target):
 def test_a_text_that_looks_like_a_special_token_is_written_with_ordinary_ones(target):
     value = "a<|im_end|>b<|endoftext|>"
     result = speculative_generate(
-        PROMPT, target, "grammar", json_schema=json.dumps({"const": value}), max_new_tokens=80
+        PROMPT, target, "grammar", format="json-schema=" + json.dumps({"const": value}), max_new_tokens=80
     )
     assert json.loads(result.text) == value
     assert not {*result.token_ids[:-1]} & {*tiny_tokenizer().all_special_ids}
@@ -233,18 +236,18 @@ def test_masks_allow_what_is_valid_and_nothing_else(target, each):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"regex": "(a"}, "unclosed group"),
-        ({"regex": r"a[^\s\S]b"}, "allows no output"),
-        ({"json_schema": "{"}, "The JSON Schema cannot be used:"),
-        ({"json_schema": "[]"}, "no JSON object"),
-        ({"json_schema": '{"type": "strange"}'}, "strange"),
-        ({"json_schema": '{"type": "integer", "minimum": 5, "maximum": 3}'}, "Unsatisfiable"),
-        ({"json_schema": '{"$ref": "#"}'}, "allows no output"),
-        ({"json_schema": '{"not": ' * 90_000}, "720,000 characters"),
-        ({"json_schema": '{"items": ' * 5000 + "{}" + "}" * 5000}, "nested too deeply"),
-        ({"grammar": "start: start"}, "allows no output"),
-        ({"grammar": "start: ("}, "The grammar cannot be used:"),
-        ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "too deeply nested"),
+        ({"format": "regex=(a"}, "unclosed group"),
+        ({"format": r"regex=a[^\s\S]b"}, "allows no output"),
+        ({"format": "json-schema={"}, "The JSON Schema cannot be used:"),
+        ({"format": "json-schema=[]"}, "no JSON object"),
+        ({"format": 'json-schema={"type": "strange"}'}, "strange"),
+        ({"format": 'json-schema={"type": "integer", "minimum": 5, "maximum": 3}'}, "Unsatisfiable"),
+        ({"format": 'json-schema={"$ref": "#"}'}, "allows no output"),
+        ({"format": "json-schema=" + '{"not": ' * 90_000}, "720,000 characters"),
+        ({"format": "json-schema=" + '{"items": ' * 5000 + "{}" + "}" * 5000}, "nested too deeply"),
+        ({"format": "grammar=start: start"}, "allows no output"),
+        ({"format": "grammar=start: ("}, "The grammar cannot be used:"),
+        ({"format": "grammar=start: " + "(" * 9000 + '"a"' + ")" * 9000}, "too deeply nested"),
     ],
 )
 def test_a_format_that_cannot_work_is_refused_in_a_sentence(target, options, message):
@@ -255,10 +258,10 @@ def test_a_format_that_cannot_work_is_refused_in_a_sentence(target, options, mes
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("options", [{"grammar": 'start: "a" start'}, {"regex": "((a|b){1,100}c){1,1000}d"}])
-def test_a_hostile_format_ends_within_the_librarys_limits(target, options):
+@pytest.mark.parametrize("format_", ['grammar=start: "a" start', "regex=((a|b){1,100}c){1,1000}d"])
+def test_a_hostile_format_ends_within_the_librarys_limits(target, format_):
     try:
-        result = speculative_generate(PROMPT, target, "grammar", max_new_tokens=30, **options)
+        result = speculative_generate(PROMPT, target, "grammar", max_new_tokens=30, format=format_)
     except (UsageError, RunError) as error:
         message = str(error)
     else:
@@ -278,11 +281,14 @@ def test_a_format_that_takes_too_much_to_compile_is_refused_before_it_is(target,
     """Too much memory, and too much time."""
     intersected = " & ".join(f"/.*a.{{{n}}}b.*/" for n in range(1, 40))
     monkeypatch.setattr(grammars, "SECONDS", 1.0)
-    for options in ({"json_schema": tower(40)}, {"grammar": f"start: A\nA: {intersected}"}):
+    for options in (
+        {"format": "json-schema=" + tower(40)},
+        {"format": f"grammar=start: A\nA: {intersected}"},
+    ):
         with pytest.raises(UsageError, match="takes more than 1 seconds or 512 MiB to compile") as error:
             speculative_generate(PROMPT, target, "none", **options)
         assert len(str(error.value)) < 200
-    assert speculative_generate(PROMPT, target, "none", regex="ab", max_new_tokens=8).text == "ab"
+    assert speculative_generate(PROMPT, target, "none", format="regex=ab", max_new_tokens=8).text == "ab"
 
 
 def test_masks_that_take_too_long_end_an_output(target, monkeypatch):
@@ -291,7 +297,7 @@ def test_masks_that_take_too_long_end_an_output(target, monkeypatch):
     monkeypatch.setattr(formats, "_OUTPUT_S", 0.0)
     monkeypatch.setattr(formats, "_TOKEN_S", 1e-9)
     with pytest.raises(RunError, match="The grammar takes too long: masks took"):
-        speculative_generate(PROMPT, target, "none", grammar=ambiguous, max_new_tokens=20)
+        speculative_generate(PROMPT, target, "none", format=f"grammar={ambiguous}", max_new_tokens=20)
 
 
 def test_one_output_cannot_use_up_the_states_of_a_format_for_others(target, monkeypatch):
@@ -321,22 +327,22 @@ def test_one_output_cannot_use_up_the_states_of_a_format_for_others(target, monk
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "says"),
     [
-        {"json_schema": "{}", "regex": "a"},
-        {"regex": "a", "ignore_eos": True},
-        {"grammar": "start: A", "min_new_tokens": 3},
+        ({"format": "regex=a", "ignore_eos": True}, "does not go with ignore_eos"),
+        ({"format": "grammar=start: A", "min_new_tokens": 3}, "does not go with min_new_tokens"),
+        ({"format": "xml=a"}, "'xml=a' is no format"),
+        ({"format": "regex="}, "is no format"),
     ],
 )
-def test_formats_exclude_each_other_and_what_changes_the_end(options):
-    first, second = (f"--{name.replace('_', '-')}" for name in options)
-    with pytest.raises(UsageError, match=f"{first} does not go with {second}"):
+def test_formats_that_cannot_be(options, says):
+    with pytest.raises(UsageError, match=says):
         DecodingOptions(**options)
 
 
 def test_without_its_library_or_a_tokenizer_a_format_is_refused(target, monkeypatch):
     with pytest.raises(UsageError, match="tokenizer"):
-        speculative_generate(PROMPT, wrap_target(tiny_llama(), pack=False), "none", regex="a")
+        speculative_generate(PROMPT, wrap_target(tiny_llama(), pack=False), "none", format="regex=a")
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(UsageError, match="llguidance") as error:
         FormatCompiler(tiny_tokenizer(), 300, (1,)).compile(Format("regex", "a"))
@@ -348,7 +354,7 @@ def test_own_settings_that_ban_what_the_format_demands_are_an_error(target, monk
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="suppress_tokens"):
             speculative_generate(
-                PROMPT, target, "none", regex="aaa", sampling=Sampling(temperature=temperature)
+                PROMPT, target, "none", format="regex=aaa", sampling=Sampling(temperature=temperature)
             )
 
 

@@ -151,7 +151,7 @@ def test_text_of_a_request_is_data():
 )
 def test_a_response_format_is_a_json_schema(given, schema):
     request = parse(json.dumps({"messages": SAID, "response_format": given}).encode(), ChatRequest)
-    text = request.decoding.get("json_schema")
-    assert (None if text is None else json.loads(text)) == schema
+    written = request.decoding.get("format")
+    assert (None if written is None else json.loads(written.removeprefix("json-schema="))) == schema
     served = DecodingOptions(min_new_tokens=5).with_changes(**request.decoding)
     assert served.min_new_tokens == (5 if schema is None else 0)

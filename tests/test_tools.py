@@ -283,7 +283,7 @@ def test_calls_between_texts_are_found_by_their_tokens():
     said = '"See: " {} "[{{\\"name\\": \\"now\\", \\"arguments\\": {{}}, \\"id\\": \\"abcdefghi\\"}}]"'
     target = tool_target("mistral")
     mark = target.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    with serving_of(target, grammar="start: " + said.format(f"<[{mark}]>")) as running:
+    with serving_of(target, format="grammar=start: " + said.format(f"<[{mark}]>")) as running:
         answer = running.post("/v1/chat/completions", messages=ASKED, tools=[NOW]).json()["choices"][0]
         bodies = running.post("/v1/chat/completions", messages=ASKED, tools=[NOW], stream=True).text
         plain = running.post("/v1/chat/completions", messages=ASKED).json()["choices"][0]["message"]
@@ -329,7 +329,7 @@ def test_strict_functions_bind_calls_among_free_text(serving):
         ({"tools": [GET], "tool_choice": function(name="x")}, "no such function"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name: "),
         (FORCED | {"response_format": {"type": "json_object"}}, "response_format"),
-        (FORCED | {"ignore_eos": True}, "--ignore-eos"),
+        (FORCED | {"ignore_eos": True}, "ignore_eos"),
         (FORCED | {"tools": [function(name="a", parameters={"type": "odd"})]}, "tools: "),
         ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [WRONG_CALL]}]}, "no JSON object"),
     ],

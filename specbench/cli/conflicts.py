@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import FORMATS, ModelOptions, SharedPolicyOptions
+from specbench.options import ModelOptions, SharedPolicyOptions
 
 if TYPE_CHECKING:
     import typer
@@ -43,7 +43,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "gamma", "draft_policy", "cache",
-         "bit_exact", "compiled", SharedPolicyOptions, ModelOptions, "model_defaults", *FORMATS),
+         "bit_exact", "compiled", SharedPolicyOptions, ModelOptions, "model_defaults", "format"),
         "server",
         "it is for models",
     ),
@@ -54,11 +54,11 @@ EXCLUDE = (
     Row(
         "sweep",
         ("baseline", "cache", "bit_exact", "compiled", SharedPolicyOptions,
-         ModelOptions, *FORMATS),
+         ModelOptions, "format"),
         "engine",
         "it is for specbench's own decoding",
     ),
-    Row("tune", (ModelOptions, "cache", "out", "overwrite", *FORMATS), "engine",
+    Row("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine",
         "it is for specbench's own decoding"),
 )  # fmt: skip
 """The options do not go with the other one."""
@@ -83,7 +83,10 @@ NEED = (
 MOVED = {
     "--category": "--prompts",
     "--device-map": "--device",
+    "--grammar": "--format grammar=FILE",
+    "--json-schema": "--format json-schema=FILE",
     "--no-config": "--config none",
+    "--regex": "--format regex=REGEX",
     "--suite": "--prompts",
 }
 """Options that there were, and what says the same today."""

@@ -84,7 +84,7 @@ def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[s
     lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
     lines += drafter_notes([drafter])
     if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
-        lines.append("The drafter grammar has no effect without --json-schema, --regex or --grammar.")
+        lines.append("The drafter grammar has no effect without --format.")
     if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if (parting := widths_differ(target)) is not None:

@@ -14,9 +14,9 @@ from typing import Any
 from specbench.base.bounded import BoundedProcess
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import excerpt
-from specbench.options import DecodingOptions, Format, flag
+from specbench.options import Format
 
-NAMES = {"json_schema": "The JSON Schema", "regex": "The regular expression", "grammar": "The grammar"}
+NAMES = {"json-schema": "The JSON Schema", "regex": "The regular expression", "grammar": "The grammar"}
 """What messages call each kind of format."""
 
 LONGEST = 2**18
@@ -43,10 +43,8 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        options = ", ".join(flag(DecodingOptions, name) for name in NAMES)
         raise UsageError(
-            f"Formats ({options}) need the package llguidance.",
-            "Install it: pip install 'specbench-llm[formats]'.",
+            "Formats need the package llguidance.", "Install it: pip install 'specbench-llm[formats]'."
         ) from error
     return llguidance
 
@@ -79,7 +77,7 @@ def _grammar(given: Format) -> str:
 
 
 def one_line_json(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema, as part of a grammar, of JSON on one line like that of ``--json-schema``."""
+    """Return a schema, as part of a grammar, of JSON on one line like that of ``--format json-schema``."""
     return {**schema, "x-guidance": {**_JSON, **schema.get("x-guidance", {})}}
 
 

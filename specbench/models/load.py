@@ -115,9 +115,7 @@ class LanguageModel:
             UsageError: They cannot be applied to this model.
         """
         sampling = sampling.with_defaults(self.defaults.with_options(decoding), self.vocab_size)
-        return sampling.with_format(
-            None if decoding.format is None else self.formats.compile(decoding.format)
-        )
+        return sampling.with_format(decoding.parsed_format and self.formats.compile(decoding.parsed_format))
 
 
 def load_model(

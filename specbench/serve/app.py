@@ -221,13 +221,11 @@ class _Api:
         grammar = parsed.call_grammar(form)
         if grammar is None:
             return decoding
-        if "json_schema" in parsed.decoding:
+        if "format" in parsed.decoding:
             raise UsageError("tools: these calls do not go with a response_format.", "Leave one of them out.")
         try:
             least = parsed.min_tokens or 0  # the server's own does not go with a format
-            decoding = decoding.with_changes(
-                json_schema=None, regex=None, grammar=grammar, min_new_tokens=least
-            )
+            decoding = decoding.with_changes(format=f"grammar={grammar}", min_new_tokens=least)
             self._engine.target.language_model.formats.compile(Format("grammar", grammar))
         except UsageError as error:
             raise UsageError(f"tools: {error.message}", error.hint) from error

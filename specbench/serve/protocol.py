@@ -156,7 +156,7 @@ class BaseRequest(_Body):
         if (
             self.response_format is not None and self.response_format.type != "text"
         ):  # in place of the server's own format
-            given |= {"json_schema": self.response_format.schema_text, "regex": None, "grammar": None}
+            given["format"] = f"json-schema={self.response_format.schema_text}"
             given.setdefault("min_new_tokens", 0)  # the server's own does not go with a format
         return given
 

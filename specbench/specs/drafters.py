@@ -216,8 +216,7 @@ class Grammar(FreeSpec):
 
     word = "grammar"
     summary = (
-        "The tokens that --json-schema, --regex or --grammar force, at no cost; before any other drafter of chains:"
-        " grammar+lookup."
+        "The tokens that --format forces, at no cost; before any other drafter of chains: grammar+lookup."
     )
     drafter = "grammar:GrammarDrafter"
 

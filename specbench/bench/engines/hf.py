@@ -68,8 +68,8 @@ def generate_with_transformers(
         extra["assistant_model"] = assistant.model
     elif config.kind == "assisted":
         extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    if decoding.format is not None:
-        matcher = target.language_model.formats.compile(decoding.format).matcher(len(prompt))
+    if (form := decoding.parsed_format) is not None:
+        matcher = target.language_model.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
     greedy = config.temperature == 0
     settings = GenerationConfig(
