@@ -463,9 +463,9 @@ def test_tune_ends_with_the_command_line(cli, models, monkeypatch):
 def test_sweep_measures_a_grid_in_groups(cli, models):
     target, small = models
     result = cli(
-        "sweep", "--engine", "llama.cpp", "--engine-command", STUB, "--target", target, "--drafter", small,
-        "--drafter", "ngram-mod", "--gamma", "2,4", "--prompts", "mine.jsonl", "--limit", 2, "-n", 8,
-        "--max-servers", 2, "--out", "run", "--quiet",
+        "sweep", "--engine", "llama.cpp:servers=2", "--engine-command", STUB, "--target", target,
+        "--drafter", small, "--drafter", "ngram-mod", "--gamma", "2,4", "--prompts", "mine.jsonl", "--limit", 2,
+        "--out", "run", "--quiet",
     )  # fmt: skip
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in Path("run/generations.jsonl").read_text().splitlines()]
@@ -480,7 +480,9 @@ def test_sweep_measures_a_grid_in_groups(cli, models):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (["tune", "--max-servers", "2"], ["--max-servers is given without --engine"]),
+        (["tune", "--engine-command", "x"], ["--engine-command is given without --engine"]),
+        (["tune", "--engine", "vllm:servers=0"], ["option 'servers' of vllm", "Give at least 1"]),
+        (["sweep", "--engine", "vlm"], ["no engine 'vlm'", "Choose vllm"]),
         (["tune", "--engine", "vllm", "--cache", "static"], ["--cache does not go with --engine"]),
         (["sweep", "--engine", "vllm", "--server", "a=http://x"], ["--engine does not go with --server"]),
         (["sweep", "--", "--tp", "2"], ["is given without --engine"]),

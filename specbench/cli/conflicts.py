@@ -71,10 +71,10 @@ NEED = (
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
     Row("sweep", ("prompt_cache",), "server", "it is for servers"),
-    Row("sweep", ("engine_command", "max_servers", "start_timeout", "arguments"), "engine"),
+    Row("sweep", ("engine_command", "arguments"), "engine"),
     Row(
         "tune",
-        ("engine_command", "max_servers", "start_timeout", "arguments", "api", "timeout", "batch"),
+        ("engine_command", "arguments", "api", "timeout", "batch"),
         "engine",
     ),
 )
@@ -85,8 +85,10 @@ MOVED = {
     "--device-map": "--device",
     "--grammar": "--format grammar=FILE",
     "--json-schema": "--format json-schema=FILE",
+    "--max-servers": "--engine ENGINE:servers=N",
     "--no-config": "--config none",
     "--regex": "--format regex=REGEX",
+    "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",
     "--suite": "--prompts",
 }
 """Options that there were, and what says the same today."""

@@ -32,6 +32,7 @@ from specbench.export.start import (
 )
 from specbench.specs.drafters import SmallModel
 from specbench.specs.models import ModelSpec, parse_model
+from specbench.specs.servers import EngineSpec, parse_engine
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -124,12 +125,13 @@ class EngineServers:
     """The servers of a run: what is started, and how it is started and asked.
 
     Attributes:
-        engine, target, drafters, settings: What is started.
+        spec, engine, target, drafters, settings: What is started.
         options, requests: The user's options for starting servers and for requests.
         arguments: The user's own words for every server.
         decoding, temperature: Options that the first request to each server tests.
     """
 
+    spec: EngineSpec
     engine: StartedEngine
     target: Model
     drafters: Sequence[EngineDrafter]
@@ -158,11 +160,12 @@ class EngineServers:
         ``settings_of``.
         """
         assert options.engine is not None
-        engine, elsewhere = started_engine(options.engine), bool(options.engine_command)
+        spec, elsewhere = parse_engine(options.engine), bool(options.engine_command)
+        engine = started_engine(spec.name)
         model = engine_target(engine, target, elsewhere=elsewhere)
         tried = engine_drafters(engine, drafters, usual=usual, elsewhere=elsewhere)
         settings = settings_of(engine, model, tried, temperature=temperature, **compared)
-        return cls(engine, model, tried, settings, options, requests, arguments, decoding, temperature)
+        return cls(spec, engine, model, tried, settings, options, requests, arguments, decoding, temperature)
 
     def sweep_options(self, **measured: Any) -> SweepOptions:
         """Return the options of a sweep over the settings; ``measured``: those that decide how they are measured."""
@@ -198,8 +201,8 @@ class EngineServers:
         made = LaunchedEngine(
             {each.name: partial(self._command, each) for each in self.settings},
             logs,
-            limit=self.options.max_servers,
-            start_timeout_s=self.options.start_timeout,
+            limit=self.spec.servers,
+            start_timeout_s=self.spec.start_timeout,
             api=self.requests.api,
             timeout_s=self.requests.timeout,
             key=next((key for word, key in pairwise(self.arguments) if word == _KEY), None),

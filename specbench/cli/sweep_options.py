@@ -27,8 +27,6 @@ _what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group("Result
 _servers = group("Servers instead of models")
 _engines = group("Another engine")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
-StartedName = Literal["vllm", "sglang", "llama.cpp"]
-"""Engines whose servers are started."""
 
 
 @dataclass(frozen=True)
@@ -115,23 +113,18 @@ class ServerOptions:
 class EngineOptions:
     """An engine whose servers are started, with one setting each."""
 
-    engine: StartedName | None = _engines(
+    engine: str | None = _engines(
         None,
         "--engine ENGINE",
-        "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp. Options for"
-        " the engine follow --.",
+        "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp, with"
+        " :servers=N for how many run at a time (default: as many as fit into memory) and start-timeout=SECONDS (600)."
+        " Options for the engine follow --.",
     )
     engine_command: str = _engines(
         "",
         "--engine-command COMMAND",
         "Command that starts the engine's server in place of its usual one, such as docker or ssh; {port} stands"
         " for the port.",
-    )
-    max_servers: int | None = _engines(
-        None, "--max-servers N", "Servers that run at a time. Default: as many as fit into memory.", min=1
-    )
-    start_timeout: float = _engines(
-        600.0, "--start-timeout SECONDS", "Timeout for the start of a server.", min=1.0
     )
 
 

@@ -1,4 +1,4 @@
-"""Specs of the servers to measure, and the environment variables with their API keys."""
+"""Specs of servers to measure, with the environment variables of their API keys, and of engines to start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from specbench.base.errors import UsageError
+from specbench.specs.notation import option, options_of, read_options, split_spec
 
 KEY_PREFIX = "SPECBENCH_KEY_"
 """Prefix of the environment variables that hold keys, followed by the server's name in capitals."""
@@ -75,3 +76,36 @@ def parse_servers(texts: Sequence[str]) -> tuple[ServerSpec, ...]:
     if alike:
         raise UsageError(f"Servers have the same name: {', '.join(alike)}.", "Give each a name of its own.")
     return servers
+
+
+ENGINES = ("vllm", "sglang", "llama.cpp")
+"""Engines whose servers are started."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine whose servers are started, as ``--engine`` names it."""
+
+    name: str
+    servers: int | None = option(
+        None, "servers=N", "servers that run at a time (as many as fit into memory)", least=1
+    )
+    start_timeout: float = option(
+        600.0, "start-timeout=SECONDS", "how long a start may take", parse=float, expected="number", least=1
+    )
+
+
+def parse_engine(text: str) -> EngineSpec:
+    """Parse an engine with its options.
+
+    Raises:
+        UsageError: There is no such engine or option, or a value is out of range.
+    """
+    name, given = split_spec(text)
+    if name not in ENGINES:
+        raise UsageError(f"There is no engine {name!r}.", f"Choose {', '.join(ENGINES)}.")
+    options = options_of(EngineSpec)
+    spec = EngineSpec(name, **read_options(name, given, options))
+    for each in options:
+        each.check(getattr(spec, each.name), name, spec)
+    return spec

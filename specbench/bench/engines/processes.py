@@ -149,7 +149,7 @@ class EngineProcess:
                 if time.monotonic() > until:
                     raise StartError(
                         f"{self.name}: the server was not ready after {seconds:.0f} s: {self.last_words}",
-                        "Give a longer --start-timeout.",
+                        "Give it longer: --engine ENGINE:start-timeout=SECONDS.",
                     )
                 time.sleep(_POLL_S)
 
