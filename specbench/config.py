@@ -18,7 +18,7 @@ from typing import Any, get_args
 from specbench.base.errors import UsageError
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
-from specbench.options import CacheName, DtypeName
+from specbench.options import CacheKind, DtypeName
 from specbench.recipe import Recipe, drafter_argument, model_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -178,7 +178,7 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     "target": _check_model,
     "drafter": _check_drafter,
     "draft_policy": parse_policy,
-    "cache": partial(_check_word, "cache", get_args(CacheName)),
+    "cache": partial(_check_word, "cache", get_args(CacheKind)),
     "dtype": partial(_check_word, "dtype", get_args(DtypeName)),
     "drafter_dtype": partial(_check_word, "dtype", get_args(DtypeName)),
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -246,7 +245,6 @@ class GenerationRun:
         self,
         factory: RequestFactory,
         batch_costs: BatchCosts | None = None,
-        allowed: Callable[[], bool] | None = None,
     ) -> Request:
         """Return this generation as a request of a batch, with its own scorers, drafter and draft policy.
 
@@ -255,13 +253,11 @@ class GenerationRun:
         Args:
             factory: Makes the scorers and the drafter.
             batch_costs: Costs of the batch's shared forward passes, for draft policies that use them.
-            allowed: Tells whether a step can have a draft; ``None`` for always.
 
         Raises:
             UsageError: See ``Request``.
         """
-        policy = DraftPlan.of(self.policy).fork()
-        self.policy = policy = policy if allowed is None else replace(policy, allowed=allowed)
+        self.policy = policy = DraftPlan.of(self.policy).fork()
         target, drafter = factory.open(self.drafter)
         if batch_costs is not None:
             models = [loaded_of(part.scorer) for part in models_of(drafter)]

@@ -41,7 +41,6 @@ class GenerationRuns:
             requests wait, or are removed from the pool and prefilled again later.
         pool: Kind of pool. ``None`` takes slots, which are faster, if the capacity is enough for the whole batch,
             otherwise pages.
-        disable_by_batch_size: No drafts are made in batches larger than this; ``None`` for no limit.
         later: Runs that may be added later; the pool is made large enough for them.
         clock: A function that returns the time in seconds; ``None`` for the device's clock.
         watch: Called with every forward pass.
@@ -69,17 +68,11 @@ class GenerationRuns:
         max_tokens_per_pass: int = 512,
         pool_tokens: int | None = None,
         pool: PoolKind | None = None,
-        disable_by_batch_size: int | None = None,
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
         watch: Callable[[SharedPass], None] | None = None,
         batch_costs: BatchCosts | None = None,
     ) -> None:
-        if disable_by_batch_size is not None and disable_by_batch_size < 1:
-            raise UsageError(
-                f"disable_by_batch_size is {disable_by_batch_size}.",
-                "Give at least 1, or the drafter 'none' for plain decoding.",
-            )
         self.runs: list[GenerationRun | Exception] = []
         self.max_batch = max_batch
         self._errors: dict[int, Exception] = {}
@@ -99,7 +92,6 @@ class GenerationRuns:
             clock=clock,
             watch=partial(_observe, self.batch_costs if max_batch > 1 else None, watch),
         )
-        self._may_draft = partial(_may_draft, self._scheduler, disable_by_batch_size)
         self.factory: RequestFactory | None = None
         if begun:
             limit = begun[0].target.scorer.context_limit
@@ -145,7 +137,7 @@ class GenerationRuns:
             raise run
         assert self.factory is not None
         batch_costs = None if self.max_batch == 1 else self.batch_costs
-        return run.as_request(self.factory, batch_costs, self._may_draft)
+        return run.as_request(self.factory, batch_costs)
 
     def _iterate(self) -> Iterator[tuple[int, Event]]:
         try:
@@ -193,10 +185,6 @@ def _observe(
         watch(made)
 
 
-def _may_draft(scheduler: Scheduler, most: int | None) -> bool:
-    return most is None or scheduler.active <= most
-
-
 def speculative_generate_many(
     prompts: Iterable[str | Sequence[int] | GenerationRun],
     target: Target,
@@ -206,7 +194,6 @@ def speculative_generate_many(
     max_tokens_per_pass: int = 512,
     pool_tokens: int | None = None,
     pool: PoolKind | None = None,
-    disable_by_batch_size: int | None = None,
     gamma: int | None = None,
     policy: DraftPolicy | DraftPlan | None = None,
     sampling: Sampling | None = None,
@@ -223,7 +210,7 @@ def speculative_generate_many(
         prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
         target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Each request gets a fresh
             copy of the drafter and of the policy.
-        max_batch, max_tokens_per_pass, pool_tokens, pool, disable_by_batch_size: See ``GenerationRuns``.
+        max_batch, max_tokens_per_pass, pool_tokens, pool: See ``GenerationRuns``.
         seed: Seed of each request.
         settings: The other arguments of ``speculative_generate``.
 
@@ -260,5 +247,4 @@ def speculative_generate_many(
         max_tokens_per_pass=max_tokens_per_pass,
         pool_tokens=pool_tokens,
         pool=pool,
-        disable_by_batch_size=disable_by_batch_size,
     )

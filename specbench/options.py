@@ -22,7 +22,6 @@ QuantizedName = Literal["int8", "int4"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Strategies of accelerate that place layers on several devices."""
-CacheName = Literal["dynamic", "preallocated", "static", "none"]
 
 PROMPT, MODELS, POLICY, DECODING = "Prompt", "Models", "Draft policy", "Decoding"
 SAMPLING, OUTPUT = "Sampling", "Output"
@@ -321,11 +320,12 @@ class DecodingKeywords(TypedDict, total=False):
 class CacheOptions:
     """Options of the KV cache, and of the forward passes that use it."""
 
-    cache: CacheName = _decoding(
+    cache: CacheKind = _decoding(
         "dynamic",
         "--cache KIND",
-        "KV cache: dynamic (grown), preallocated (written by index; default of an int8 or int4 target), static"
-        " (fixed shapes; CUDA graphs on a GPU), or none (all is recomputed).",
+        "KV cache: dynamic (grown), preallocated (written by index; default of an int8 or int4 target), static (fixed"
+        " shapes; CUDA graphs on a GPU), compiled (static, and forward passes by torch.compile, each size at its first"
+        " use), or none (all is recomputed).",
     )
     bit_exact: bool = _decoding(
         False,
@@ -333,21 +333,6 @@ class CacheOptions:
         "Make logits bitwise equal in forward passes of any size, so that greedy outputs are those of plain"
         " decoding even at ties; an error where that is not possible. Uses the preallocated cache.",
     )
-    compiled: bool = _decoding(
-        False,
-        "--compile",
-        "Compile forward passes of fixed shapes for a GPU (torch.compile), each size at its first use, which"
-        " takes some seconds. Uses the static cache.",
-    )
-
-    @property
-    def kind(self) -> CacheKind:
-        """The kind of cache; "compiled" is a static cache with compiled forward passes."""
-        return "compiled" if self.compiled else self.cache
-
-    def with_kind(self, kind: Any) -> CacheOptions:
-        compiled = kind == "compiled"
-        return replace(self, cache="static" if compiled else kind, compiled=compiled or self.compiled)
 
 
 @dataclass(frozen=True)

@@ -165,14 +165,14 @@ def test_options_reach_the_decoding(check, monkeypatch):
     original = specbench.check.run.check_greedy
     monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
     result = check(
-        "--draft-policy", "confidence:threshold=0.7,max=3", "--no-first-target", "--ignore-eos",
+        "--draft-policy", "confidence:threshold=0.7,max=3", "--ignore-eos",
         "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1,
     )  # fmt: skip
     assert result.code == 0, result.err
     setup = seen["setup"]
     assert setup.policy.name == "confidence:threshold=0.7,max=3"
     assert setup.sampling.repetition_penalty == 1.2
-    assert (setup.first_target, setup.end_ids, setup.stop) == (False, (), ("zzz",))
+    assert (setup.end_ids, setup.stop) == ((), ("zzz",))
     assert type(setup.target.cache).__name__ == "PreallocatedKVCache"
     assert "1 prompt," in result.out
 

@@ -163,7 +163,6 @@ def test_settings_that_are_wrong_for_all_are_refused_at_once():
         ({"stop": [""]}, "stop string"),
         ({"gamma": 0}, "gamma"),
         ({"max_batch": 0}, "batch"),
-        ({"disable_by_batch_size": 0}, "disable_by_batch_size is 0"),
     ):
         with pytest.raises(UsageError, match=reason):
             speculative_generate_many([[1]], target(), None, **settings)
@@ -202,21 +201,6 @@ def test_rules_that_read_costs_change_no_greedy_token(kind):
         assert told(found)[:3] == told(expected)[:3]
     assert many.batch_costs.plain_s.seen
     assert any(step.gamma for each in results if isinstance(each, Generation) for step in each.steps)
-
-
-@pytest.mark.parametrize("kind", ["model", "lookup|self:layers=1"])
-def test_no_drafts_are_made_with_more_requests_than_that(kind):
-    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": NEW, "max_batch": 4}
-    lengths = []
-    for most in (None, 4, 3):
-        many = speculative_generate_many(
-            prompts()[4:8], target(), drafter(kind), disable_by_batch_size=most, **settings
-        )
-        found = many.results()
-        assert [told(each)[:3] for each in found] == [told(alone(number))[:3] for number in range(4, 8)]
-        lengths.append([step.gamma for each in found if isinstance(each, Generation) for step in each.steps])
-    assert lengths[0] == lengths[1] != lengths[2]
-    assert 0 in lengths[2]
 
 
 def test_requests_arrive_one_after_the_other_and_every_pass_is_told():

@@ -320,7 +320,7 @@ def test_what_cannot_be_compiled_is_refused(compiler, monkeypatch):
     monkeypatch.setitem(COMPILERS, "cpu", broken)
     scorer = Scorer(tiny_llama(), "compiled")
     scorer.begin()
-    with pytest.raises(RunError, match=r"cannot be compiled here.*--compile"):
+    with pytest.raises(RunError, match=r"cannot be compiled here.*--cache"):
         scorer.logits(CONTEXT)
 
 

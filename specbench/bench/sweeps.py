@@ -102,7 +102,7 @@ def sweep(
         repeats=repeats,
         warmup=warmup,
         seed=seed,
-        cache=base.caching.kind,
+        cache=base.caching.cache,
         batches=tuple(batches),
         turns=1 if batches else None,
     )

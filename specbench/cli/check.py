@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +56,6 @@ def check(
     ctx: typer.Context,
     *,
     checked: CheckedOptions,
-    system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
@@ -65,6 +64,7 @@ def check(
     decoding: Annotated[
         DecodingOptions,
         opt.Fields(
+            without=("min_new_tokens", "first_target"),
             max_new_tokens=64,
             words={
                 "residual_adjustment": "Draw correction tokens from the residual distribution. NOT LOSSLESS without"
@@ -84,7 +84,7 @@ def check(
     from specbench.bench.suites import choose_prompts
     from specbench.recipe import Recipe
 
-    caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
+    caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
     recipe = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling)
     with starting(checked.quiet) as progress:
         from specbench.cli.check_outputs import OutputsJob
@@ -93,7 +93,7 @@ def check(
 
         transforms = Sampling(**sampling.transforms)
         request = CheckRequest(
-            ctx, recipe, checked.json_output, checked.quiet, chat, system, transforms, progress.console
+            ctx, recipe, checked.json_output, checked.quiet, chat, transforms, progress.console
         )
         job: DecodingJob | OutputsJob
         if checked.outputs is not None:

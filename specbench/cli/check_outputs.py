@@ -37,7 +37,7 @@ class OutputsJob:
         request.note_unused(
             "on outputs that were made elsewhere",
             "drafter", "drafter_dtype", "drafter_device", "draft_policy", "gamma",
-            SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "first_target", "residual_adjustment",
+            SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip
         self._lines = _read_lines(file, limit)
@@ -49,7 +49,7 @@ class OutputsJob:
         self._target = load_target(
             request.recipe.target,
             request.recipe.models.target,
-            cache=request.recipe.caching.kind,
+            cache=request.recipe.caching.cache,
             progress=progress,
             allow_pickle=request.recipe.models.allow_pickle,
         )

@@ -54,7 +54,6 @@ class CheckRequest:
     json_output: bool
     quiet: bool
     chat: bool | None
-    system: str | None
     sampling: Sampling
     console: Console
 
@@ -78,11 +77,11 @@ class CheckRequest:
         """Return the token ids of a prompt; without a place for it, the system message comes before the text."""
         if model.tokenizer is None:
             raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-        if system is not None and self.system is None:
+        if system is not None:
             with suppress(UsageError):
                 return encode_prompt(model.tokenizer, text, chat=self.chat, system=system)
-            return encode_prompt(model.tokenizer, f"{system}\n\n{text}", chat=self.chat)
-        return encode_prompt(model.tokenizer, text, chat=self.chat, system=self.system)
+            text = f"{system}\n\n{text}"
+        return encode_prompt(model.tokenizer, text, chat=self.chat)
 
 
 def pieces_of(model: LanguageModel) -> Piece | None:
@@ -164,7 +163,7 @@ class DecodingJob:
             request.recipe.target,
             self.drafters,
             request.recipe.models,
-            cache=request.recipe.caching.kind,
+            cache=request.recipe.caching.cache,
             bit_exact=request.recipe.caching.bit_exact,
             progress=progress,
             before_packing=answer,
@@ -214,7 +213,7 @@ class DecodingJob:
             "device": str(target.scorer.device),
             "rounding": rounding_of(target),
             "options": {
-                "cache": request.recipe.caching.kind,
+                "cache": request.recipe.caching.cache,
                 **opt.deciding(request.recipe, request.sampling, target.language_model),
                 "residual_adjustment": decoding.residual_adjustment,
             },

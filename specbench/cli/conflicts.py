@@ -30,7 +30,6 @@ class Row:
 
 
 EXCLUDE = (
-    Row("generate chat serve sweep check", ("bit_exact",), "compiled"),
     Row(
         "generate",
         ("prompt", "show_accepted", "compare", "debug", "trace_file"),
@@ -43,7 +42,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "gamma", "draft_policy", "cache",
-         "bit_exact", "compiled", SharedPolicyOptions, ModelOptions, "model_defaults", "format"),
+         "bit_exact", SharedPolicyOptions, ModelOptions, "model_defaults", "format"),
         "server",
         "it is for models",
     ),
@@ -53,7 +52,7 @@ EXCLUDE = (
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
-        ("baseline", "cache", "bit_exact", "compiled", SharedPolicyOptions,
+        ("baseline", "cache", "bit_exact", SharedPolicyOptions,
          ModelOptions, "format"),
         "engine",
         "it is for specbench's own decoding",
@@ -65,7 +64,7 @@ EXCLUDE = (
 
 NEED = (
     Row("generate", ("repeats",), "compare"),
-    Row("generate", ("batch", "kv_memory", "kv_pool", "disable_by_batch_size"), "prompts"),
+    Row("generate", ("batch",), "prompts"),
     Row("sweep", ("minutes",), "until"),
     Row("sweep", ("accept_changes", "retry_failed"), "resume"),
     Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
@@ -82,6 +81,7 @@ NEED = (
 
 MOVED = {
     "--category": "--prompts",
+    "--compile": "--cache compiled",
     "--device-map": "--device",
     "--grammar": "--format grammar=FILE",
     "--json-schema": "--format json-schema=FILE",

@@ -101,9 +101,7 @@ def generate(
                 return replace(job, prompt=ids).start()
 
             more = {"options": job.options(), "device": str(loaded.target.scorer.device)}
-            decode_prompts(
-                many, prompts, loaded.target, start, more, as_json=show.json_output, quiet=show.quiet
-            )
+            decode_prompts(many, prompts, start, more, as_json=show.json_output, quiet=show.quiet)
             return
         decode(job, trace_to, advice_for(ctx, job, chat), paint, show)
         if trace_to is not None:

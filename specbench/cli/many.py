@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli import options as opt
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
-    from specbench.models.target import Target
     from specbench.recipe import Recipe
 
 _BATCH = 8
@@ -34,32 +33,14 @@ class ManyOptions:
         " repeatable."
     )
     batch: int | None = _prompts(None, "--batch N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
-    kv_memory: int | None = _prompts(
-        None,
-        "--kv-memory MB",
-        "Memory for the target's KV cache (--prompts). Default: enough for --batch. With less, prompts wait.",
-        min=1,
-    )
-    kv_pool: Literal["slotted", "paged"] | None = _prompts(
-        None,
-        "--kv-pool KIND",
-        "Layout of that memory (--prompts): slotted, one range for each prompt, or paged, in short blocks. Default:"
-        " slotted; paged with --kv-memory.",
-    )
-    disable_by_batch_size: int | None = _prompts(
-        None,
-        "--disable-by-batch-size N",
-        "Largest batch that drafts (--prompts): nothing is drafted while more than N prompts are decoded.",
-        min=1,
-    )
 
 
 def refuse_for_many(recipe: Recipe) -> None:
     """Refuse what cannot decode several requests in a batch."""
-    if recipe.caching.kind in ("static", "compiled"):
+    if recipe.caching.cache in ("static", "compiled"):
         raise UsageError(
-            "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
-            "Leave them out.",
+            "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
+            "Choose another cache.",
         )
     if recipe.drafter.keeps_state:
         raise UsageError(
@@ -71,7 +52,6 @@ def refuse_for_many(recipe: Recipe) -> None:
 def decode_prompts(
     many: ManyOptions,
     prompts: Sequence[Prompt],
-    target: Target,
     start: Callable[[Prompt], GenerationRun],
     more: Mapping[str, Any],
     *,
@@ -84,7 +64,6 @@ def decode_prompts(
         RunError: Some prompts failed; the others are printed.
         KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
-    from specbench.backends.torch.pools import cache_size
     from specbench.cli.summary import show_many
     from specbench.generate_many import GenerationRuns
 
@@ -94,17 +73,7 @@ def decode_prompts(
         except UsageError as error:
             return error
 
-    tokens, batch = None, many.batch or _BATCH
-    if many.kv_memory is not None:
-        size = cache_size(target.language_model.model)
-        tokens = max(1, size.tokens(many.kv_memory * 2**20, min(batch, len(prompts))))
-    runs = GenerationRuns(
-        [begun(prompt) for prompt in prompts],
-        max_batch=batch,
-        pool_tokens=tokens,
-        pool=many.kv_pool,
-        disable_by_batch_size=many.disable_by_batch_size,
-    )
+    runs = GenerationRuns([begun(prompt) for prompt in prompts], max_batch=many.batch or _BATCH)
     results: dict[int, Generation | Exception] = {}
     printed = 0  # results so far: each waits for all before it
     began = time.perf_counter()

@@ -66,7 +66,7 @@ class PromptJob(LoadedRecipe):
 
         With fixed tensor shapes, each new shape takes long at its first use, so whole outputs are decoded.
         """
-        fixed_shapes = self.recipe.caching.kind in ("static", "compiled")
+        fixed_shapes = self.recipe.caching.cache in ("static", "compiled")
         for plain in (False, True):
             for _ in self.start(plain=plain, max_new_tokens=None if fixed_shapes else WARM_UP_TOKENS):
                 pass

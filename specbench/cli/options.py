@@ -323,18 +323,12 @@ def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: Ca
     """Return the kind of cache to use; for an int8 or int4 target its configuration is read.
 
     Raises:
-        UsageError: Bit-exact or compiled forward passes with another cache than theirs.
+        UsageError: Bit-exact forward passes with another cache than theirs.
     """
     chosen = bool(given(ctx, "cache"))
-    for is_given, name, its_own in (
-        (caching.bit_exact, "--bit-exact", "preallocated"),
-        (caching.compiled, "--compile", "static"),
-    ):
-        if is_given and caching.cache != its_own and chosen:
-            raise UsageError(f"{name} does not go with --cache {caching.cache}.", "Leave --cache out.")
-    if caching.compiled:
-        return "compiled"
     if caching.bit_exact:
+        if chosen and caching.cache != "preallocated":
+            raise UsageError(f"--bit-exact does not go with --cache {caching.cache}.", "Leave --cache out.")
         return "preallocated"
     if quantized(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
         from specbench.models.load import load_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
@@ -53,7 +54,9 @@ def parse_recipe(
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
     policy = policy.with_options({**length.given, "gamma": drafting.gamma})
-    return Recipe(target, drafter, policy, length.costs, models, caching.with_kind(kind), decoding, sampling)
+    return Recipe(
+        target, drafter, policy, length.costs, models, replace(caching, cache=kind), decoding, sampling
+    )
 
 
 class RequestedPolicy:

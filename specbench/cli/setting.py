@@ -70,7 +70,7 @@ def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
         recipe.target,
         [recipe.drafter],
         recipe.models,
-        cache=recipe.caching.kind,
+        cache=recipe.caching.cache,
         bit_exact=recipe.caching.bit_exact,
         progress=progress,
     )

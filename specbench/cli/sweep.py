@@ -90,7 +90,7 @@ def sweep(
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
-    caching = caching.with_kind(opt.cache_for(ctx, target, models, caching))
+    caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
     base = Recipe(parse_model(target), costs=length.costs, models=models, caching=caching, decoding=decoding)
     options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, length, base)
     with starting(quiet) as progress:
@@ -154,10 +154,10 @@ def _compared_models(
                 f"Add --draft-policy fixed, or {other}.",
             )
         gammas = []
-    if axes["batches"] and base.caching.kind in ("static", "compiled"):
+    if axes["batches"] and base.caching.cache in ("static", "compiled"):
         raise UsageError(
-            "Forward passes of fixed shapes (--cache static, --compile) serve one prompt at a time.",
-            "Leave them out, or leave --batch out.",
+            "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
+            "Choose another cache, or leave --batch out.",
         )
     if axes["turns"] is None and (axes["batches"] or axes["contexts"]):
         axes["turns"] = 1
@@ -166,7 +166,7 @@ def _compared_models(
         policies=tuple(map(str, policies)),
         decoding=base.decoding,
         warmup=experiment.warmup,
-        cache=base.caching.kind,
+        cache=base.caching.cache,
         costs=None if length.costs is None else _costs(length.costs, policies),
         **parse_baselines(compared.baseline),
         **axes,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from specbench.cli.options import drafters_field, prompts_field
-from specbench.options import DECODING, MODELS, OUTPUT, CacheName, group
+from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, group
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -223,11 +223,11 @@ class SearchOptions:
     )
     prompts: tuple[str, ...] = prompts_field()
     temperature: float = _decoding(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
-    cache: CacheName | None = _decoding(
+    cache: CacheKind | None = _decoding(
         None,
         "--cache KIND",
-        "KV cache: dynamic, preallocated, static or none. Default: preallocated where forward passes are faster"
-        " with it.",
+        "KV cache: dynamic, preallocated, static, compiled or none. Default: preallocated where forward passes are"
+        " faster with it.",
     )
     batch: str | None = _option(
         None,

@@ -104,7 +104,7 @@ def run_tune(
             base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
         )
     options = replace(options, cache=loaded.cache)
-    base = replace(base, caching=base.caching.with_kind(loaded.cache))
+    base = replace(base, caching=replace(base.caching, cache=loaded.cache))
     configs = tuple(configurations(options, loaded.engine, base))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)
     job = _OwnTuneJob(sweep, loaded, folder, quiet)

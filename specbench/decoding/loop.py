@@ -138,7 +138,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             draft = Draft()
         else:
             # A step ends with one more token, which is not drafted.
-            budget = limit - position - 1 if request.plan.allowed() else 0
+            budget = limit - position - 1
             plan = StepPlan(budget, policy, sampling, random, verification.drawing)
             draft = yield from drafter.propose(context, plan)
         watch.lap("draft")

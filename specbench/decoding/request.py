@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specbench.base.errors import UsageError
@@ -19,17 +19,15 @@ from specbench.specs.verification import VerificationName
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft policy, with the verification method and the conditions under which a request drafts.
+    """A draft policy, with the verification method.
 
     Attributes:
         policy: Decides how many tokens are drafted, and in which shape.
         verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
-        allowed: Returns whether a step can have a draft.
     """
 
     policy: DraftPolicy
     verification: VerificationName | None = None
-    allowed: Callable[[], bool] = lambda: True
 
     @classmethod
     def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:

@@ -77,16 +77,18 @@ def compiled(model: PreTrainedModel, device: torch.device) -> Callable[..., Any]
     if backend is None:
         raise UsageError(
             f"Compilation is not supported on the device {device.type}.",
-            "Leave --compile out: on a CPU the packed layers are the faster way.",
+            "Choose another --cache: on a CPU the packed layers are the faster way.",
         )
     try:
         layers = decoder_layers(model)
     except ValueError as error:
-        raise UsageError(f"This model cannot be compiled: {error}.", "Leave --compile out.") from error
+        raise UsageError(
+            f"This model cannot be compiled: {error}.", "Choose another --cache than compiled."
+        ) from error
     if any("forward" in vars(layer) for layer in layers):
         raise UsageError(
             "This model cannot be compiled: its layers are wrapped, as on several devices.",
-            "Leave --compile out.",
+            "Choose another --cache than compiled.",
         )
     config: Any = torch._dynamo.config
     config.recompile_limit = max(
@@ -102,7 +104,9 @@ def compiled(model: PreTrainedModel, device: torch.device) -> Callable[..., Any]
             return model(**arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
-            raise RunError(f"This model cannot be compiled here: {reason}", "Leave --compile out.") from error
+            raise RunError(
+                f"This model cannot be compiled here: {reason}", "Choose another --cache than compiled."
+            ) from error
         finally:
             for layer, _ in forwards:
                 del layer.forward

@@ -392,7 +392,7 @@ def load_engine(
         base.target,
         drafters,
         models,
-        cache=base.caching.kind,
+        cache=base.caching.cache,
         bit_exact=base.caching.bit_exact,
         progress=progress,
     )

@@ -381,7 +381,7 @@ def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
             if "forward" in vars(module):
                 raise UsageError(
                     "The target cannot draft for itself: a device map or a compiler has wrapped its layers.",
-                    "Leave out --compile, take one --device, or use a drafter model.",
+                    "Take another --cache than compiled and one --device, or use a drafter model.",
                 )
             copied = copy.copy(module)
             clones[id(module)] = copied
