@@ -166,7 +166,7 @@ def test_options_reach_the_decoding(check, monkeypatch):
     monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
     result = check(
         "--draft-policy", "confidence:threshold=0.7,max=3", "--ignore-eos",
-        "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1,
+        "--repetition-penalty", 1.2, "--stop", "zzz", "--cache", "preallocated", "--limit", 1, "-n", 40,
     )  # fmt: skip
     assert result.code == 0, result.err
     setup = seen["setup"]
