@@ -6,7 +6,7 @@ benchmarks/architectures.py and benchmarks/fuzz.py go further.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from specbench.policies import build_policy
 
 pytestmark = pytest.mark.real
 
-MODEL, NEW, MANY = "smollm2-135m", 24, 40
+MODEL, NEW, MANY = "smollm2-135m", 16, 40
 PROMPTS = (
     "Rename `x` to `total`:\n\ndef add(xs):\n    x = 0\n    for each in xs:\n        x = x + each\n    return x\n",
     "Tell me a story about a lighthouse.",
@@ -34,26 +34,24 @@ CACHES = ("dynamic", "preallocated")
 FLOAT32 = LoadOptions(dtype="float32", device="cpu")
 
 
+reference = cache(partial(load_model, MODEL, FLOAT32))
+
+
 @cache
-def expected(new: int) -> dict[tuple[int, ...], list[int]]:
-    """What `generate` answers to a few prompts, with the same end tokens and no sampling defaults."""
-    reference = load_model(MODEL, FLOAT32)
-    answers = {}
-    for prompt in PROMPTS:
-        ids = encode_prompt(reference.tokenizer, prompt)
-        batch = torch.tensor([ids])
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=new,
-            eos_token_id=list(reference.end_ids),
-            pad_token_id=reference.end_ids[0],
-        )
-        with torch.inference_mode():
-            output = reference.model.generate(
-                batch, attention_mask=torch.ones_like(batch), generation_config=config
-            )
-        answers[tuple(ids)] = output[0, len(ids) :].tolist()
-    return answers
+def expected(prompt: str, new: int) -> tuple[list[int], list[int]]:
+    """A prompt's tokens, and what `generate` answers with the same end tokens and no sampling defaults."""
+    loaded = reference()
+    ids = encode_prompt(loaded.tokenizer, prompt)
+    batch = torch.tensor([ids])
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=list(loaded.end_ids),
+        pad_token_id=loaded.end_ids[0],
+    )
+    with torch.inference_mode():
+        output = loaded.model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
+    return ids, output[0, len(ids) :].tolist()
 
 
 @pytest.fixture(scope="module", params=CACHES)
@@ -62,8 +60,8 @@ def target(request) -> Target:
 
 
 DRAFTS = [
-    ("none", "fixed"),
     ("lookup", "fixed"),
+    ("none", "fixed"),
     ("ngram:top-k=2", "fixed:gamma=3"),
     ("self:int8", "fixed:gamma=4"),
     ("self:layers=10", "fixed:gamma=2"),
@@ -76,20 +74,20 @@ DRAFTS = [
 
 
 def cells() -> Iterator[Any]:
-    """Every drafter with one of the caches and two of the prompts in turn; with all, and longer, where it is slow."""
+    """Every drafter with one of the caches and one of the prompts in turn; with all, and longer, where it is slow."""
     for place, kind in enumerate(CACHES):
         for number, (spec, rule) in enumerate(DRAFTS):
             quick = number % len(CACHES) == place
-            new, left_out, marks = (NEW, number % 3, ()) if quick else (MANY, None, pytest.mark.slow)
-            yield pytest.param(kind, spec, rule, new, left_out, id=f"{kind}-{spec}-{rule}", marks=marks)
+            new, marks = (NEW, ()) if quick else (MANY, pytest.mark.slow)
+            prompts = PROMPTS[number % 3 :][:1] if quick else PROMPTS
+            yield pytest.param(kind, spec, rule, new, prompts, id=f"{kind}-{spec}-{rule}", marks=marks)
 
 
-@pytest.mark.parametrize(("target", "spec", "rule", "new", "left_out"), list(cells()), indirect=["target"])
-def test_greedy_tokens_are_those_of_transformers(target, spec, rule, new, left_out):
+@pytest.mark.parametrize(("target", "spec", "rule", "new", "prompts"), list(cells()), indirect=["target"])
+def test_greedy_tokens_are_those_of_transformers(target, spec, rule, new, prompts):
     drafter = load_drafter(spec, target)
-    for number, (ids, tokens) in enumerate(expected(new).items()):
-        if number == left_out:
-            continue
+    for prompt in prompts:
+        ids, tokens = expected(prompt, new)
         run = GenerationRun(ids, target, drafter, policy=build_policy(rule), max_new_tokens=new)
         for _ in run:
             pass
@@ -104,13 +102,14 @@ def test_greedy_tokens_are_those_of_transformers(target, spec, rule, new, left_o
 def test_tokens_in_a_batch_are_those_of_transformers(target, batch):
     """Three requests that step beside each other, each with a drafter and a rule of its own."""
     settings = [("none", "fixed"), ("lookup", "auto"), ("self:layers=10", "static-tree")]
+    answers = [expected(prompt, NEW) for prompt in PROMPTS]
     runs = [
         GenerationRun(ids, target, load_drafter(spec, target), policy=build_policy(rule), max_new_tokens=NEW)
-        for ids, (spec, rule) in zip(expected(NEW), settings, strict=True)
+        for (ids, _), (spec, rule) in zip(answers, settings, strict=True)
     ]
     many = GenerationRuns(runs, max_batch=batch)
     assert many.factory is not None
     assert many.factory.why_not_batched is None
-    for found, tokens in zip(many.results(), expected(NEW).values(), strict=True):
+    for found, (_, tokens) in zip(many.results(), answers, strict=True):
         assert isinstance(found, Generation)
         assert list(found.token_ids) == tokens

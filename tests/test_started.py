@@ -438,7 +438,7 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
 # -- commands ----------------------------------------------------------------------------------------
 
 
-def tuned(cli: Cli, models: tuple[Path, Path], *words: object, minutes: float = 0.2) -> Any:
+def tuned(cli: Cli, models: tuple[Path, Path], *words: object, minutes: float = 0.1) -> Any:
     target, small = models
     given = ["--engine", "llama.cpp", "--engine-command", STUB, "--target", target, "--drafter", small]
     return cli("tune", *given, "--prompts", "mine.jsonl", "-n", 24, "--minutes", minutes, *words)

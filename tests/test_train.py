@@ -456,8 +456,8 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("writing", "measuring", "learning", "slows"),
-    [(1.0, 0.1, 1.0, False), (9.0, 2.0, 1.0, False), (1.0, 9.0, 10.0, False), (4.0, 0.1, 30.0, False),
-     (1.0, 0.2, 1.0, True)],
+    [(3.0, 0.3, 3.0, False), (9.0, 3.0, 3.0, False), (3.0, 9.0, 10.0, False), (4.0, 0.3, 30.0, False),
+     (3.0, 0.6, 3.0, True)],
     ids=["quick", "slow to write", "slow to measure", "slow to learn", "slow later"],
 )  # fmt: skip
 def test_minutes_hold_however_slow_the_machine_is(
@@ -493,7 +493,7 @@ def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
 
 
 def test_more_minutes_may_be_given_later(target, tmp_path, monkeypatch):
-    clock = Clock(monkeypatch, writing=1.0, measuring=0.1, learning=1.0)
+    clock = Clock(monkeypatch, writing=3.0, measuring=0.3, learning=3.0)
     out = tmp_path / "head"
     short = replace(QUICK, tokens=None, minutes=1.0, patience=10_000)
     with pytest.raises(KilledError):
