@@ -60,8 +60,18 @@ def _in_operators(monkeypatch):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("edge", [KEY_BLOCK, 2 * KEY_BLOCK])
-@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("groups", "edge"),
+    [
+        (1, KEY_BLOCK),
+        (2, 2 * KEY_BLOCK),
+        (3, KEY_BLOCK),
+        *(
+            pytest.param(groups, blocks * KEY_BLOCK, marks=pytest.mark.slow)
+            for groups, blocks in ((1, 2), (2, 1), (3, 2))
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rounded", [None, "int8", "int4"])
 def test_over_the_edge_of_a_block_every_pass_gives_the_same_bits(rounded, dtype, groups, edge):

@@ -133,17 +133,17 @@ def test_a_signal_leaves_the_text_and_its_exit_code(endless, number):
     assert any(re.fullmatch("output  [0-9]+ tokens?.*, interrupted", line) for line in lines)
 
 
-@pytest.mark.parametrize(("closed", "code"), [("<&- 2>&-", 0), (">&-", 1)])
-def test_closed_standard_streams(folder, closed, code):
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [("<&- 2>&-", "generate hello -n 4 --ignore-eos --quiet --target", 0), (">&-", "drafters", 1)],
+)
+def test_closed_standard_streams(folder, closed, words, code):
     """Without stdout the output is lost, which is an error; nothing else needs a stream, also no helper process."""
-    command = ["bash", "-c", f'"$@" {closed}', "-", *COMMAND]
-    generate = ["generate", "hello", "--target", str(folder), "-n", "4", "--ignore-eos", "--quiet"]
-    for words in (["drafters"], generate):
-        child = subprocess.run(
-            [*command, *words], capture_output=True, timeout=120, check=False, env=environment()
-        )
-        assert (child.returncode, bool(child.stdout)) == (code, not code), child.stderr
-        assert child.stderr.count(b"\n") == (code and "2>" not in closed)
+    given = [*words.split(), *([str(folder)] if words.endswith("--target") else [])]
+    command = ["bash", "-c", f'"$@" {closed}', "-", *COMMAND, *given]
+    child = subprocess.run(command, capture_output=True, timeout=120, check=False, env=environment())
+    assert (child.returncode, bool(child.stdout)) == (code, not code), child.stderr
+    assert child.stderr.count(b"\n") == (code and "2>" not in closed)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -18,7 +18,7 @@ from specbench.results.heads import best_measurement, distinct_trainings, head_r
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
 from specbench.show import tables
-from specbench.show.report import write_report
+from specbench.show.report import content, write_report
 
 HEAD, FREE = Drafter("head (int8)", 0.4, 0.1, spread=0.2), Drafter("lookup", 0.6, 0.001)
 EVIL = "<b>chat</b>"
@@ -77,6 +77,12 @@ def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
     assert distinct_trainings({"x": TrainingMetadata(kind="eagle")}) == {}
 
 
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr(content, "_figures", lambda df, folder: ([], ""))
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     rows = head_rows(df)
     sheet = tables.head_sheet(rows)
@@ -91,6 +97,7 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
         assert EVIL not in text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
     sheet = tables.training_sheet(training_rows(df))
     assert sheet.headings == [

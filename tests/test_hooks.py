@@ -265,8 +265,14 @@ def test_hooks_hold_in_a_self_drafter_too():
     assert called == [1]
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static", "none"])
-@pytest.mark.parametrize("change", ["data", "parameter", "module", "mlp", "forward", "head"])
+CHANGES = ("data", "parameter", "module", "mlp", "forward", "head")
+
+
+@pytest.mark.parametrize(
+    ("change", "cache"),
+    [(change, "dynamic") for change in CHANGES]
+    + list(zip(CHANGES, 2 * ("preallocated", "static", "none"), strict=True)),
+)
 def test_what_is_changed_later_is_not_stale(change, cache):
     def apply(model: Any) -> None:
         layer = model.model.layers[1]

@@ -815,8 +815,8 @@ def head_rows(way: HeadForward) -> list[torch.Tensor]:
     for first, end, at in ((0, 2, 46), (2, 5, 47)):
         mask = tree_mask(45, parents[:end], 46 + end, torch.device("cpu"))[..., 1 + first :, :]
         read(46 + first, 46 + end, mask, end - first, at)
-    for cache in caches:
-        cache.rollback(44)
+    for each in caches:
+        each.rollback(44)
     read(44, 45, None, 1)
     return found
 

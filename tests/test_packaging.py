@@ -155,20 +155,29 @@ def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed
         assert sets_seen_from(folder, tmp_path) == prompt_sets()
 
 
-def test_an_installed_wheel_generates_and_reports_from_another_folder(installed, tmp_path):
-    specbench = [sys.executable, str(installed / "bin" / "specbench")]
-    model, run = (
-        save_tiny(tmp_path / "model"),
-        write_run(tmp_path / "run", drafters=DRAFTERS[:1], gammas=(1, 2), tokens=8, prompts_per_category=1),
-    )
+RUN = """
+import json, sys
+import specbench
+from specbench.cli import run
+print(specbench.__file__)
+sys.exit(any(run(words) for words in json.loads(sys.argv[1])))
+"""
 
-    def told(*words: str) -> str:
-        return output([*specbench, *words], tmp_path, PYTHONPATH=str(installed))
 
-    program = [sys.executable, "-c", "import specbench; print(specbench.__file__)"]
-    assert output(program, tmp_path, PYTHONPATH=str(installed)).startswith(str(installed))
-    words = ["--target", str(model), "--drafter", "lookup", "-n", "8", "--ignore-eos", "--json"]
-    assert len(json.loads(told("generate", "the thing", *words))["token_ids"]) == 8
-    pages = [Path(line) for line in told("report", str(run)).splitlines()]
+def test_an_installed_wheel_reports_and_generates_from_another_folder(installed, tmp_path, request):
+    """It generates where the wheel was compiled: the rest of it is files, which another test compares."""
+    run = write_run(tmp_path / "run", drafters=DRAFTERS[:1], gammas=(1, 2), tokens=8, prompts_per_category=1)
+    script = [sys.executable, str(installed / "bin" / "specbench"), "--version"]
+    assert output(script, tmp_path, PYTHONPATH=str(installed)).startswith("specbench ")
+    commands = [["report", str(run)]]
+    if "no compiler" not in request.node.name:
+        words = ["--target", str(save_tiny(tmp_path / "model")), "-n", "8", "--ignore-eos", "--json"]
+        commands.append(["generate", "the thing", *words, "--drafter", "lookup"])
+    told = output([sys.executable, "-c", RUN, json.dumps(commands)], tmp_path, PYTHONPATH=str(installed))
+    file, *written = told.splitlines()
+    assert file.startswith(str(installed))
+    if len(commands) > 1:
+        assert len(json.loads(written.pop())["token_ids"]) == 8
+    pages = [Path(line) for line in written]
     page = next(tmp_path / path for path in pages if path.suffix == ".html").read_text(encoding="utf-8")
     assert all(part in page for part in ("<style", "data:image/svg+xml"))
