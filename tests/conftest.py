@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,16 @@ def models(tmp_path_factory) -> Path:
     save_tiny(folder / "target")
     save_tiny(folder / "small", seed=1, layers=1)
     return folder
+
+
+@pytest.fixture(scope="module")
+def small_pages() -> Iterator[None]:
+    """Large weights load in a third of the time where nobody lays them into huge pages."""
+    from specbench.backends.torch.kernels import huge_pages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huge_pages, "huge_page_setting", lambda: "never")
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 from tiny import save_tiny
 
 import specbench
-from specbench.backends.torch.kernels import huge_pages
 from specbench.cli import app, run
 
 ROOT = Path(__file__).parent.parent
@@ -155,13 +154,12 @@ def runs_of_commands() -> list[Any]:
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("commands", runs_of_commands())
 def test_the_commands_of_readme_and_tutorial_run(commands, tmp_path, monkeypatch, capsys):
     """Also: every drafter shown drafts something, and the target accepts some of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # --show-accepted asks for a terminal
-    # Weights load faster into small pages.
-    monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
     for arguments in commands:
         shortened = small(arguments, tmp_path / "run")
         assert shortened is not None
@@ -212,8 +210,8 @@ def accepted(out: str, err: str) -> int:
 
 
 @pytest.mark.real
-def test_the_python_of_the_readme_runs(monkeypatch, capsys):
-    monkeypatch.setattr(huge_pages, "huge_page_setting", lambda: "never")
+@pytest.mark.usefixtures("small_pages")
+def test_the_python_of_the_readme_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     code = code.replace("target, drafter)", "target, drafter, max_new_tokens=8)")
     exec(compile(code, "README.md", "exec"), {})  # noqa: S102

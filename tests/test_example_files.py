@@ -13,16 +13,7 @@ from stored_runs import kept_run
 
 ROOT = recordings.ROOT
 EXAMPLES = ROOT / "examples"
-pytestmark = pytest.mark.real
-
-
-@pytest.fixture(autouse=True)
-def _small_pages(monkeypatch):
-    from specbench.backends.torch.kernels import huge_pages
-
-    monkeypatch.setattr(
-        huge_pages, "huge_page_setting", lambda: "never"
-    )  # weights load faster into small pages
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("small_pages")]
 
 
 def example(name: str) -> ModuleType:

@@ -23,7 +23,7 @@ ERRORS = {"RunError", "SpecbenchError", "UsageError"}
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory):
+def names(tmp_path_factory, small_pages):
     target = specbench.load_target("smollm2-135m")
     drafter = specbench.load_drafter("lookup", target)
     run_folder = write_run(tmp_path_factory.mktemp("run"))

@@ -540,7 +540,7 @@ PROMPT = [1, 2, 0]
 def outputs(
     target: Scorer, drafter: Drafter, policy: DraftPlan, **options: Any
 ) -> tuple[list[int], list[Step]]:
-    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 28}
+    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 20}
     prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
     assert isinstance(prefill, Prefill)
     found = [] if prefill.token is None else [prefill.token]
@@ -577,7 +577,7 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
             if drafter is head:  # it knows nothing before the target's first forward pass
                 assert bool(steps[0].drafted) == first
             accepted += sum(step.accepted for step in steps)
-    assert accepted > 20
+    assert accepted > 10
 
 
 @pytest.mark.parametrize(

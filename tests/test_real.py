@@ -22,7 +22,7 @@ from specbench.models.target import Target, load_target
 from specbench.options import LoadOptions
 from specbench.policies import build_policy
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("small_pages")]
 
 MODEL, NEW, MANY = "smollm2-135m", 16, 40
 PROMPTS = (
@@ -55,7 +55,7 @@ def expected(prompt: str, new: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.fixture(scope="module", params=CACHES)
-def target(request) -> Target:
+def target(request, small_pages) -> Target:
     return load_target(MODEL, FLOAT32, cache=request.param)
 
 
