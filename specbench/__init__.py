@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from specbench.drafters.free import FreeDrafter, Guess
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
+    from specbench.loaded import LoadedRecipe, load_recipe
     from specbench.models.drafters import load_drafter, wrap_drafter
     from specbench.models.target import Target, load_target, wrap_target
     from specbench.options import DecodingOptions, LoadOptions
     from specbench.policies import FixedLength
     from specbench.results.results import load_results
+    from specbench.results.store import read_recipe
 
 _HOMES = {
     "decoding.loop": ("decode_steps",),
@@ -37,6 +39,7 @@ _HOMES = {
     "drafters.free": ("FreeDrafter", "Guess"),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
+    "loaded": ("LoadedRecipe", "load_recipe"),
     "policies": ("FixedLength",),
     "models.drafters": ("load_drafter", "wrap_drafter"),
     "models.target": ("Target", "load_target", "wrap_target"),
@@ -45,15 +48,15 @@ _HOMES = {
     "decoding.records": ("Generation", "Prefill", "Step"),
     "decoding.sampling": ("Greedy", "Multinomial", "Sampling"),
     "results.results": ("Results", "load_results"),
+    "results.store": ("read_recipe",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "Guess",
-    "LoadOptions",
-    "Multinomial", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError", "Step", "Target",
-    "UsageError", "__version__", "autoregressive_generate", "decode_steps",
-    "encode_prompt", "load_drafter", "load_results", "load_target",
+    "LoadOptions", "LoadedRecipe", "Multinomial", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError",
+    "Step", "Target", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
+    "encode_prompt", "load_drafter", "load_recipe", "load_results", "load_target", "read_recipe",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",
 ]  # fmt: skip
 

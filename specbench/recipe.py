@@ -11,7 +11,14 @@ import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.base.record import wrong_field
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions, arguments_of
+from specbench.options import (
+    CacheOptions,
+    DecodingOptions,
+    ModelOptions,
+    SamplingOptions,
+    arguments_of,
+    quantized,
+)
 from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -46,6 +53,47 @@ class Recipe:
     caching: CacheOptions = field(default_factory=CacheOptions)
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    @property
+    def chained(self) -> str | None:
+        """The option that asks for bit-exact forward passes, with which drafts are chains; ``None`` without one."""
+        if self.caching.bit_exact:
+            return "--bit-exact"
+        return None if quantized(self.models.dtype) is None else f"--dtype {self.models.dtype}"
+
+    def check(self) -> None:
+        """Raise ``UsageError`` for a draft policy that does not fit the drafter, the costs or the forward passes."""
+        if self.policy is None:
+            return
+        if self.chained is not None and self.policy.kind.tree:
+            raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
+        if self.costs is not None:
+            self.policy.require("costs")
+        if not self.drafter.is_plain:
+            self.policy.check(self.drafter)
+
+    def with_models(self, change: Callable[[ModelSpec], ModelSpec]) -> Recipe:
+        """Return the recipe with the target, and each model of the drafter, replaced by ``change(model)``."""
+        return replace(self, target=change(self.target), drafter=with_models(self.drafter, change))
+
+    def found_in(self, folder: Path) -> Recipe:
+        """Return a stored recipe with the models that it names without their paths, which are in ``folder``.
+
+        Raises:
+            UsageError: One is not there.
+        """
+
+        def found(model: ModelSpec) -> ModelSpec:
+            if model.kind not in ("folder", "gguf") or not model.source.startswith(f"{PLACE}/"):
+                return model
+            if not (folder / model.name).exists():
+                raise UsageError(
+                    f"The run names the model {model.name} without its path, and it is not in this folder.",
+                    "Run the command in the folder that holds it.",
+                )
+            return replace(model, source=str(folder / model.name))
+
+        return self.with_models(found)
 
     @property
     def plain(self) -> Recipe:

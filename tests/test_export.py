@@ -372,8 +372,8 @@ def test_a_run_tells_of_its_heads(tmp_path):
 
 
 def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
-    named = ("--setting", "lookup+smollm2-135m-head (int8) auto")
-    cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", *named).refused(2, "it is compact", "serve")
+    row = f"{kept_run('smollm2-135m-head')}:lookup+smollm2-135m-head (int8) auto"
+    cli("export", row, "--to", "vllm").refused(2, "it is compact", "serve")
     found = cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", "--json").json()
     assert found["setting"]["drafter"] == "lookup"
 
@@ -423,13 +423,13 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
     """Not the one of a policy, or of another γ, that is not."""
     int4, batched = (kept_run(f"qwen2.5-coder-{name}") for name in ("int4", "by-batch"))
 
-    def heading(run: Path, *more: object) -> str:
+    def heading(run: Path | str, *more: object) -> str:
         found = cli("export", run, "--to", "vllm", *more).out
         return " ".join(line.lstrip("# ") for line in found.splitlines() if line.startswith("#"))
 
-    eight = ("--setting", "qwen2.5-coder-0.5b (int4) γ=8")
-    for more, replaced in (((), "auto: 1.89×"), (eight, "γ=8: 1.56×")):
-        said = heading(int4, "--gamma", 3, *more)
+    eight = f"{int4}:qwen2.5-coder-0.5b (int4) γ=8"
+    for source, replaced in ((int4, "auto: 1.89×"), (eight, "γ=8: 1.56×")):
+        said = heading(source, "--gamma", 3)
         assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.66×" in said
         assert replaced in said.partition("It replaces")[2]
     assert "γ of 11 was not measured" in heading(int4, "--gamma", 11)
@@ -450,11 +450,11 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     for content, more, said in (
         ("version = 1\n", (), "Give --gamma N"),
         ("version = 1\n", ("--gamma", 4), f"head in {default_drafter(DEFAULT_TARGET)}: it is compact"),
-        ('version = 1\ntarget = "org/big"\n', ("--setting", "x"), "one setting"),
         ("version = 2\n", (), "reads version 1"),
     ):
         file.write_text(content)
         cli("export", file, "--to", "vllm", *more).refused(2, said)
+    cli("export", f"{file}:x", "--to", "vllm").refused(2, "one setting")
     cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")
 
 

@@ -54,8 +54,9 @@ def chat(
     recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
     with ExitStack() as stack:
         with starting(quiet) as progress:
-            from specbench.cli.setting import facts, load_recipe
+            from specbench.cli.setting import facts
             from specbench.conversation import Conversation
+            from specbench.loaded import load_recipe
 
             stack.enter_context(quiet_transformers())
             setting = load_recipe(recipe, progress)
@@ -65,15 +66,15 @@ def chat(
                 system=system,
                 policy=setting.policy,
                 sampling=setting.sampling,
-                seed=sampling.seed,
-                decoding=decoding,
+                seed=recipe.sampling.seed,
+                decoding=recipe.decoding,
             )
         chatting = _Chat(conversation, quiet=quiet)
         if not quiet:
             notes = [
                 f"{setting.models}, {setting.policy.name}.",
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, decoding),
+                *facts(setting.target, setting.drafter, recipe.decoding),
             ]
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
             from specbench.cli.summary import show_notes

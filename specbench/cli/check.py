@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import requested_policies
+from specbench.cli.policy import left_out, recipes_of, requested_policies, row_recipe
 from specbench.cli.progress import starting
 from specbench.options import (
     MODELS,
@@ -23,6 +23,9 @@ from specbench.options import (
 )
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
+
+if TYPE_CHECKING:
+    from specbench.recipe import Recipe
 
 _DEFAULT_LIMIT = 12
 CHECKED = "What is checked"
@@ -48,6 +51,7 @@ class CheckedOptions:
         'Greedy outputs of any engine to check instead: lines of {"prompt": text or ids, "token_ids": [...]}; -'
         " reads standard input.",
     )
+    recipe: str | None = opt.recipe_field()
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     quiet: bool = _output(False, "--quiet -q", "No progress, no notes.")
 
@@ -80,41 +84,64 @@ def check(
     Each drafter is checked with each draft policy and γ. Exit code 1 if something is wrong. docs/check.md says what is
     checked, and when a difference is a numerical tie.
     """
-    from specbench.bench.axes import parse_gammas
     from specbench.bench.suites import choose_prompts
     from specbench.recipe import Recipe
 
-    caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
-    recipe = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, sampling=sampling)
     with starting(checked.quiet) as progress:
         from specbench.cli.check_outputs import OutputsJob
         from specbench.cli.check_run import CheckRequest, DecodingJob
         from specbench.decoding.sampling import Sampling
 
-        transforms = Sampling(**sampling.transforms)
+        notes: list[str] = []
+        if checked.recipe is not None:
+            base = row_recipe(ctx, checked.recipe, target, models, decoding, caching, sampling)
+            recipes = [base]
+        else:
+            caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
+            base = Recipe(
+                parse_model(target),
+                costs=length.costs,
+                models=models,
+                caching=caching,
+                decoding=decoding,
+                sampling=sampling,
+            )
+            recipes, notes = _requested(base, checked, drafting, length)
+        transforms = Sampling(**base.sampling.transforms)
         request = CheckRequest(
-            ctx, recipe, checked.json_output, checked.quiet, chat, transforms, progress.console
+            ctx, base, checked.json_output, checked.quiet, chat, transforms, progress.console
         )
         job: DecodingJob | OutputsJob
         if checked.outputs is not None:
             job = OutputsJob(request, checked.outputs, limit=checked.limit)
         else:
-            job = DecodingJob(
-                request,
-                choose_prompts(
-                    checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress
-                )[0],
-                tuple(map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))),
-                requested_policies(
-                    drafting.draft_policy,
-                    length.costs,
-                    parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
-                    length.given,
-                    greedy=sampling.temperature == 0,
-                    chained=opt.chained(models, caching),
-                ),
+            prompts, _ = choose_prompts(
+                checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress
             )
+            job = DecodingJob(request, prompts, recipes)
+            for note in notes:
+                request.note(note)
         job.prepare(progress)
     code = job.run()
     if code:
         raise typer.Exit(code)
+
+
+def _requested(
+    base: Recipe, checked: CheckedOptions, drafting: opt.PoliciesOptions, length: SharedPolicyOptions
+) -> tuple[list[Recipe], list[str]]:
+    """Return each drafter with each draft policy, and notes on policies that do not apply."""
+    from specbench.bench.axes import parse_gammas
+
+    drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))]
+    policies = requested_policies(
+        drafting.draft_policy,
+        length.costs,
+        parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
+        length.given,
+        greedy=base.sampling.temperature == 0,
+    )
+    for policy in policies:
+        replace(base, policy=policy, costs=None).check()
+    notes = left_out(policies, [drafter for drafter in drafters if not drafter.is_plain])
+    return recipes_of(base, drafters, policies), notes

@@ -20,11 +20,11 @@ from specbench.check.run import Case, DecodingCheck
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.console import write_json
-from specbench.cli.policy import RequestedPolicy, left_out
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import drafter_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
+from specbench.loaded import LoadedRecipe, read_costs
 from specbench.models.prepare import check_models, prepare
 from specbench.options import quantized
 from specbench.show.document import show
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
-    from specbench.specs.drafters import DrafterSpec
 
 
 @dataclass
@@ -101,11 +100,9 @@ class DecodingJob:
         self,
         request: CheckRequest,
         prompts: Sequence[Prompt],
-        drafters: Sequence[DrafterSpec],
-        policies: Sequence[RequestedPolicy],
+        recipes: Sequence[Recipe],
     ) -> None:
-        self.request, self.prompts, self.drafters = request, prompts, drafters
-        self.policies = policies
+        self.request, self.prompts, self.recipes = request, prompts, recipes
         self._checks: list[tuple[str, DecodingCheck]] = []
         self._header: dict[str, Any] = {}
 
@@ -139,10 +136,9 @@ class DecodingJob:
         The target is loaded once: ``transformers`` decodes with it before its layers are packed.
         """
         request = self.request
-        drafting = [spec for spec in self.drafters if not spec.is_plain]
-        for note in left_out([policy.spec for policy in self.policies], drafting):
-            request.note(note)
-        check_models(request.recipe.target, self.drafters, request.recipe.models, progress=progress)
+        drafters = [*dict.fromkeys(recipe.drafter for recipe in self.recipes)]
+        costs = [read_costs(recipe) for recipe in self.recipes]
+        check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
         names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
         if request.sampling.greedy:
             request.note_unused("at temperature 0: nothing is sampled", *names)
@@ -161,7 +157,7 @@ class DecodingJob:
 
         target, loaded_drafters = prepare(
             request.recipe.target,
-            self.drafters,
+            drafters,
             request.recipe.models,
             cache=request.recipe.caching.cache,
             bit_exact=request.recipe.caching.bit_exact,
@@ -178,13 +174,13 @@ class DecodingJob:
         ]
         decoding = request.recipe.decoding
         plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
-        chosen = [(each, policy) for each in loaded_drafters for policy in self._policies_for(each.spec)]
-        for loaded_drafter, policy in chosen:
-            plan = policy.build(loaded_drafter)
+        by_spec = dict(zip(drafters, loaded_drafters, strict=True))
+        for recipe, known in zip(self.recipes, costs, strict=True):
+            ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter], known)
             setup = DecodingSetup(
                 target=target.scorer,
-                drafter=loaded_drafter.drafter,
-                policy=plan,
+                drafter=ready.drafter,
+                policy=ready.policy,
                 sampling=request.sampling,
                 max_new_tokens=decoding.max_new_tokens,
                 end_ids=decoding.end_ids(target.end_ids),
@@ -202,9 +198,9 @@ class DecodingJob:
                 bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
                 plain_outputs=plain_outputs,
             )
-            label = loaded_drafter.name  # as sweeps name configurations
+            label = ready.drafter.name  # as sweeps name configurations
             if label != "none":
-                label += f"@{plan.name.removeprefix('fixed:gamma=')}"
+                label += f"@{ready.policy.name.removeprefix('fixed:gamma=')}"
             self._checks.append((label, checking))
         self._header = {
             "check": "decoding",
@@ -218,12 +214,6 @@ class DecodingJob:
                 "residual_adjustment": decoding.residual_adjustment,
             },
         }
-
-    def _policies_for(self, drafter: DrafterSpec) -> Sequence[RequestedPolicy]:
-        """Return the policies that apply to a drafter; any one where nothing is drafted."""
-        if drafter.is_plain:
-            return self.policies[:1]
-        return [policy for policy in self.policies if policy.spec.applies(drafter)]
 
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Return ids and token ids of the prompts that fit into the context; of conversations, of the first turn."""

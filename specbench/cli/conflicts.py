@@ -37,6 +37,12 @@ EXCLUDE = (
         "it is for one prompt",
     ),
     Row("generate", ("show_accepted",), "json_output"),
+    Row(
+        "generate chat serve check",
+        ("drafter", "draft_policy", "gamma", SharedPolicyOptions),
+        "recipe",
+        "it has its own",
+    ),
     Row("compare", ("markdown",), "as_json"),
     Row("check", ("prompts",), "outputs", "the file has its own prompts"),
     Row(

@@ -12,6 +12,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
+from specbench.cli.named_runs import split_row
 from specbench.cli.options import DEFAULT_TARGET, JsonOption, default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import panel
@@ -35,19 +36,14 @@ _option = panel("Options")
 
 def export(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="SOURCE", help="Folder of results (the newest run of several), or a specbench.toml."
+            metavar="SOURCE",
+            help="Row of a run as RUN:NAME, by its name in the tables or its id; a folder of results (the newest run of"
+            " several), for the fastest row that the engine supports; or a specbench.toml.",
         ),
     ],
     to: Annotated[EngineName, _option("--to ENGINE", f"Engine: {', '.join(ENGINES)}.")],
-    setting: Annotated[
-        str | None,
-        _option(
-            "--setting NAME",
-            "Setting to export: its name in the tables or its id. Default: the fastest one the engine supports.",
-        ),
-    ] = None,
     gamma: Annotated[
         int | None,
         _option("--gamma -g N", "Draft length γ for engines with a fixed one. Default: the run's.", min=1),
@@ -70,12 +66,12 @@ def export(
     from specbench.export.registry import load_engine
 
     engine = load_engine(to)
-    found, made, name = _exported(engine, source, setting, gamma, model or [])
+    found, made, name = _exported(engine, *split_row(source), gamma, model or [])
     if json_output:
         write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name)))
-        if found.replaces is not None and source.suffix != ".toml":
+        if found.replaces is not None and not source.endswith(".toml"):
             what = f"{found.measured}, {found.replaces}"
             say(f"{engine.title} does not support the fastest setting of {name}. Exported: {what}.")
 
@@ -94,7 +90,7 @@ def _exported(
 
     if source.suffix == ".toml":
         if wanted is not None:
-            raise UsageError("A configuration file holds one setting.", "Leave --setting out.")
+            raise UsageError("A configuration file holds one setting.", f"Leave :{wanted} out.")
         if paths:
             raise UsageError("A configuration file names its models itself.", "Leave --model out.")
         config = read_config(source)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +71,7 @@ def generate(
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
             from specbench.cli.one_prompt import PromptJob, advice_for, decode, notes_of
-            from specbench.cli.setting import load_recipe
+            from specbench.loaded import load_recipe
             from specbench.models.drafters import refuse_keep
 
             stack.enter_context(quiet_transformers())
@@ -98,12 +97,12 @@ def generate(
 
             def start(each: Prompt) -> GenerationRun:
                 ids = _encode(loaded.target, each.turns[0], chat, each.system or system)
-                return replace(job, prompt=ids).start()
+                return loaded.start(ids)
 
             more = {"options": job.options(), "device": str(loaded.target.scorer.device)}
             decode_prompts(many, prompts, start, more, as_json=show.json_output, quiet=show.quiet)
             return
-        decode(job, trace_to, advice_for(ctx, job, chat), paint, show)
+        decode(job, trace_to, advice_for(job, chat), paint, show)
         if trace_to is not None:
             trace_to.complain()
 

@@ -51,6 +51,27 @@ def for_each_run(
         raise failed[-1]
 
 
+def named_row(text: str) -> tuple[Path, str]:
+    """Return the run and the row that ``RUN:NAME`` means.
+
+    Raises:
+        UsageError: There is no such run, or no row is named.
+    """
+    folder, name = split_row(text)
+    if name is None:
+        raise UsageError(f"{text!r} names no row.", "Write RUN:NAME, with a name as the tables have it.")
+    (run,) = named_runs([folder], [name])
+    return run, name
+
+
+def split_row(text: str) -> tuple[Path, str | None]:
+    """Return the folder and the row of ``RUN:NAME``; without a row, ``None``. Both may hold colons."""
+    ends = [at for at, letter in enumerate(text) if letter == ":" and Path(text[:at]).exists()]
+    if Path(text).exists() or not ends:
+        return Path(text), None
+    return Path(text[: ends[0]]), text[ends[0] + 1 :]
+
+
 def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
     """Return the runs that are meant. A folder of several stands for the newest in which something was measured;
     stderr says which one it is, and which newer ones were passed over.

@@ -16,20 +16,22 @@ from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
-from specbench.cli.setting import LoadedRecipe, facts
+from specbench.cli.setting import facts
 from specbench.cli.summary import Advice, show_summary
 from specbench.cli.watchers import TextOutput, TraceOutput, Tracer, tokens_of
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.metrics import summary
-from specbench.generate import GenerationRun
+from specbench.loaded import LoadedRecipe
 from specbench.options import SharedPolicyOptions
 from specbench.policies import FixedLength
+from specbench.recipe import drafter_argument
 from specbench.results.trace import PROMPT_TAIL, TraceHeader
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
     from specbench.cli.watchers import Paint, ShownOptions
     from specbench.decoding.records import Generation
+    from specbench.generate import GenerationRun
 
 WARM_UP_TOKENS = 16
 
@@ -41,26 +43,6 @@ class PromptJob(LoadedRecipe):
     prompt: list[int]
     prompt_text: str
 
-    def start(
-        self, *, plain: bool = False, trace: bool = False, max_new_tokens: int | None = None
-    ) -> GenerationRun:
-        """Return a run that has not begun; ``max_new_tokens`` limits it further."""
-        decoding = self.recipe.decoding
-        if max_new_tokens is not None:
-            decoding = decoding.with_changes(max_new_tokens=min(max_new_tokens, decoding.max_new_tokens))
-        if plain:
-            decoding = decoding.with_changes(residual_adjustment=True)
-        return GenerationRun(
-            self.prompt,
-            self.target,
-            None if plain else self.drafter,
-            policy=None if plain else self.policy,
-            sampling=self.sampling,
-            seed=self.recipe.sampling.seed,
-            decoding=decoding,
-            trace=trace,
-        )
-
     def warm_up(self) -> None:
         """Decode once with the drafter and once plainly, so that later times do not include the costs of a first use.
 
@@ -68,7 +50,11 @@ class PromptJob(LoadedRecipe):
         """
         fixed_shapes = self.recipe.caching.cache in ("static", "compiled")
         for plain in (False, True):
-            for _ in self.start(plain=plain, max_new_tokens=None if fixed_shapes else WARM_UP_TOKENS):
+            decoding = self.recipe.decoding
+            if not fixed_shapes:
+                shorter = min(WARM_UP_TOKENS, decoding.max_new_tokens)
+                decoding = decoding.with_changes(max_new_tokens=shorter)
+            for _ in self.start(self.prompt, plain=plain, decoding=decoding):
                 pass
 
     def piece(self, token: int) -> str:
@@ -144,7 +130,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
     return lines
 
 
-def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
+def advice_for(job: PromptJob, chat: bool | None) -> Advice:
     """Return what to try if the reply is empty or the drafter does not help."""
     drafter, policy = job.recipe.drafter, job.recipe.policy
     if not job.has_template:
@@ -159,7 +145,7 @@ def advice_for(ctx: typer.Context, job: PromptJob, chat: bool | None) -> Advice:
     if isinstance(drafter, Cascade):
         other = "lookup"
     elif drafter.model_spec is not None:
-        other = f"lookup+{ctx.params['drafter']}"  # a path as it was typed, and not its last name
+        other = f"lookup+{drafter_argument(drafter)}"
     else:
         can_quantize = job.target.quantization is None and job.target.scorer.device.type == "cpu"
         other = "lookup+self:int8" if can_quantize else ""
@@ -180,7 +166,7 @@ def decode(
     Raises:
         KeyboardInterrupt: Ctrl-C; what there was by then has been shown.
     """
-    run = job.start(trace=trace_to is not None)
+    run = job.start(job.prompt, trace=trace_to is not None)
     on_screen = trace_to is not None and trace_to.on_screen
     watchers: list[TextOutput | Tracer] = []
     if trace_to is not None:
@@ -193,7 +179,7 @@ def decode(
         if not pairs.speculative:
             _follow(run, watchers, "decoding", max_new_tokens, quiet=show.quiet or show.streamed or on_screen)
             return run.result()
-        repeat, done = job.start(plain=plain), len(pairs.plain if plain else pairs.speculative)
+        repeat, done = job.start(job.prompt, plain=plain), len(pairs.plain if plain else pairs.speculative)
         stage = f"decoding {'plainly' if plain else 'with the drafter'}, to compare ({done + 1})"
         _follow(repeat, (), stage, max_new_tokens, quiet=show.quiet)
         return repeat.result()

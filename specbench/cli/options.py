@@ -172,7 +172,7 @@ class GroupedCommand(TyperCommand):
             from specbench.cli.config import defaults_from_config
 
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-            if not given.get("help"):
+            if not (given.get("help") or given.get("recipe")):
                 lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
                 defaults = defaults_from_config(given, lists)
                 if "drafter" in names and not given.get("drafter") and "drafter" not in defaults:
@@ -236,6 +236,16 @@ def prompts_field(
     return group(heading)((), "--prompts -p SET", help)
 
 
+def recipe_field() -> Any:
+    """Return the field of a group for ``--recipe``."""
+    return group(POLICY)(
+        None,
+        "--recipe RUN:NAME",
+        "Everything as a row of a stored run has it: the folder of the run, and the row's name in the tables or its id."
+        " Options beside it replace the row's. Models that are folders or files are looked for in this folder.",
+    )
+
+
 TargetOption = Annotated[str, panel(MODELS)(*_TARGET)]
 
 
@@ -274,6 +284,7 @@ class DraftingOptions:
         "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",
         min=1,
     )
+    recipe: str | None = recipe_field()
 
 
 ChatOption = Annotated[
@@ -300,13 +311,6 @@ class ConfigOptions:
 
 
 # -- the command line as given --------------------------------------------------------------------------
-
-
-def chained(models: ModelOptions, caching: CacheOptions) -> str | None:
-    """Return the option that asks for bit-exact forward passes, with which drafts are chains."""
-    if caching.bit_exact:
-        return "--bit-exact"
-    return None if quantized(models.dtype) is None else f"--dtype {models.dtype}"
 
 
 def widths_differ(target: Target) -> str | None:

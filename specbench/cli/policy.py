@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
+from specbench.cli.conflicts import given
 from specbench.cli.options import cache_for
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
@@ -13,13 +15,10 @@ from specbench.specs.policies import default_policy, parse_policy, share_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import typer
 
     from specbench.cli.options import DraftingOptions
-    from specbench.decoding.request import DraftPlan
-    from specbench.models.prepare import LoadedDrafter
     from specbench.options import (
         CacheOptions,
         DecodingOptions,
@@ -48,6 +47,8 @@ def parse_recipe(
     """
     from specbench.recipe import Recipe
 
+    if drafting.recipe is not None:
+        return row_recipe(ctx, drafting.recipe, drafting.target, models, decoding, caching, sampling)
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
@@ -59,33 +60,39 @@ def parse_recipe(
     )
 
 
-class RequestedPolicy:
-    """A draft policy with its options checked, and costs from a file, if there is one.
+def row_recipe(
+    ctx: typer.Context,
+    row: str,
+    target: str,
+    models: ModelOptions,
+    decoding: DecodingOptions,
+    caching: CacheOptions,
+    sampling: SamplingOptions,
+) -> Recipe:
+    """Return the recipe of a row of a run, with the options on the command line in place of its own.
 
-    With ``chained``, the option that asks for bit-exact forward passes, drafts are chains.
+    Raises:
+        UsageError: There is no such row, or one of its models is not in this folder.
     """
+    from specbench.cli.named_runs import named_row
+    from specbench.results.store import read_recipe
 
-    def __init__(self, spec: PolicySpec, costs: Path | None, *, chained: str | None = None) -> None:
-        from specbench.policies import build_policy, check_costs, load_costs
+    recipe = read_recipe(*named_row(row))
+    if given(ctx, "target"):
+        recipe = replace(recipe, target=parse_model(target))
 
-        if chained:
-            refuse_trees([spec], chained)
-        self.spec = spec
-        self.name: str = build_policy(spec).name
-        self._costs = None
-        if costs is not None:
-            spec.require("costs")
-            self._costs = load_costs(costs)
-            check_costs(self._costs)
+    def changed(own: Any, asked: Any) -> Any:
+        names = [each.name for each in fields(asked) if given(ctx, each.name)]
+        return replace(own, **{name: getattr(asked, name) for name in names})
 
-    def build(self, loaded: LoadedDrafter) -> DraftPlan:
-        """Return the policy for a drafter; costs may be those of several drafters."""
-        from specbench.policies import FixedLength, build_policy, parse_costs
-
-        costs = None if self._costs is None else parse_costs(self._costs, loaded.name)
-        if self.spec.kind.tree and loaded.spec.is_plain:  # it has no effect
-            return DraftPlan(FixedLength())
-        return build_policy(self.spec, costs=costs)
+    recipe = replace(
+        recipe,
+        models=changed(recipe.models, models),
+        caching=changed(recipe.caching, caching),
+        decoding=changed(recipe.decoding, decoding),
+        sampling=changed(recipe.sampling, sampling),
+    )
+    return recipe.found_in(Path())
 
 
 def requested_policies(
@@ -95,39 +102,37 @@ def requested_policies(
     options: dict[str, Any],
     *,
     greedy: bool,
-    chained: str | None = None,
-) -> list[RequestedPolicy]:
+) -> list[PolicySpec]:
     """Return every requested policy, without ``specs`` the default one; one that takes a γ once with each.
 
     Raises:
         UsageError: An option that none of the policies takes, or one policy twice.
     """
+    from specbench.policies import build_policy
+
     starts: Sequence[int | None] = gammas or [None]
     words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
     share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
     policies = [
-        RequestedPolicy(
-            policy.with_options({"gamma": gamma}), costs if policy.takes("costs") else None, chained=chained
-        )
+        policy.with_options({"gamma": gamma})
         for policy in share_options(words, options)
         for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
     ]
-    names = [policy.name for policy in policies]
+    names = [build_policy(policy).name for policy in policies]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
     return policies
 
 
-def refuse_trees(policies: Sequence[PolicySpec], chained: str) -> None:
-    """Check that no policy drafts trees, if ``chained``, the option for bit-exact forward passes, is given.
-
-    Raises:
-        UsageError: A policy does.
-    """
-    for policy in policies:
-        if policy.kind.tree:
-            raise UsageError(f"{chained} does not go with trees, as in {policy}.", "Draft chains.")
+def recipes_of(base: Recipe, drafters: Sequence[DrafterSpec], policies: Sequence[PolicySpec]) -> list[Recipe]:
+    """Return a recipe for each drafter with each policy that applies to it; any one where nothing is drafted."""
+    return [
+        replace(base, drafter=drafter, policy=policy, costs=base.costs if policy.takes("costs") else None)
+        for drafter in drafters
+        for policy in (policies[:1] if drafter.is_plain else policies)
+        if drafter.is_plain or policy.applies(drafter)
+    ]
 
 
 def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:

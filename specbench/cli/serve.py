@@ -86,7 +86,8 @@ def serve(
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
         with starting(quiet) as progress:
-            from specbench.cli.setting import facts, load_recipe
+            from specbench.cli.setting import facts
+            from specbench.loaded import load_recipe
             from specbench.serve.app import RequestDefaults
             from specbench.serve.engine import Engine
             from specbench.serve.server import Server
@@ -100,18 +101,23 @@ def serve(
                 max_waiting=server.queue,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
-        policy_given = any((drafting.draft_policy, drafting.gamma, length.costs, length.given))
+        policy_given = any(
+            (drafting.recipe, drafting.draft_policy, drafting.gamma, length.costs, length.given)
+        )
         defaults = RequestDefaults(
             policy=setting.policy if policy_given else None,
-            sampling=sampling.transforms,
-            seed=sampling.seed if given(ctx, "seed") else None,
-            decoding=decoding,
+            sampling=recipe.sampling.transforms,
+            seed=recipe.sampling.seed if given(ctx, "seed") else None,
+            decoding=recipe.decoding,
             drafter=recipe.drafter,
         )
         if not quiet:
             address, port = listening.getsockname()[:2]
             where = f"[{address}]" if ":" in address else address
-            notes = [*setting.target.language_model.notes, *facts(setting.target, setting.drafter, decoding)]
+            notes = [
+                *setting.target.language_model.notes,
+                *facts(setting.target, setting.drafter, recipe.decoding),
+            ]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:

@@ -1,9 +1,8 @@
-"""Recipes with their models loaded, and what there is to say of these."""
+"""What there is to say of loaded models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,70 +12,16 @@ from specbench.backends.torch.kernels.native import why_unavailable
 from specbench.backends.torch.kernels.surgery import quantization_of
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
-from specbench.cli.options import chained, widths_differ
-from specbench.cli.policy import RequestedPolicy
-from specbench.decoding.sampling import Sampling
+from specbench.cli.options import widths_differ
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.models.prepare import prepare
 
 if TYPE_CHECKING:
-    from specbench.base.progress import Progress
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.request import DraftPlan
     from specbench.models.target import Target
     from specbench.options import DecodingOptions
-    from specbench.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class LoadedRecipe:
-    """A recipe with its models.
-
-    Attributes:
-        recipe: The requested one.
-        target, drafter: The loaded models.
-        policy: How much is drafted.
-        sampling: The transforms, with the model's own settings.
-    """
-
-    recipe: Recipe
-    target: Target
-    drafter: Drafter
-    policy: DraftPlan
-    sampling: Sampling
-
-    @property
-    def models(self) -> str:
-        """The models as a phrase."""
-        target, drafter = self.target, self.drafter.traits.name
-        return f"{target.name} ({target.dtype}, {target.scorer.device}), drafter {drafter}"
-
-
-def load_recipe(recipe: Recipe, progress: Progress) -> LoadedRecipe:
-    """Load the models of a recipe; what cannot work is refused before.
-
-    Raises:
-        UsageError, RunError: Something is wrong with it, or it cannot be loaded.
-    """
-    assert recipe.policy is not None
-    transforms = Sampling(**recipe.sampling.transforms)
-    policy = RequestedPolicy(recipe.policy, recipe.costs, chained=chained(recipe.models, recipe.caching))
-    if not recipe.drafter.is_plain:
-        policy.spec.check(recipe.drafter)
-    target, (loaded_drafter,) = prepare(
-        recipe.target,
-        [recipe.drafter],
-        recipe.models,
-        cache=recipe.caching.cache,
-        bit_exact=recipe.caching.bit_exact,
-        progress=progress,
-    )
-    transforms = target.language_model.transforms(transforms, recipe.decoding)
-    plan = policy.build(loaded_drafter)
-    return LoadedRecipe(replace(recipe, policy=policy.spec), target, loaded_drafter.drafter, plan, transforms)
 
 
 def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import left_out, refuse_trees
+from specbench.cli.policy import left_out
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -134,14 +134,13 @@ def _compared_models(
     from specbench.bench.axes import parse_baselines, parse_gammas, parse_policies
     from specbench.bench.grid import SweepOptions
 
-    chained = opt.chained(base.models, base.caching)
     axes = compared.axes(experiment)
     usual = (
         ["auto", "fixed"] if 0.0 in axes["temperatures"] else ["fixed"]
     )  # `generate` takes auto at temperature 0
     policies = parse_policies(drafting.draft_policy or usual, **length.given)
-    if chained:
-        refuse_trees(policies, chained)
+    for policy in policies:
+        replace(base, policy=policy, costs=None).check()
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")

@@ -223,7 +223,7 @@ class ExportEngine(ABC):
 
 
 def _refusal(what: str, *, served: bool) -> UsageError:
-    advice = "Leave --setting out to export the fastest supported setting of a run, or choose another engine."
+    advice = "Name the run alone to export its fastest supported row, or choose another engine."
     return UsageError(what, advice + (" `specbench serve` supports it." if served else ""))
 
 

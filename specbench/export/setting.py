@@ -15,16 +15,16 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate, Json, to_dict
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
-from specbench.recipe import PLACE, Recipe, with_models
+from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
-from specbench.results.compare import find_config, side_by_side
+from specbench.results.compare import side_by_side
 from specbench.results.results import Results
-from specbench.results.run import Run, RunConfig, stored_recipes
+from specbench.results.run import Run, RunConfig, find_config, stored_recipes
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import PolicySpec
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -331,13 +331,14 @@ class RunSettings:
                 f"The drafter {one_line(config.drafter)} in {self._name} is from another version of specbench.",
                 "Name another setting, or measure it again.",
             )
-        policy = parse_policy(config.draft_policy)
+        target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe)).with_models(self._placed)
+        policy = recipe.policy
+        assert policy is not None
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
-        target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe))
         return Setting(
-            target=Model.of(self._placed(recipe.target)),
-            drafter=with_models(recipe.drafter, self._placed),
+            target=Model.of(recipe.target),
+            drafter=recipe.drafter,
             policy=policy,
             gamma=own,
             gamma_from=reason,

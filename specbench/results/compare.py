@@ -18,7 +18,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
-from specbench.results.run import PLAIN, Run, RunConfig
+from specbench.results.run import PLAIN, Run, RunConfig, find_config
 from specbench.results.summary import disturbance
 
 if TYPE_CHECKING:
@@ -296,20 +296,6 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 
 
 # --- What can be compared -------------------------------------------------------------------------
-
-
-def find_config(run: Run, name: str, where: str) -> RunConfig:
-    """Return the configuration with an id or label.
-
-    Raises:
-        UsageError: There is no such configuration.
-    """
-    for field in ("id", "label"):
-        for config in run.configs:
-            if getattr(config, field) == name:
-                return config
-    known = ", ".join(repr(one_line(config.id)) for config in run.configs)
-    raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")
 
 
 def _matched(

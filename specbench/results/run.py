@@ -298,3 +298,17 @@ def stored_recipes(run: Run) -> dict[str, Recipe]:
             with suppress(UsageError):
                 found[config.id] = Recipe.from_json(to_dict(config.recipe))
     return found
+
+
+def find_config(run: Run, name: str, where: str) -> RunConfig:
+    """Return the configuration with an id or label.
+
+    Raises:
+        UsageError: There is no such configuration.
+    """
+    for field in ("id", "label"):
+        for config in run.configs:
+            if getattr(config, field) == name:
+                return config
+    known = ", ".join(repr(one_line(config.id)) for config in run.configs)
+    raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")

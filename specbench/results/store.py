@@ -22,8 +22,9 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_bytes, write_text
 from specbench.base.record import finite, to_dict, to_json, without_wrong_fields, wrong_field
 from specbench.base.textsafe import one_line
+from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
-from specbench.results.run import KIND, VERSION, Run
+from specbench.results.run import KIND, VERSION, Run, find_config
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -418,6 +419,24 @@ def _check_version(version: object, file: Path) -> None:
             f"{str(file)!r} has schema version {version}, and this specbench reads only {VERSION}.",
             "Update specbench." if version > VERSION else "Measure again.",
         )
+
+
+def read_recipe(run: str | Path, name: str) -> Recipe:
+    """Return the recipe of a row of a run, by its name in the tables or its id.
+
+    Runs store no paths: ``found_in`` of the recipe looks for models that are folders or files.
+
+    Raises:
+        UsageError: There is no such row, or specbench did not decode it.
+
+    Example:
+        >>> str(read_recipe("results/smollm2-135m-head", "lookup auto").drafter)
+        'lookup'
+    """
+    config = find_config(read_run(Path(run)), name, str(run))
+    if config.recipe is None:
+        raise UsageError(f"{name!r} in {run} was not decoded by specbench.", "Name another row.")
+    return Recipe.from_json(to_dict(config.recipe))
 
 
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:

@@ -22,11 +22,10 @@ from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Wo
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Sampling
-from specbench.generate import GenerationRun
+from specbench.decoding.sampling import Greedy
 from specbench.generate_many import GenerationRuns
+from specbench.loaded import LoadedRecipe
 from specbench.options import DecodingOptions, quantized
-from specbench.policies import build_policy, parse_costs
 from specbench.policies.batch_costs import BatchCosts
 from specbench.policies.costs import COST_NOTES
 from specbench.results.lines import CostLine, Pool
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
+    from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
@@ -196,28 +196,12 @@ class ModelEngine:
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> GenerationRun:
         """Return a run of the configuration's recipe, with a draft policy that has learned nothing."""
-        recipe = config.recipe
-        assert recipe is not None
-        drafter, plan = None, None
-        if recipe.policy is not None:
-            loaded = self._loaded(recipe)
-            drafter, costs = loaded.drafter, None
-            if self._costs is not None and recipe.policy.takes("costs"):
-                costs = parse_costs(self._costs, loaded.name)
-            plan = build_policy(recipe.policy, costs=costs)
-        return GenerationRun(
-            prompt,
-            self.target,
-            drafter,
-            policy=plan,
-            sampling=Sampling(**recipe.sampling.transforms),
-            seed=seed,
-            decoding=decoding,
-        )
-
-    def _loaded(self, recipe: Recipe) -> LoadedDrafter:
+        assert config.recipe is not None
+        recipe = replace(config.recipe, decoding=decoding)
         wanted = recipe.drafter, recipe.models.drafter_dtype
-        return next(each for each in self.drafters if (each.spec, each.requested_dtype) == wanted)
+        loaded = next((each for each in self.drafters if (each.spec, each.requested_dtype) == wanted), None)
+        ready = LoadedRecipe.of(recipe, self.target, loaded, self._costs)
+        return ready.start(prompt, seed=seed)
 
     def _decode(
         self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int

@@ -1,0 +1,121 @@
+"""Recipes with their models loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specbench.decoding.request import DraftPlan
+from specbench.decoding.sampling import Sampling
+from specbench.drafters.plain import NoDraft
+from specbench.generate import GenerationRun
+from specbench.models.prepare import prepare
+from specbench.policies import FixedLength, build_policy, check_costs, load_costs, parse_costs
+
+if TYPE_CHECKING:
+    from specbench.base.progress import Progress
+    from specbench.decoding.protocols import Drafter
+    from specbench.models.prepare import LoadedDrafter
+    from specbench.models.target import Target
+    from specbench.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe with its models.
+
+    Attributes:
+        recipe: What was loaded.
+        target, drafter: The models.
+        policy: How much is drafted; it has not drafted anything yet.
+        sampling: The transforms, with the model's own settings.
+    """
+
+    recipe: Recipe
+    target: Target
+    drafter: Drafter
+    policy: DraftPlan
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, target: Target, loaded: LoadedDrafter | None, costs: object = None
+    ) -> LoadedRecipe:
+        """Return a recipe with its models; ``costs``: what ``read_costs`` returns.
+
+        Raises:
+            UsageError, RunError: The drafter could not be loaded, or the costs are not its.
+        """
+        policy = recipe.policy
+        if policy is None or (policy.kind.tree and recipe.drafter.is_plain):  # it has no effect
+            plan = DraftPlan(FixedLength())
+        else:
+            assert loaded is not None
+            given = costs is not None and policy.takes("costs")
+            plan = build_policy(policy, costs=parse_costs(costs, loaded.name) if given else None)
+        drafter = NoDraft() if loaded is None else loaded.drafter
+        transforms = target.language_model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
+        return cls(recipe, target, drafter, plan, transforms)
+
+    @property
+    def models(self) -> str:
+        """The models as a phrase."""
+        target, drafter = self.target, self.drafter.traits.name
+        return f"{target.name} ({target.dtype}, {target.scorer.device}), drafter {drafter}"
+
+    def start(self, prompt: Sequence[int], *, plain: bool = False, **changed: Any) -> GenerationRun:
+        """Return a run that has not begun.
+
+        Args:
+            prompt: Token ids.
+            plain: Whether to decode without the drafter.
+            changed: Arguments of ``GenerationRun`` that replace those of the recipe.
+        """
+        recipe = self.recipe
+        options = {"seed": recipe.sampling.seed, "decoding": recipe.decoding, **changed}
+        if plain:
+            options["decoding"] = options["decoding"].with_changes(residual_adjustment=True)
+        else:
+            options["policy"] = self.policy
+        drafter = None if plain else self.drafter
+        return GenerationRun(prompt, self.target, drafter, sampling=self.sampling, **options)
+
+
+def read_costs(recipe: Recipe) -> object:
+    """Check a recipe before its models are loaded, and return the contents of its file of costs; ``None`` without one.
+
+    Raises:
+        UsageError: It cannot work, or the file has no costs.
+    """
+    recipe.check()
+    if recipe.policy is not None:
+        build_policy(recipe.policy)  # refuses values that are out of range
+    if recipe.costs is None:
+        return None
+    costs = load_costs(recipe.costs)
+    check_costs(costs)
+    return costs
+
+
+def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:
+    """Load the models of a recipe; what cannot work is refused before.
+
+    Raises:
+        UsageError, RunError: Something is wrong with it, or it cannot be loaded.
+
+    Example:
+        >>> loaded = load_recipe(read_recipe("results/smollm2-135m-head", "plain"))
+        >>> run = loaded.start([19556, 28])
+    """
+    Sampling(**recipe.sampling.transforms)  # refuses what is none
+    costs = read_costs(recipe)
+    target, (drafter,) = prepare(
+        recipe.target,
+        [recipe.drafter],
+        recipe.models,
+        cache=recipe.caching.cache,
+        bit_exact=recipe.caching.bit_exact,
+        progress=progress,
+    )
+    return LoadedRecipe.of(recipe, target, drafter, costs)
