@@ -198,7 +198,7 @@ class DecodingJob:
                 bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
                 plain_outputs=plain_outputs,
             )
-            label = ready.drafter.name  # as sweeps name configurations
+            label = ready.drafter.traits.name  # as sweeps name configurations
             if label != "none":
                 label += f"@{ready.policy.name.removeprefix('fixed:gamma=')}"
             self._checks.append((label, checking))
