@@ -10,7 +10,7 @@ import typer
 
 from specbench.cli import app
 from specbench.cli.conflicts import EXCLUDE, NEED
-from specbench.cli.options import MOST_USED
+from specbench.cli.help import MOST_USED
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 FIRST = "target drafter prompts max_new_tokens temperature draft_policy gamma dtype compare batch"

@@ -30,7 +30,8 @@ from specbench.cli.doctor import doctor
 from specbench.cli.drafters import drafters
 from specbench.cli.export import export
 from specbench.cli.generate import generate
-from specbench.cli.options import ConfigOptions, GroupedCommand, unfolded
+from specbench.cli.help import GroupedCommand
+from specbench.cli.options import ConfigOptions, unfolded
 from specbench.cli.plot import plot
 from specbench.cli.report import report
 from specbench.cli.serve import serve

@@ -1,0 +1,65 @@
+"""Commands whose help lists their options under headings, and which read a `specbench.toml`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+from specbench.cli.config import defaults_from_config
+from specbench.cli.conflicts import refuse_conflicts
+from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET, default_drafter
+
+MOST_USED = (
+    "target", "drafter", "server", "prompts", "max_new_tokens", "temperature", "draft_policy", "gamma", "dtype",
+    "compare", "batch", "limit", "out", "resume", "port", "tokens", "minutes", "json_output", "verbose", "quiet",
+)  # fmt: skip
+"""Options that people need first, in the order in which help lists them."""
+_FIRST = 10
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options under the headings of their ``rich_help_panel``.
+
+    One that takes ``--config`` has the defaults of a `specbench.toml`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, with the defaults of a configuration."""
+        names = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
+        if "config" in names and not ctx.resilient_parsing:
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            if not (given.get("help") or given.get("recipe")):
+                lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
+                defaults = defaults_from_config(given, lists)
+                if "drafter" in names and not given.get("drafter") and "drafter" not in defaults:
+                    drafter = default_drafter(given.get("target") or defaults.get("target", DEFAULT_TARGET))
+                    if drafter != DEFAULT_DRAFTER:
+                        defaults["drafter"] = [drafter] if "drafter" in lists else drafter
+                ctx.default_map = defaults
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            refuse_conflicts(ctx)
+        return rest
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options in groups under headings; of a command with many, the most used ones come first."""
+        parameters = {str(each.name): each for each in self.get_params(ctx)}
+        first = [name for name in MOST_USED if name in parameters][:_FIRST]
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        if len(parameters) > 2 * _FIRST:
+            groups["Most used options"] = []
+        for name in sorted(parameters, key=lambda name: first.index(name) if name in first else _FIRST):
+            parameter = parameters[name]
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                if parameter.param_type_name == "argument":
+                    heading = "Arguments"
+                elif name in first and "Most used options" in groups:
+                    heading = "Most used options"
+                groups.setdefault(heading, []).append(record)
+        groups = {heading: records for heading, records in groups.items() if records}
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
