@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import typer
 
 from specbench.cli import app
 from specbench.cli.conflicts import EXCLUDE, NEED
-from specbench.cli.help import MOST_USED
+from specbench.cli.help import EXAMPLES, MOST_USED
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 FIRST = "target drafter prompts max_new_tokens temperature draft_policy gamma dtype compare batch"
@@ -30,6 +31,14 @@ def test_help_is_complete_and_fits(cli, monkeypatch, command):
         assert parameter.help, parameter.name
         for flag in () if parameter.param_type_name == "argument" else parameter.opts:
             assert f" {flag}" in out
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_help_opens_with_command_lines_that_are_understood(cli, line):
+    _, command, *words = shlex.split(line)
+    assert line in cli(command, "--help").out.partition("\n\n")[0]
+    context = typer.Context(COMMANDS[command], info_name=command)
+    COMMANDS[command].make_parser(context).parse_args(words)  # an unknown option would be an error
 
 
 def test_the_ten_most_used_options_come_first(cli):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from typer.core import TyperCommand
@@ -16,6 +17,43 @@ MOST_USED = (
 )  # fmt: skip
 """Options that people need first, in the order in which help lists them."""
 _FIRST = 10
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "generate": (
+        'specbench generate "Why is the sky blue?"',
+        'specbench generate --compare --target org/big --drafter org/small "Write a quicksort."',
+        'specbench generate --debug -n 32 "Count to ten."',
+    ),
+    "chat": ("specbench chat", "specbench chat --target org/big --drafter org/small"),
+    "serve": ("specbench serve", "specbench serve --target org/big --drafter org/small --batch 4"),
+    "train": (
+        "specbench train --out head --minutes 60",
+        "specbench train --out head --target org/big --resume",
+    ),
+    "tune": (
+        "specbench tune",
+        "specbench tune --target org/big --drafter org/small --minutes 15",
+        "specbench tune --engine vllm --target org/big --drafter org/small",
+    ),
+    "sweep": (
+        "specbench sweep --gamma 1..8",
+        "specbench sweep --target org/big --drafter org/small --drafter lookup --until sure",
+        "specbench sweep --server plain=http://127.0.0.1:8000 --server drafting=http://127.0.0.1:8001",
+    ),
+    "plot": ("specbench plot results/", "specbench plot results/ --only speedup --format svg"),
+    "compare": (
+        "specbench compare results/old results/new",
+        'specbench compare results/run --a plain --b "lookup auto"',
+    ),
+    "export": ("specbench export results/ --to vllm", "specbench export specbench.toml --to llama.cpp"),
+    "check": (
+        "specbench check",
+        "specbench check --temperature 1 --drafter self:int8",
+        "specbench check --target org/big --outputs answers.jsonl",
+    ),
+    "doctor": ("specbench doctor http://127.0.0.1:8000",),
+}
+"""The commonest command lines of commands that take more than a name."""
 
 
 class GroupedCommand(TyperCommand):
@@ -41,6 +79,12 @@ class GroupedCommand(TyperCommand):
         if not ctx.resilient_parsing:
             refuse_conflicts(ctx)
         return rest
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the commonest command lines, and then what the command does."""
+        for line in EXAMPLES.get(ctx.info_name, ()):
+            formatter.write(f"  {line}\n")
+        super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options in groups under headings; of a command with many, the most used ones come first."""
