@@ -9,7 +9,6 @@ import pytest
 import recordings
 from stored_runs import kept_run
 
-from specbench.backends.torch.kernels import huge_pages
 from specbench.cli import _command_line
 
 ROOT = recordings.ROOT
@@ -55,6 +54,7 @@ def test_every_option_shown_exists(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.slow)])
 def test_the_outputs_of_pages_have_the_shape_of_today(name, cli, tmp_path, monkeypatch):
     """Each line that is shown begins, up to its first figure, like a line that is printed. What models write is not
@@ -64,9 +64,6 @@ def test_the_outputs_of_pages_have_the_shape_of_today(name, cli, tmp_path, monke
     recordings.work_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(recordings.COLUMNS))
-    monkeypatch.setattr(
-        huge_pages, "huge_page_setting", lambda: "never"
-    )  # weights load faster into small pages
     for command, output in BLOCKS[name]:
         words = shlex.split(command)[1:]
         said = cli(*words)

@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -341,7 +343,7 @@ def story(out: Path) -> dict[str, Any]:
 def test_a_head_learns_and_drafts_exactly(easy, tmp_path, kind):
     out = tmp_path / "head"
     watch = Watched()
-    settings = replace(QUICK, kind=kind, epochs=20, tokens=300, learning_rate=5e-3)
+    settings = replace(QUICK, kind=kind, epochs=12, tokens=300, learning_rate=5e-3)
     best = training(easy, out, settings, progress=watch).run()
     told = story(out)
     assert {path.name for path in out.iterdir()} == FILES
@@ -753,7 +755,10 @@ def test_a_state_is_whole_or_refused(tmp_path):
 
 
 @pytest.fixture
-def train(cli, tmp_path) -> Cli:
+def train(cli, tmp_path, monkeypatch) -> Cli:
+    """The command, which measures rarely."""
+    settings = partial(TrainingSettings, measures=2, measured_tokens=16)
+    monkeypatch.setattr(import_module("specbench.cli.train"), "TrainingSettings", settings)
     folder = save_tiny(tmp_path / "tiny", layers=3)
     lines = [json.dumps({"id": each.id, "category": each.category, "turns": each.turns}) for each in PROMPTS]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines), encoding="utf-8")
