@@ -24,13 +24,7 @@ from specbench.backends.torch.head_scorers import (
     OfTarget,
     ParallelScorer,
 )
-from specbench.backends.torch.heads import (
-    Eagle1Head,
-    EagleHead,
-    EagleShape,
-    MedusaHeads,
-    ParallelEagleHead,
-)
+from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, MedusaHeads, ParallelEagleHead
 from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
 from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits

@@ -215,10 +215,7 @@ def test_rows_of_dspark_are_those_of_the_formulas(tmp_path, markov, form):
     assert drafter.traits.layers == ((1, 3) if authors else (1, 2))
     assert drafter.scorer.longest == BLOCK - first
     hidden = hidden_of(tensors, drafter.traits.layers, CONTEXT)
-    for parents, paths in (
-        (None, [[], DRAFT[:1], DRAFT[:2]]),
-        ([-1, -1, 1], [[], [44], [8], [8, 61]]),
-    ):
+    for parents, paths in ((None, [[], DRAFT[:1], DRAFT[:2]]), ([-1, -1, 1], [[], [44], [8], [8, 61]])):
         tokens = DRAFT[:2] if parents is None else DRAFT
         found = rows_after(drafter, tokens, parents)
         expected = [spark_row(tensors, hidden, [*[CONTEXT[-1]] * (1 + first), *path]) for path in paths]

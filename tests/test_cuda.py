@@ -32,14 +32,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 ASKED = prompts()[:12]
 RULES = ("fixed:gamma=3", "auto", "svip")
 TREES = ("static-tree", "dynamic-tree:nodes=5")
-SPECS = (
-    "lookup",
-    "suffix",
-    "ngram:top-k=2",
-    "self:layers=1",
-    "lookup+self:layers=1",
-    "lookup|suffix",
-)
+SPECS = ("lookup", "suffix", "ngram:top-k=2", "self:layers=1", "lookup+self:layers=1", "lookup|suffix")
 SAMPLINGS = (
     Greedy(),
     Multinomial(0.8),

@@ -429,8 +429,7 @@ def test_costs_are_assumed_until_they_are_measured():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "first", "later"),
-    [((1, 3), 0.5, 0.1), ((1, 1, 1, 3), 0.5, 0.0), ((1, 2, 5), 0.2, 0.2)],
+    ("lengths", "first", "later"), [((1, 3), 0.5, 0.1), ((1, 1, 1, 3), 0.5, 0.0), ((1, 2, 5), 0.2, 0.2)]
 )
 def test_a_drafts_first_pass_has_its_own_price(lengths, first, later):
     measured = MeasuredCosts()

@@ -44,10 +44,7 @@ def expected(prompt: str, new: int) -> tuple[list[int], list[int]]:
     ids = encode_prompt(loaded.tokenizer, prompt)
     batch = torch.tensor([ids])
     config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=new,
-        eos_token_id=list(loaded.end_ids),
-        pad_token_id=loaded.end_ids[0],
+        do_sample=False, max_new_tokens=new, eos_token_id=list(loaded.end_ids), pad_token_id=loaded.end_ids[0]
     )
     with torch.inference_mode():
         output = loaded.model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
