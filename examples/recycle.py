@@ -2,6 +2,8 @@
 
 Luo et al. 2024, arXiv 2408.08696. The target's logits after a verified token, accepted or not, say what to draft the
 next time that this token comes.
+
+    specbench generate "Why is the sky blue?" --drafter examples/recycle.py:Recycle --draft-policy static-tree
 """
 
 from collections.abc import Mapping, Sequence

@@ -35,8 +35,8 @@ PROVISIONAL = (
 _LARGEST = 10_000
 """Bytes of the longest file that is read."""
 
-_PATH = re.compile(r"(?:^|[+|])\s*[~./\\]|://|\\|\.\.|^[A-Za-z]:")
-"""Signs of a path or an address."""
+_PATH = re.compile(r"(?:^|[+|])\s*[~./\\]|://|\\|\.\.|^[A-Za-z]:|\.py:")
+"""Signs of a path, of a Python file or an address."""
 _NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
 """A built-in name, a folder or file in the current folder, or a hub id with its revision."""
 

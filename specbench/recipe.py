@@ -19,7 +19,16 @@ from specbench.options import (
     arguments_of,
     quantized,
 )
-from specbench.specs.drafters import Cascade, DrafterSpec, Plain, Several, SmallModel, parse_drafter
+from specbench.specs.drafters import (
+    Cascade,
+    DrafterSpec,
+    Grammar,
+    Outside,
+    Plain,
+    Several,
+    SmallModel,
+    parse_drafter,
+)
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import PolicySpec, parse_policy
 
@@ -121,6 +130,8 @@ class Recipe:
         own: list[ModelSpec] = []
 
         def numbered(model: ModelSpec) -> ModelSpec:
+            if model.kind == "python":
+                return model
             own.append(model)
             return ModelSpec("hub", f"MODEL{len(own)}")
 
@@ -142,9 +153,15 @@ class Recipe:
         """
         own = [_model_of(each) for each in data["drafter_models"]]
         named = {f"MODEL{number}": model for number, model in enumerate(own, start=1)}
+
+        def restored(model: ModelSpec) -> ModelSpec:
+            if model.kind == "python":  # of a stored name alone, no file runs
+                return replace(model, source=f"{PLACE}/{model.name}")
+            return named.get(model.source, model)
+
         return cls(
             target=_model_of(data["target"]),
-            drafter=with_models(parse_drafter(data["drafter"]), lambda model: named.get(model.source, model)),
+            drafter=with_models(parse_drafter(data["drafter"]), restored),
             policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
             costs=None if data["costs"] is None else Path(PLACE, data["costs"]),
             **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
@@ -152,17 +169,22 @@ class Recipe:
 
 
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
-    """Return a drafter with each of its models replaced by ``change(model)``, in the order of the spec."""
+    """Return a drafter with each of its models and files replaced by ``change(model)``, in the order of the spec."""
     if isinstance(drafter, Several):
         return replace(drafter, drafters=tuple(with_models(each, change) for each in drafter.drafters))
     if isinstance(drafter, Cascade):
-        return replace(drafter, back=with_models(drafter.back, change))  # type: ignore[arg-type]
+        front, back = with_models(drafter.front, change), with_models(drafter.back, change)
+        return replace(drafter, front=front, back=back)  # type: ignore[arg-type]
+    if isinstance(drafter, Grammar) and drafter.rest is not None:
+        return replace(drafter, rest=with_models(drafter.rest, change))  # type: ignore[arg-type]
+    if isinstance(drafter, Outside) and drafter.file is not None:
+        return replace(drafter, file=change(drafter.file))
     return replace(drafter, model=change(drafter.model)) if isinstance(drafter, SmallModel) else drafter
 
 
 def model_argument(model: ModelSpec) -> str:
     """Return a model as the command line takes it."""
-    return model.source if model.kind in ("folder", "gguf") else model.name
+    return model.source if model.is_path else model.name
 
 
 def drafter_argument(drafter: DrafterSpec) -> str:

@@ -125,7 +125,8 @@ class House:
         policy = build_policy(rule)
         drafter: Any = NoDraft()
         if kind == "lookup":
-            drafter = LookupDrafter(clock=self.clock)
+            drafter = LookupDrafter()
+            drafter.clock = self.clock
         elif kind != "none":
             drafter = ModelDrafter(self.models[kind].seat(), kind, self.clock)  # type: ignore[arg-type]
         models = [loaded_of(drafter.scorer)] if kind in self.models else []

@@ -166,7 +166,7 @@ def test_agrees_with_a_search(context, max_match, min_match, data):
 def test_the_name_is_that_of_the_command_line(name):
     spec = parse_drafter(name)
     assert isinstance(spec, Lookup)
-    assert LookupDrafter(spec).name == str(spec) == name
+    assert LookupDrafter(spec).traits.name == str(spec) == name
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_what_names_no_model(text):
     message = refusal(parse_model, text, kind=UsageError)
     assert message.isprintable()
     assert ("no such file or folder" in message) == (text in PATHS)
-    assert ("Python program" in message) == (text == __file__)
+    assert ("Python file" in message) == (text == __file__)
 
 
 # -- options -------------------------------------------------------------------------------------

@@ -229,8 +229,8 @@ def test_the_name_is_that_of_the_command_line():
     everything = "ngram:order=2,max=3,window=5,keep,top-k=4,sample"
     spec = parse_drafter(everything)
     assert spec == NGram(order=2, max=3, window=5, keep=True, top_k=4, sample=True)
-    assert NGramDrafter(spec).name == everything
-    assert NGramDrafter().name == "ngram"
+    assert NGramDrafter(spec).traits.name == everything
+    assert NGramDrafter().traits.name == "ngram"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,8 @@ def test_bad_options(option):
 
 
 def test_the_reading_of_the_prompt_is_timed_once():
-    drafter = NGramDrafter(clock=Ticking())
+    drafter = NGramDrafter()
+    drafter.clock = Ticking()
     drafter.begin([1, 2])
     assert draft(drafter, [1, 2]).prefill_s == 1.0
     assert draft(drafter, [1, 2]).prefill_s == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from specbench.specs.drafters import DRAFTERS
+from specbench.specs.drafters import DRAFTERS, installed_drafters
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +27,9 @@ def drafters() -> None:
             _item(console, each.syntax, each.help, _INDENT, column, "cyan")
         _item(console, "", f"Draft probabilities: {kind.probabilities}.", _INDENT, _INDENT, "dim")
         console.print()
+    for name, entry in installed_drafters().items():
+        package = entry.dist.name if entry.dist else "package"
+        _item(console, name, f"{entry.value}, of the installed {package}.", 0, _INDENT, "bold")
     for line in (
         "Options follow a colon, separated by commas: --drafter ngram:order=3,window=512",
         "A drafter changes the speed, never the output's distribution.",

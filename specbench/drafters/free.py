@@ -69,22 +69,25 @@ class Guess:
         object.__setattr__(self, "token", int(self.token))  # of NumPy, for example
 
 
-def make_free(spec: FreeSpec) -> FreeDrafter:
-    """Make the drafter of a spec."""
+def make_free(spec: FreeSpec, target: Any = None) -> FreeDrafter:
+    """Make the drafter of a spec for a target."""
     assert spec.drafter is not None
     module, _, name = spec.drafter.partition(":")
-    made: FreeDrafter = getattr(import_module(f"specbench.drafters.{module}"), name)(spec)
+    made: FreeDrafter = getattr(import_module(f"specbench.drafters.{module}"), name)(spec, target)
     return made
 
 
 class FreeDrafter(Drafter):
     """A drafter whose tokens cost almost nothing; subclasses define ``take_in`` and ``guess``.
 
-    A subclass that learns from the context forgets it in ``begin``, which calls ``super().begin`` too, and one with
-    another ``__init__`` overrides ``fork``, which makes a fresh copy for each request of a batch.
+    A subclass that learns from the context forgets it in ``begin``, which calls ``super().begin`` too, and one whose
+    ``__init__`` takes anything else overrides ``fork``, which makes a fresh copy for each request of a batch.
 
     Args:
         spec: Its spec, which is its name.
+        target: The ``specbench.Target`` that it drafts for; ``None`` if it need not know.
+
+    Attributes:
         clock: Times the reading of the prompt.
 
     Example:
@@ -106,10 +109,11 @@ class FreeDrafter(Drafter):
     forces = False
     """Whether it also drafts what the format of the output forces."""
 
-    def __init__(self, spec: object, clock: Clock | None = None) -> None:
+    def __init__(self, spec: object, target: Any = None) -> None:
         super().__init__(DrafterTraits(str(spec), trees=self.trees, certain=self.trees))
         self.spec: Any = spec
-        self._clock = clock or WallClock()
+        self.target = target
+        self.clock: Clock = WallClock()
         self._epoch = 0
         self._read = 0  # tokens of the context read so far
 
@@ -118,7 +122,7 @@ class FreeDrafter(Drafter):
         return self._epoch
 
     def fork(self, scorer_like: ScorerLike) -> FreeDrafter:
-        return type(self)(self.spec, self._clock)
+        return type(self)(self.spec, self.target)
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self._epoch += 1
@@ -131,10 +135,10 @@ class FreeDrafter(Drafter):
     def read(self, context: Sequence[int]) -> float:
         """Take in the new part of the context; return the seconds of a prompt's first reading, or 0."""
         first = self._read == 0
-        began = self._clock.now()
+        began = self.clock.now()
         self.take_in(context, self._read)
         self._read = len(context)
-        return self._clock.now() - began if first else 0.0
+        return self.clock.now() - began if first else 0.0
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """Return a guess after ``context + drafted``, or ``None``; ``context`` is what was read last.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.drafters.free import FreeDrafter, Guess, make_free
 
 if TYPE_CHECKING:
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import Grammar
@@ -22,14 +21,14 @@ class GrammarDrafter(FreeDrafter):
 
     Args:
         spec: Its spec, with the other drafter's, if any.
-        clock: Times the reading of the prompt.
+        target: See ``FreeDrafter``.
     """
 
     forces = True
 
-    def __init__(self, spec: Grammar, clock: Clock | None = None) -> None:
-        super().__init__(spec, clock)
-        self.rest = None if spec.rest is None else make_free(spec.rest)
+    def __init__(self, spec: Grammar, target: Any = None) -> None:
+        super().__init__(spec, target)
+        self.rest = None if spec.rest is None else make_free(spec.rest, target)
         self.longest = None if self.rest is None else self.rest.longest
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.sampling import Sampling
 
 _INDEXED = 4
@@ -42,12 +41,12 @@ class LookupDrafter(FreeDrafter):
 
     Args:
         spec: The shortest and longest match.
-        clock: Times the reading of the prompt.
+        target: See ``FreeDrafter``.
     """
 
-    def __init__(self, spec: Lookup | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, spec: Lookup | None = None, target: Any = None) -> None:
         self.spec = spec or Lookup()
-        super().__init__(self.spec, clock)
+        super().__init__(self.spec, target)
         self._least, self._limit = self.spec.min, self.spec.longest
         self._indexed = min(self._limit, max(_INDEXED, self._least))
         self._chained = self._indexed if self._indexed < self._limit else None

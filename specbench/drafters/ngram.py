@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,6 @@ from specbench.drafters.free import FreeDrafter, Guess
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
     from specbench.decoding.sampling import Sampling
 
@@ -55,12 +54,12 @@ class NGramDrafter(FreeDrafter):
 
     Args:
         spec: What is counted, and how it is drafted from.
-        clock: Times the reading of the prompt.
+        target: See ``FreeDrafter``.
     """
 
-    def __init__(self, spec: NGram | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, spec: NGram | None = None, target: Any = None) -> None:
         self.spec = spec or NGram()
-        super().__init__(self.spec, clock)
+        super().__init__(self.spec, target)
         self.longest = self.spec.max
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
         self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specbench.drafters.free import CandidateDrafter
 from specbench.specs.drafters import Suffix
 
 if TYPE_CHECKING:
-    from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
 
 _BEST = 8
@@ -138,12 +137,12 @@ class SuffixDrafter(CandidateDrafter):
 
     Args:
         spec: The shortest and longest match, and whether outputs are kept.
-        clock: Times the reading of the prompt.
+        target: See ``FreeDrafter``.
     """
 
-    def __init__(self, spec: Suffix | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, spec: Suffix | None = None, target: Any = None) -> None:
         self.spec = spec or Suffix()
-        super().__init__(self.spec, clock)
+        super().__init__(self.spec, target)
         self._trie = SuffixTrie(self.spec.n)
         self._past = SuffixTrie(self.spec.n)
         self._output: list[int] = []

@@ -36,6 +36,7 @@ from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
@@ -69,6 +70,8 @@ from specbench.specs.models import ModelSpec
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
     """Raise ``UsageError`` if the configurations of drafter and target show that the drafter cannot draft for it."""
     for part in spec.parts:
+        for own in part.outside:
+            find_class(own)
         form = part.model_part
         if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
             check_form(form, load_config(target, progress=progress))
@@ -167,7 +170,7 @@ class DrafterLoader:
         if isinstance(spec, Cascade):
             model = self.load(spec.back)
             assert isinstance(model, ModelDrafter)
-            return join_cascade(spec, model)
+            return join_cascade(spec, model, self._target)
         if spec not in self._made:
             try:
                 self._made[spec] = self._make(spec)
@@ -182,7 +185,7 @@ class DrafterLoader:
         if isinstance(spec, SelfForm):
             return self_drafter(spec, self._target, progress=self._progress)
         if not isinstance(spec, SmallModel):
-            return make_free(spec) if isinstance(spec, FreeSpec) else NoDraft()
+            return make_free(spec, self._target) if isinstance(spec, FreeSpec) else NoDraft()
         if spec.model not in self.loaded:
             check_options(self._options)
             self.loaded[spec.model] = load_drafter_model(
@@ -231,9 +234,9 @@ def load_drafter_model(
     )
 
 
-def join_cascade(spec: Cascade, model: ModelDrafter) -> CascadeDrafter:
+def join_cascade(spec: Cascade, model: ModelDrafter, target: Target | None = None) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
-    return CascadeDrafter(make_free(spec.front), model, spec.passes)
+    return CascadeDrafter(make_free(spec.front, target), model, spec.passes)
 
 
 # -- models of their own ---------------------------------------------------------------------------

@@ -6,9 +6,12 @@ drafter: its options (``specbench.specs.notation.option``) and the class that dr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -26,6 +29,11 @@ from specbench.specs.notation import (
     split_spec,
     with_defaults,
 )
+
+GROUP = "specbench.drafters"
+"""The entry points by which installed packages name their drafters."""
+
+_CLASS_IN_FILE = re.compile(r"([^|+]+\.py):([^\W\d]\w*)")
 
 _LONGEST_MATCH = 64
 """Longer matches are not distinguished."""
@@ -86,6 +94,13 @@ class DrafterSpec:
     def parts(self) -> tuple[DrafterSpec, ...]:
         """The drafters whose chains are merged: itself, if it is one."""
         return (self,)
+
+    @property
+    def outside(self) -> tuple[Outside, ...]:
+        """Its parts from outside the package."""
+        own = (self,) if isinstance(self, Outside) else ()
+        below = (getattr(self, name, None) for name in ("front", "rest"))
+        return own + tuple(part for each in below if each is not None for part in each.outside)
 
     @property
     def keeps_state(self) -> bool:
@@ -228,6 +243,37 @@ class Grammar(FreeSpec):
     @property
     def keeps_state(self) -> bool:
         return self.rest is not None and self.rest.keeps_state
+
+
+@dataclass(frozen=True)
+class Outside(FreeSpec):
+    """A drafter from outside the package: a class in a file that the user names, or of an installed package.
+
+    Attributes:
+        cls: The class in the file, or the name that the package gives it.
+        file: The file; ``None`` for an installed package.
+    """
+
+    word = "FILE.py"
+    summary = (
+        "A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or an installed one."
+    )
+    probabilities = "certain (one-hot), or its own"
+    drafter = "outside:make_outside"
+    trees = True
+
+    cls: str
+    file: ModelSpec | None = None
+
+    def __str__(self) -> str:
+        return self.cls if self.file is None else f"{self.file.name}:{self.cls}"
+
+    @classmethod
+    def find(cls, text: str) -> Outside | None:
+        """Return the drafter of a spec that names a class in a file, or the drafter of an installed package."""
+        if named := _CLASS_IN_FILE.fullmatch(text):
+            return cls(named[2], ModelSpec("python", named[1]))
+        return cls(text) if text not in _WORDS and text in installed_drafters() else None
 
 
 @dataclass(frozen=True)
@@ -375,13 +421,19 @@ class Several(DrafterSpec):
         return any(drafter.keeps_state for drafter in self.drafters)
 
 
+@cache
+def installed_drafters() -> dict[str, EntryPoint]:
+    """Return by name the drafters of installed packages; none of their code runs before its drafter is loaded."""
+    return {each.name: each for each in entry_points(group=GROUP)}
+
+
 def cascade_name(front: str, passes: int | None, back: str) -> str:
     """Return a cascade's name from the names of its parts."""
     return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
 
 
 DRAFTERS: tuple[type[DrafterSpec], ...] = (
-    Plain, Lookup, NGram, Suffix, Grammar, SelfForm, Mtp, SmallModel, Cascade, Several
+    Plain, Lookup, NGram, Suffix, Grammar, SelfForm, Mtp, SmallModel, Outside, Cascade, Several
 )  # fmt: skip
 """All kinds, in the order of listings."""
 
@@ -403,7 +455,11 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
     """Parse a drafter; for a mistyped word, an error suggests one of ``offered``."""
     if "|" in text and not Path(text).exists():
         return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
+    if (outside := Outside.find(text)) is not None:
+        return outside
     first, plus, second = text.partition("+")
+    if plus and (outside := Outside.find(first.strip())) is not None:
+        return Cascade(replace(outside, before_model=True), _model_after(second.strip()))
     front = _WORDS.get(first.partition(":")[0].strip(), DrafterSpec)
     if plus and issubclass(front, FreeSpec):
         return _parse_cascade(front, first, second.strip())
@@ -420,21 +476,33 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:
     """Parse a cascade; its option ``passes`` is written among the options of its first drafter."""
     if issubclass(kind, Grammar) and first.strip() == Grammar.word and second:
-        rest = _parse(second, _WORDS)
-        if isinstance(rest, FreeSpec) and not isinstance(rest, Grammar):
-            return Grammar(rest)
-        if isinstance(rest, Cascade) and not isinstance(rest.front, Grammar):
-            return replace(rest, front=Grammar(rest.front, before_model=True))
+        joined = after_grammar(_parse(second, _WORDS))
+        if joined is not None:
+            return joined
     values = read_options(kind.word, split_spec(first)[1], (*kind.options(), *Cascade.options()))
     passes = values.pop("passes", None)
     front = kind(**with_defaults(values, kind.options(), before_model=True), before_model=True)
+    return Cascade(front, _model_after(second), passes)
+
+
+def after_grammar(rest: DrafterSpec) -> Cascade | Grammar | None:
+    """Return ``rest`` behind ``grammar``, whose tokens come first; ``None`` where that cannot be."""
+    if isinstance(rest, FreeSpec) and not isinstance(rest, Grammar):
+        return Grammar(rest)
+    if isinstance(rest, Cascade) and not isinstance(rest.front, Grammar):
+        return replace(rest, front=Grammar(rest.front, before_model=True))
+    return Cascade(Grammar(before_model=True), rest) if isinstance(rest, SelfForm | SmallModel) else None
+
+
+def _model_after(second: str) -> SelfForm | SmallModel:
+    """Parse what stands after the plus of a cascade."""
     back = _parse(second, {SelfForm.word: SelfForm}) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
             f"The second drafter of a cascade, {second!r}, is no model.",
             "Put self:... or a model after the plus, as in lookup+self:int8.",
         )
-    return Cascade(front, back, passes)
+    return back
 
 
 def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
@@ -445,7 +513,7 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
     name = text.partition(":")[0]
     if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
         return None
-    if near := get_close_matches(name, offered, 1, 0.7):
+    if near := get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7):
         return near[0] + text[len(name) :]
     folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
     return next(iter(get_close_matches(text, folders, 1, 0.8)), None)

@@ -43,7 +43,7 @@ PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
 """Trained heads that may come with specbench, and the built-in model that each of them drafts for."""
 
 
-ModelKind = Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp"]
+ModelKind = Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp", "python"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        kind: How it is found; ``packaged`` are trained heads, and ``mtp`` the MTP layers of the target's checkpoint.
+        kind: How it is found; ``packaged`` are trained heads, ``mtp`` the MTP layers of the target's checkpoint, and
+            ``python`` a file with a drafter.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
     """
 
@@ -63,9 +64,13 @@ class ModelSpec:
         return self.name
 
     @property
+    def is_path(self) -> bool:
+        return self.kind in ("folder", "gguf", "python")
+
+    @property
     def name(self) -> str:
         """The model's name in results: hub id and revision, or the folder's or file's own name."""
-        if self.kind in ("folder", "gguf"):
+        if self.is_path:
             return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
         return self.source if self.revision is None else f"{self.source}@{self.revision}"
 
@@ -93,8 +98,7 @@ def parse_model(text: str) -> ModelSpec:
             return ModelSpec("gguf", path)
         if path.endswith(".py"):
             raise UsageError(
-                f"{text!r} is a Python program, and models and drafters are given here by name.",
-                "Run the program itself; it passes a drafter of its own to speculative_generate.",
+                f"{text!r} is a Python file.", f"As a drafter, name a class in it: {text}:MyDrafter."
             )
         raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
     identifier, _, revision = text.partition("@")

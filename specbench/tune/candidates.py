@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 
-from specbench.base.errors import UsageError
 from specbench.bench.grid import SweepConfig
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
@@ -25,6 +24,7 @@ from specbench.specs.drafters import (
     SelfForm,
     SmallModel,
     Suffix,
+    after_grammar,
     parse_drafter,
 )
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -71,10 +71,7 @@ def drafters_to_try(
 
 def _after_forced(spec: DrafterSpec) -> DrafterSpec:
     """Return a drafter that drafts what the format does not force, or the drafter itself if it cannot."""
-    try:
-        return parse_drafter(f"grammar+{spec}")
-    except UsageError:
-        return spec
+    return after_grammar(spec) or spec
 
 
 def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:

@@ -1,0 +1,212 @@
+"""Drafters from files and installed packages: in every command, and what is said where one breaks a promise."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli, Result, refusal, write_prompts
+from tiny import tiny_llama, tiny_tokenizer
+
+import specbench.specs.drafters
+from specbench import (
+    UsageError,
+    autoregressive_generate,
+    load_drafter,
+    speculative_generate_many,
+    wrap_target,
+)
+from specbench.config import Config
+from specbench.decoding.protocols import Drafter
+from specbench.recipe import Recipe, drafter_argument
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
+
+MINE = '''
+import random
+import numpy as np
+import torch
+from specbench import FreeDrafter, Guess
+from specbench.decoding.drafts import Draft
+
+class Last(FreeDrafter):
+    """The last token again."""
+    def take_in(self, context, first): pass
+    def guess(self, context, drafted, sampling):
+        return Guess([*context[-1:], *drafted][-1], 0.5)
+
+class Drawn(Last):
+    def guess(self, context, drafted, sampling):
+        return Guess(0, 0.5, torch.full((self.target.vocab_size,), 1.0 / self.target.vocab_size))
+'''
+WRONG = {
+    "guess: return Guess(99999, 0.5)": "drafts the token 99999, and the target's are 0 to ",
+    "guess: return Guess(-1, 0.5)": "drafts the token -1",
+    "guess: return Guess(0, 0.5, torch.ones(self.target.vocab_size))": "not to 1",
+    "guess: return Guess(0, 0.5, torch.tensor([1.0]))": "has a q of shape [1]",
+    "guess: return 7": "guesses 7, which is neither a Guess nor None",
+    "guess: return Guess('x', 0.5)": "The token of a Guess is an integer, not 'x'",
+    "guess: return {}[3]": "KeyError: 3",
+    "guess: return Guess(random.randrange(50), 0.5)": "after a roll-back",
+    "guess: self.n = getattr(self, 'n', 0) + 1; return Guess(self.n, 0.5)": "after a roll-back",
+    "begin: pass": "does not call super().begin(prompt)",
+    "take_in: return 1 / 0": "ZeroDivisionError: division by zero",
+    "update: return outcome.nothing": "AttributeError: 'StepOutcome' object has no attribute 'nothing'",
+    "propose: yield from (); return Draft([1] * 99)": "drafts 99 tokens where ",
+    "propose: yield from (); return Draft([1.5])": "drafts the token 1.5",
+    "propose: yield from (); return [1]": "proposes [1] in place of a Draft",
+    "propose: yield from (); context.append(1); return Draft()": "changes the context",
+    "propose: yield from (); return Draft([1], parents=[-1])": "proposes a tree, and fixed:gamma=4 wants a chain",
+    "propose: yield from (); return Draft([1], torch.eye(self.target.vocab_size)[:1])": "q gives no probability",
+    "__init__: raise OSError('no file')": "OSError: no file",
+}  # fmt: skip
+"""Bodies of methods, and a part of what is said of them."""
+TAKEN = {
+    "guess": "context, drafted, sampling", "begin": "prompt, cached_tokens=0", "take_in": "context, first",
+    "update": "outcome", "propose": "context, plan", "__init__": "name, target",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE, encoding="utf-8")
+    write_prompts(tmp_path / "p.jsonl", {"chat-a": ["the thing"], "talk-b": ["One", "Two"]})
+    return tmp_path
+
+
+@pytest.fixture
+def run(cli, models, folder) -> Cli:
+    def call(command: str, *words: object) -> Result:
+        return cli(command, *words, "--target", models / "target", "--dtype", "float32", "-n", 8)
+
+    return call
+
+
+@pytest.mark.smoke
+def test_generate_tells_the_drafter_by_its_file_and_class(run):
+    plain = run("generate", "the thing", "--drafter", "none", "--json").json()
+    for drafter in ("./mine.py:Last", "mine.py:Drawn", "./mine.py:Last+self:int8", "lookup|./mine.py:Last"):
+        found = run("generate", "the thing", "--drafter", drafter, "--gamma", 2, "--json").json()
+        assert found["token_ids"] == plain["token_ids"]
+        assert found["drafter"] == drafter.replace("./", "")
+
+
+def test_every_other_command_takes_it(run, cli, folder, monkeypatch):
+    mine, few = ("--drafter", "./mine.py:Last"), ("--prompts", "./p.jsonl")
+    grid = ("--gamma", 2, "--repeats", 1, "--draft-policy", "fixed", "--out", "run")
+    assert run("check", *mine, *few).code == 0
+    done = run("sweep", *mine, *few, *grid)
+    assert done.code == 0, done.err
+    stored = "".join(path.read_text(encoding="utf-8") for path in Path("run").glob("*.json*"))
+    assert "mine.py:Last" in stored
+    assert str(folder) not in stored
+    assert run("sweep", *mine, *few, *grid, "--resume").code == 0
+    assert cli("plot", "run", "--out", "figures").code == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the thing\n")))
+    assert run("chat", *mine).code == 0
+
+
+def test_requests_of_a_batch_have_one_each(folder):
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    drafter = load_drafter("./mine.py:Drawn", target)
+    prompts = ["the thing", "and the king"]
+    found = speculative_generate_many(prompts, target, drafter, gamma=2, max_new_tokens=8, chat=False)
+    expected = [autoregressive_generate(each, target, max_new_tokens=8, chat=False) for each in prompts]
+    assert [each.token_ids for each in found.results()] == [each.token_ids for each in expected]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_broken_promise_is_told_with_file_and_line(wrong, run):
+    method, _, body = wrong.partition(": ")
+    lines = [f"    def {method}(self, {TAKEN[method]}):", f"        {body}"]
+    Path("mine.py").write_text("\n".join([MINE, "class Wrong(Last):", *lines, ""]), encoding="utf-8")
+    first = MINE.count("\n") + 3
+    said = run(
+        "generate",
+        "the thing and the thing",
+        "--drafter",
+        "./mine.py:Wrong",
+        "--gamma",
+        4,
+        "--quiet",
+        "--json",
+    )
+    said.refused(1, WRONG[wrong], "mine.py:Wrong")
+    assert any(f"(mine.py, line {line})" in said.err for line in (first, first + 1)), said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "drafter", "code", "said"),
+    [
+        ("class A(:\n", "./mine.py:A", 1, "mine.py cannot be imported (mine.py, line 1): SyntaxError"),
+        ("import specbench\n\nspecbench.nothing\n", "./mine.py:A", 1, "(mine.py, line 3): AttributeError"),
+        (MINE, "./mine.py:Absent", 2, "The drafter mine.py:Absent is missing. Name a class there"),
+        ("A = 3\n", "./mine.py:A", 2, "The drafter mine.py:A is 3."),
+        (MINE, "./other.py:Last", 2, "There is no file './other.py'"),
+        (
+            MINE,
+            "./mine.py",
+            2,
+            "'./mine.py' is a Python file. As a drafter, name a class in it: ./mine.py:MyDrafter",
+        ),
+        (MINE, "self:int8+./mine.py:Last", 2, "self"),
+        (MINE, "lookup+./mine.py:Last", 2, "is no model"),
+    ],
+)
+def test_what_is_no_drafter_is_refused_before_the_target_is_loaded(run, text, drafter, code, said):
+    Path("mine.py").write_text(text, encoding="utf-8")
+    run("generate", "the thing", "--drafter", drafter, "--quiet").refused(code, said)
+
+
+def test_a_changed_file_runs_again(folder):
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    before = load_drafter("./mine.py:Last", target)
+    Path("mine.py").write_text(MINE + "\nLast.longest = 1\n", encoding="utf-8")
+    after = load_drafter("./mine.py:Last", target)
+    assert (before.longest, after.longest) == (None, 1)  # type: ignore[attr-defined]
+
+
+def test_no_stored_name_makes_a_file_run(folder):
+    recipe = Recipe(ModelSpec("builtin", "smollm2-135m"), parse_drafter("grammar+./mine.py:Last"))
+    stored = json.loads(json.dumps(recipe.to_json()))
+    assert stored["drafter"] == "grammar+mine.py:Last"
+    assert drafter_argument(recipe.drafter) == "grammar+./mine.py:Last"
+    again = Recipe.from_json(stored).drafter
+    assert drafter_argument(again) == "grammar+/path/to/mine.py:Last"
+    target = wrap_target(tiny_llama(), tiny_tokenizer())
+    assert "There is no file '/path/to/mine.py'" in refusal(load_drafter, again, target, kind=UsageError)
+    for drafter in ("mine.py:Last", "./mine.py:Last", "lookup|mine.py:Last"):
+        assert "is no name of a model" in refusal(Config, drafter=drafter, kind=UsageError)
+
+
+def test_an_installed_package_makes_its_drafter_known_by_name(run, cli, folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    entry = EntryPoint("again", "mine:Last", specbench.specs.drafters.GROUP)
+    monkeypatch.setattr(specbench.specs.drafters, "entry_points", lambda **_: [entry])
+    specbench.specs.drafters.installed_drafters.cache_clear()
+    try:
+        found = run("generate", "the thing", "--drafter", "again", "--gamma", 2, "--json").json()
+        assert found["drafter"] == "again"
+        assert any(
+            line.startswith("again ") and "mine:Last" in line for line in cli("drafters").out.splitlines()
+        )
+        run("generate", "the thing", "--drafter", "agaim").refused(2, "Give 'again'")
+        Path("mine.py").write_text("x = 1 / 0\n", encoding="utf-8")
+        monkeypatch.delitem(sys.modules, "mine")
+        run("generate", "the thing", "--drafter", "again", "--quiet").refused(
+            1, "(mine.py, line 1): ZeroDivisionError"
+        )
+    finally:
+        monkeypatch.undo()
+        specbench.specs.drafters.installed_drafters.cache_clear()
+
+
+def test_a_drafter_has_seven_members():
+    assert sorted(name for name in vars(Drafter) if not name.startswith("_")) == [
+        "begin", "epoch", "fork", "propose", "unread", "update",
+    ]  # fmt: skip  # and its traits
