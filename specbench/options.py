@@ -15,7 +15,6 @@ import typer
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import excerpt
-from specbench.specs.verification import VERIFICATIONS, VerificationName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
@@ -201,20 +200,9 @@ class ModelOptions:
 class SharedPolicyOptions:
     """Options that all draft policies share; an option of a single policy is part of that policy's spec."""
 
-    verification: VerificationName | None = _policy(
-        None,
-        "--verification NAME",
-        f"Verification above temperature 0: {', '.join(VERIFICATIONS)}. Default: the one that accepts most"
-        f" draft tokens.",
-    )
     costs: Path | None = _policy(
         None, "--costs FILE", "JSON file of an earlier run with forward pass times for auto."
     )
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that the user gave, by name; without the costs, whose file has not been read yet."""
-        return {} if self.verification is None else {"verification": self.verification}
 
 
 @dataclass(frozen=True)

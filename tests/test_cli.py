@@ -257,7 +257,7 @@ def test_chat_is_the_default_where_there_is_a_template(tiny):
     ("drafter", "options", "rule"),
     [
         ("self:layers=1", ["--gamma", 3], "rejection"),
-        ("self:layers=1", ["--gamma", 3, "--verification", "block"], "block"),
+        ("self:layers=1", ["--draft-policy", "fixed:verification=block", "--gamma", 3], "block"),
         ("lookup|suffix", ["--gamma", 3], "specinfer"),
         ("self:layers=1", ["--draft-policy", "static-tree:nodes=6"], "traversal"),
         ("suffix", ["--draft-policy", "static-tree:nodes=6"], "naive"),

@@ -63,7 +63,7 @@ VALUES = {
     "cache": "static", "config": "x.toml", "drafter_dtype": "int8", "dtype": "float32",
     "engine": "vllm", "format": "json-schema={}", "prompt_cache": "keep",
     "prompts": "all",
-    "server": "a=http://127.0.0.1:9/v1", "verification": "rejection",
+    "server": "a=http://127.0.0.1:9/v1",
 }  # fmt: skip
 
 

@@ -19,7 +19,6 @@ import specbench.drafters.model
 import specbench.generate
 from specbench.base.errors import UsageError
 from specbench.base.record import to_dict
-from specbench.bench.axes import parse_policies
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepConfig, SweepOptions
@@ -77,10 +76,6 @@ def test_every_option_of_every_rule_can_be_written_and_read():
             assert str(parse_policy(spec)) == spec
 
 
-def names(specs: list[str], **options: Any) -> tuple[str, ...]:
-    return tuple(str(rule) for rule in parse_policies(specs, **options))
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -99,13 +94,6 @@ def test_what_cannot_be_read_is_refused(spec, message):
     with pytest.raises(UsageError) as caught:
         build_policy(spec)
     assert message in f"{caught.value} {caught.value.hint}"
-
-
-def test_shared_options_go_to_the_rules_that_take_them():
-    specs = ["fixed", "auto", "egag", "egag:max=4", "svip"]
-    assert names(specs, gamma_max=10, scale=0.5, threshold=None, adapt=False) == (
-        "fixed", "auto:max=10", "egag:max=10,scale=0.5", "egag:max=4,scale=0.5", "svip:max=10",
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

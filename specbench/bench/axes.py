@@ -9,7 +9,7 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
-from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy, share_options
+from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
 
@@ -87,17 +87,11 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     return sorted(numbers)
 
 
-def parse_policies(specs: Sequence[str], **options: Any) -> tuple[PolicySpec, ...]:
-    """Parse draft policies, with options that several may share.
-
-    Args:
-        specs: Draft policies, with or without options of their own after a colon.
-        options: Options of ``build_policy`` except ``gamma`` and ``costs``; each goes to the policies that take it,
-            unless their specs give it. ``None`` and False mean not given.
+def parse_policies(specs: Sequence[str]) -> tuple[PolicySpec, ...]:
+    """Parse draft policies, with or without options after a colon.
 
     Raises:
-        UsageError: A policy or option is unknown, a value is out of range, a policy is given twice, or none of the
-            policies takes an option.
+        UsageError: A policy or option is unknown, a value is out of range, or a policy is given twice.
     """
     from specbench.policies import build_policy
 
@@ -108,7 +102,6 @@ def parse_policies(specs: Sequence[str], **options: Any) -> tuple[PolicySpec, ..
                 "The draft lengths of the policy fixed are those of --gamma.",
                 f"Give --gamma {policy.options['gamma']}.",
             )
-    policies = share_options(policies, options)
     for policy in policies:
         build_policy(policy)  # refuses values that are out of range
     names = [str(policy) for policy in policies]

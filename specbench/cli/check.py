@@ -138,7 +138,6 @@ def _requested(
         drafting.draft_policy,
         length.costs,
         parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
-        length.given,
         greedy=base.sampling.temperature == 0,
     )
     for policy in policies:

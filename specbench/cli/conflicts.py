@@ -95,6 +95,7 @@ MOVED = {
     "--no-config": "--config none",
     "--regex": "--format regex=REGEX",
     "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",
+    "--verification": "--draft-policy POLICY:verification=NAME",
     "--suite": "--prompts",
 }
 """Options that there were, and what says the same today."""

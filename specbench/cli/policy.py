@@ -11,7 +11,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.options import cache_for
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import default_policy, parse_policy, share_options
+from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def parse_recipe(
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
-    policy = policy.with_options({**length.given, "gamma": drafting.gamma})
+    policy = policy.with_options({"gamma": drafting.gamma})
     return Recipe(
         target, drafter, policy, length.costs, models, replace(caching, cache=kind), decoding, sampling
     )
@@ -99,7 +99,6 @@ def requested_policies(
     specs: Sequence[str],
     costs: Path | None,
     gammas: Sequence[int],
-    options: dict[str, Any],
     *,
     greedy: bool,
 ) -> list[PolicySpec]:
@@ -112,10 +111,12 @@ def requested_policies(
 
     starts: Sequence[int | None] = gammas or [None]
     words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
-    share_options(words, {"gamma": gammas or None, "costs": costs})  # refuses what none of them takes
+    for name, value in {"gamma": gammas, "costs": costs}.items():
+        if value and not any(policy.takes(name) for policy in words):
+            words[0].require(name)
     policies = [
         policy.with_options({"gamma": gamma})
-        for policy in share_options(words, options)
+        for policy in words
         for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
     ]
     names = [build_policy(policy).name for policy in policies]

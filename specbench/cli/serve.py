@@ -101,9 +101,7 @@ def serve(
                 max_waiting=server.queue,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
-        policy_given = any(
-            (drafting.recipe, drafting.draft_policy, drafting.gamma, length.costs, length.given)
-        )
+        policy_given = any((drafting.recipe, drafting.draft_policy, drafting.gamma, length.costs))
         defaults = RequestDefaults(
             policy=setting.policy if policy_given else None,
             sampling=recipe.sampling.transforms,

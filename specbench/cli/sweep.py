@@ -138,7 +138,7 @@ def _compared_models(
     usual = (
         ["auto", "fixed"] if 0.0 in axes["temperatures"] else ["fixed"]
     )  # `generate` takes auto at temperature 0
-    policies = parse_policies(drafting.draft_policy or usual, **length.given)
+    policies = parse_policies(drafting.draft_policy or usual)
     for policy in policies:
         replace(base, policy=policy, costs=None).check()
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))

@@ -6,7 +6,7 @@ and checks the ranges of its options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -327,19 +327,3 @@ def parse_policy(text: str) -> PolicySpec:
     if kind is None:
         raise UsageError(f"There is no draft policy {word!r}.", f"Choose {', '.join(policy_words())}.")
     return PolicySpec(kind, read_options(word, split_spec(text)[1], kind.options))
-
-
-def share_options(policies: Sequence[PolicySpec], options: Mapping[str, Any]) -> list[PolicySpec]:
-    """Return policies with shared options, each given to those that take it; ``None`` and False are ignored.
-
-    Raises:
-        UsageError: No policy takes one of them.
-    """
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    for name in given:
-        if not any(policy.takes(name) for policy in policies):
-            policies[0].require(name)
-    return [
-        policy.with_options({name: value for name, value in given.items() if policy.takes(name)})
-        for policy in policies
-    ]
