@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,12 @@ def drafters() -> None:
 
     console = Console(highlight=False)
     for kind in DRAFTERS:
-        _item(console, kind.word, kind.summary, 0, _INDENT, "bold")
+        summary = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+        _item(console, kind.word, summary, 0, _INDENT, "bold")
         options = kind.options()
         column = _INDENT + max((len(each.syntax) for each in options), default=0) + 2
         for each in options:
             _item(console, each.syntax, each.help, _INDENT, column, "cyan")
-        _item(console, "", f"Draft probabilities: {kind.probabilities}.", _INDENT, _INDENT, "dim")
         console.print()
     for name, entry in installed_drafters().items():
         package = entry.dist.name if entry.dist else "package"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import UNKNOWN_DRAFTER, DrafterPrior
 from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
@@ -21,14 +20,8 @@ class HeadDrafter(ModelDrafter):
     scorer: AnyHeadScorer  # type: ignore[assignment]
     _takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
-    def __init__(
-        self,
-        scorer: AnyHeadScorer,
-        name: str,
-        clock: Clock | None = None,
-        prior: DrafterPrior = UNKNOWN_DRAFTER,
-    ) -> None:
-        super().__init__(scorer, name, clock, prior)  # type: ignore[arg-type]
+    def __init__(self, scorer: AnyHeadScorer, name: str, clock: Clock | None = None) -> None:
+        super().__init__(scorer, name, clock)  # type: ignore[arg-type]
         self.traits = replace(
             self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,13 +18,7 @@ from specbench.decoding.clocks import Clock, clock_for
 from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import DraftVocabulary, Logits, NoTokenError
-from specbench.decoding.protocols import (
-    UNKNOWN_DRAFTER,
-    Drafter,
-    DrafterPrior,
-    DrafterTraits,
-    ForwardRequest,
-)
+from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardRequest
 from specbench.decoding.tree import grow_tree
 from specbench.drafters.guesses import Guesses
 
@@ -60,7 +56,6 @@ class ModelDrafter(Drafter):
         scorer: The model; its logits are as wide as the target's, or those of its ``DraftVocabulary``.
         name: Its name on the command line.
         clock: Times its prefill; ``None`` for the device's clock.
-        prior: See ``DrafterTraits``.
 
     Attributes:
         guesses: What its next passes may read ahead; ``None`` for a pass per token.
@@ -70,15 +65,8 @@ class ModelDrafter(Drafter):
     _takes_guesses = _takes_trees = True
     assumed = ""
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        name: str,
-        clock: Clock | None = None,
-        prior: DrafterPrior = UNKNOWN_DRAFTER,
-    ) -> None:
-        trees = self._takes_trees and scorer.reads_trees
-        super().__init__(DrafterTraits(name, trees, vocabulary=scorer.vocabulary, prior=prior))
+    def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
+        super().__init__(DrafterTraits(name, vocabulary=scorer.vocabulary, trees=self._can_grow(scorer)))
         self.scorer = scorer
         self._clock = clock or clock_for(str(scorer.device))
         self.guesses = Guesses() if self._takes_guesses else None
@@ -97,12 +85,15 @@ class ModelDrafter(Drafter):
         return self.scorer.context_limit
 
     def fork(self, scorer_like: ScorerLike) -> ModelDrafter:
-        fork = self._with(scorer_like(self.scorer))
-        fork._said = self._said
+        fork = copy.copy(self)
+        fork.scorer = scorer_like(self.scorer)
+        fork.traits = replace(self.traits, trees=self._can_grow(fork.scorer))
+        fork.guesses = Guesses() if self._takes_guesses else None
+        fork._distributions = torch.empty(0, 0)
         return fork
 
-    def _with(self, scorer: Scorer) -> ModelDrafter:
-        return type(self)(scorer, self.traits.name, self._clock, self.traits.prior)
+    def _can_grow(self, scorer: Scorer) -> bool:
+        return self._takes_trees and scorer.reads_trees
 
     def _say_no_numbers(self) -> None:
         """Say once that its logits were not numbers somewhere."""

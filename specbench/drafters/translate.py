@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import UNKNOWN_DRAFTER, DrafterPrior, ForwardRequest
+from specbench.decoding.protocols import ForwardRequest
 from specbench.drafters.model import ModelDrafter
 
 
@@ -84,14 +84,9 @@ class TranslatingDrafter(ModelDrafter):
     _takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
     def __init__(
-        self,
-        scorer: Scorer,
-        name: str,
-        translation: Translation,
-        clock: Clock | None = None,
-        prior: DrafterPrior = UNKNOWN_DRAFTER,
+        self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None
     ) -> None:
-        super().__init__(scorer, name, clock, prior)
+        super().__init__(scorer, name, clock)
         self.translation = translation
         self._forget()
 
@@ -102,10 +97,6 @@ class TranslatingDrafter(ModelDrafter):
         self._read = 0  # how many of the context's tokens that are
         self._fed: list[int] = []  # what the cache holds the beginning of
         self._agreed = 0  # so many of these were settled
-
-    def _with(self, scorer: Scorer) -> TranslatingDrafter:
-        traits = self.traits
-        return TranslatingDrafter(scorer, traits.name, self.translation, self._clock, traits.prior)
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         """Read it all: ``cached_tokens`` counts the target's tokens."""

@@ -57,6 +57,7 @@ from specbench.specs.drafters import (
     DrafterSpec,
     FreeSpec,
     Mtp,
+    Outside,
     SelfForm,
     Several,
     SmallModel,
@@ -70,8 +71,9 @@ from specbench.specs.models import ModelSpec
 def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | None = None) -> None:
     """Raise ``UsageError`` if the configurations of drafter and target show that the drafter cannot draft for it."""
     for part in spec.parts:
-        for own in part.outside:
-            find_class(own)
+        for own in part.all_parts():
+            if isinstance(own, Outside):
+                find_class(own)
         form = part.model_part
         if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
             check_form(form, load_config(target, progress=progress))
@@ -290,10 +292,11 @@ def wrap_drafter(
         places=None if draftable is None else torch.tensor(draftable),
     )
     name = f"{name} ({dtype})"
-    prior = DrafterPrior(_reading_share(model, target))
-    if translation is not None:
-        return TranslatingDrafter(scorer, name, translation, prior=prior)
-    return ModelDrafter(scorer, name, prior=prior)
+    drafter = (
+        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
+    )
+    drafter.traits = replace(drafter.traits, prior=DrafterPrior(_reading_share(model, target)))
+    return drafter
 
 
 def _reading_share(drafter: nn.Module, target: Target) -> float:
@@ -401,7 +404,8 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     scorer = scorer_of(module, OfTarget(embeddings, layers, fitted, limit, dtype, device))
     require_states(target, layers)
     prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
-    drafter = HeadDrafter(scorer, f"{head.name} ({name})", prior=prior)
+    drafter = HeadDrafter(scorer, f"{head.name} ({name})")
+    drafter.traits = replace(drafter.traits, prior=prior)
     if head.files.assumes_layers:
         drafter.assumed = (
             f"The config.json of the head {head.name} does not name the layers that it reads:"

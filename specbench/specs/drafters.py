@@ -1,13 +1,14 @@
 """Specs of drafters: a word with options, a model, or two drafters joined by a plus.
 
 ``parse_drafter`` parses a spec, and ``str`` writes it as results show it. A class declares everything about a kind of
-drafter: its options (``specbench.specs.notation.option``) and the class that drafts.
+drafter: its options (``specbench.specs.notation.option``), the class that drafts, and, in the first paragraph of its
+docstring, what `specbench drafters` says of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -45,7 +46,6 @@ class DrafterSpec:
 
     Attributes:
         word: The word that the spec begins with.
-        probabilities: A phrase on the distributions that its tokens are drawn from.
         drafter: ``module:Class`` in ``specbench.drafters``, for a drafter that needs no model; made from the spec only.
         has_logits: Whether a draft policy can use its distributions.
         is_plain: Whether it proposes nothing, so that decoding is plain.
@@ -55,8 +55,6 @@ class DrafterSpec:
     """
 
     word: ClassVar[str]
-    summary: ClassVar[str]
-    probabilities: ClassVar[str]
     drafter: ClassVar[str | None] = None
     has_logits: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
@@ -83,29 +81,32 @@ class DrafterSpec:
 
     @property
     def model_spec(self) -> ModelSpec | None:
-        """The model to load for it; ``None`` if it needs no model or uses the target's weights."""
-        return None
-
-    @property
-    def model_specs(self) -> tuple[ModelSpec, ...]:
-        return () if self.model_spec is None else (self.model_spec,)
+        """The model to load for it; ``None`` if it needs no model, uses the target's weights, or has several parts."""
+        return getattr(self.model_part, "model", None)
 
     @property
     def parts(self) -> tuple[DrafterSpec, ...]:
         """The drafters whose chains are merged: itself, if it is one."""
         return (self,)
 
+    def all_parts(self) -> Iterator[DrafterSpec]:
+        """Yield itself and the drafters that it is made of, in the order of the spec."""
+        yield self
+        for part in (
+            *getattr(self, "drafters", ()),
+            *(getattr(self, each, None) for each in ("front", "rest", "back")),
+        ):
+            if part is not None:
+                yield from part.all_parts()
+
     @property
-    def outside(self) -> tuple[Outside, ...]:
-        """Its parts from outside the package."""
-        own = (self,) if isinstance(self, Outside) else ()
-        below = (getattr(self, name, None) for name in ("front", "rest"))
-        return own + tuple(part for each in below if each is not None for part in each.outside)
+    def model_specs(self) -> tuple[ModelSpec, ...]:
+        return tuple(part.model for part in self.all_parts() if isinstance(part, SmallModel))
 
     @property
     def keeps_state(self) -> bool:
         """Whether it still uses in the next generation what it has learned."""
-        return bool(getattr(self, "keep", False))
+        return any(getattr(part, "keep", False) for part in self.all_parts())
 
     @classmethod
     def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
@@ -115,11 +116,9 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class Plain(DrafterSpec):
-    """No drafter: plain decoding."""
+    """Proposes nothing: plain decoding, the baseline of every comparison."""
 
     word = "none"
-    summary = "Proposes nothing: plain decoding, the baseline of every comparison."
-    probabilities = "none"
     has_logits = False
     is_plain = True
 
@@ -128,7 +127,6 @@ class Plain(DrafterSpec):
 class FreeSpec(DrafterSpec):
     """A drafter without a model, which can be the first of a cascade: that changes some defaults (``before_model``)."""
 
-    probabilities = "certain (one-hot)"
     has_logits = False
 
     before_model: bool = field(default=False, kw_only=True)
@@ -136,10 +134,12 @@ class FreeSpec(DrafterSpec):
 
 @dataclass(frozen=True)
 class Lookup(FreeSpec):
-    """Prompt lookup. Before a model, a match has to have at least two tokens, and its length is not limited."""
+    """Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed.
+
+    Before a model, a match has to have at least two tokens, and its length is not limited.
+    """
 
     word = "lookup"
-    summary = "Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed."
     drafter = "lookup:LookupDrafter"
 
     n: int | None = option(
@@ -167,7 +167,7 @@ class Lookup(FreeSpec):
 
 @dataclass(frozen=True)
 class NGram(FreeSpec):
-    """A drafter that counts n-grams: which tokens followed the last ones before.
+    """Counts of what followed the last tokens in prompt and output, with back-off.
 
     Attributes:
         keep: Keep the counts between prompts (no n-gram spans two). Without a window they grow forever.
@@ -180,8 +180,6 @@ class NGram(FreeSpec):
     """
 
     word = "ngram"
-    summary = "Counts of what followed the last tokens in prompt and output, with back-off."
-    probabilities = "certain (one-hot); drawn from the counts with 'sample'"
     drafter = "ngram:NGramDrafter"
 
     # Each token is counted once per context length, so the order multiplies the memory.
@@ -207,10 +205,9 @@ class NGram(FreeSpec):
 
 @dataclass(frozen=True)
 class Suffix(FreeSpec):
-    """A drafter that counts which tokens followed the longest match of the end of the text."""
+    """SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."""
 
     word = "suffix"
-    summary = "SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."
     drafter = "suffix:SuffixDrafter"
     trees = True
 
@@ -227,12 +224,9 @@ class Suffix(FreeSpec):
 
 @dataclass(frozen=True)
 class Grammar(FreeSpec):
-    """The tokens that the format of the output forces; elsewhere the free drafter ``rest`` drafts, if there is one."""
+    """The tokens that --format forces, at no cost; before any other drafter of chains: grammar+lookup."""
 
     word = "grammar"
-    summary = (
-        "The tokens that --format forces, at no cost; before any other drafter of chains: grammar+lookup."
-    )
     drafter = "grammar:GrammarDrafter"
 
     rest: FreeSpec | None = None
@@ -240,14 +234,10 @@ class Grammar(FreeSpec):
     def __str__(self) -> str:
         return super().__str__() if self.rest is None else f"{super().__str__()}+{self.rest}"
 
-    @property
-    def keeps_state(self) -> bool:
-        return self.rest is not None and self.rest.keeps_state
-
 
 @dataclass(frozen=True)
 class Outside(FreeSpec):
-    """A drafter from outside the package: a class in a file that the user names, or of an installed package.
+    """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or one of an installed package.
 
     Attributes:
         cls: The class in the file, or the name that the package gives it.
@@ -255,10 +245,6 @@ class Outside(FreeSpec):
     """
 
     word = "FILE.py"
-    summary = (
-        "A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or an installed one."
-    )
-    probabilities = "certain (one-hot), or its own"
     drafter = "outside:make_outside"
     trees = True
 
@@ -278,11 +264,9 @@ class Outside(FreeSpec):
 
 @dataclass(frozen=True)
 class SelfForm(DrafterSpec):
-    """The target's own weights in a cheaper form."""
+    """The target's own weights in a cheaper form, on the target's own cache: no second model needed."""
 
     word = "self"
-    summary = "The target's own weights, on the target's own cache: no second model needed."
-    probabilities = "yes"
     trees = True
 
     int8: bool = option(False, "int8", "in int8; also together with layers or skip")
@@ -319,15 +303,12 @@ class SelfForm(DrafterSpec):
 
 @dataclass(frozen=True)
 class SmallModel(DrafterSpec):
-    """A model of its own."""
+    """A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one it
+    drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or Medusa;
+    smollm2-135m-head comes with specbench.
+    """
 
     word = "MODEL"
-    summary = (
-        "A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one"
-        " it drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or"
-        f" Medusa; {' and '.join(PACKAGED_HEADS)} comes with specbench."
-    )
-    probabilities = "yes"
     trees = True
 
     model: ModelSpec
@@ -335,32 +316,24 @@ class SmallModel(DrafterSpec):
     def __str__(self) -> str:
         return self.model.name
 
-    @property
-    def model_spec(self) -> ModelSpec:
-        return self.model
-
 
 @dataclass(frozen=True)
 class Mtp(SmallModel):
-    """The MTP layer of the target's own checkpoint."""
+    """The MTP layer of the target's checkpoint, in the layouts of DeepSeek-V3, GLM-4.5, Qwen3.5 and others."""
 
     word = "mtp"
-    summary = "The MTP layer of the target's checkpoint, in the layouts of DeepSeek-V3, GLM-4.5, Qwen3.5 and others."
 
     model: ModelSpec = CHECKPOINT_MTP
 
 
 @dataclass(frozen=True)
 class Cascade(DrafterSpec):
-    """A cascade: each token is drafted by the free drafter ``front`` if it has a candidate, otherwise by ``back``."""
+    """A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or
+    suffix, with a match of at least two tokens (min=N), one of your own, or grammar, also before one of these. B is
+    self or a MODEL.
+    """
 
     word = "A+B"
-    summary = (
-        "A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or"
-        " suffix, with a match of at least two tokens (min=N), or grammar, also before one of these. B is self or a"
-        " MODEL."
-    )
-    probabilities = "A's and B's, token by token"
 
     front: FreeSpec
     back: SelfForm | SmallModel
@@ -378,24 +351,12 @@ class Cascade(DrafterSpec):
     def model_part(self) -> SelfForm | SmallModel:
         return self.back
 
-    @property
-    def model_spec(self) -> ModelSpec | None:
-        return self.back.model_spec
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.front.keeps_state
-
 
 @dataclass(frozen=True)
 class Several(DrafterSpec):
-    """Drafters whose chains are merged into one tree; raises ``UsageError`` if one is plain or given twice."""
+    """Several drafters, such as 'lookup|self:int8' (in quotes): a chain of each, merged into one tree."""
 
     word = "A|B"
-    summary = (
-        "Several drafters, such as 'lookup|self:int8' (in quotes): a chain of each, merged into one tree."
-    )
-    probabilities = "those of its drafters"
 
     drafters: tuple[DrafterSpec, ...]
 
@@ -411,14 +372,6 @@ class Several(DrafterSpec):
     @property
     def parts(self) -> tuple[DrafterSpec, ...]:
         return self.drafters
-
-    @property
-    def model_specs(self) -> tuple[ModelSpec, ...]:
-        return tuple(model for drafter in self.drafters for model in drafter.model_specs)
-
-    @property
-    def keeps_state(self) -> bool:
-        return any(drafter.keeps_state for drafter in self.drafters)
 
 
 @cache
