@@ -137,7 +137,7 @@ class Guesses(Drafter):
 
     def propose(self, context: Any, plan: StepPlan) -> Decoding[Draft]:
         yield from ()
-        rest = self.text[len(context) : len(context) + plan.policy.begin(plan.budget)]
+        rest = self.text[len(context) : len(context) + plan.policy.begin_step(plan.budget)]
         return Draft([(t + 1) % VOCABULARY if self.random.random() < self.wrong else t for t in rest])
 
 

@@ -248,7 +248,7 @@ drafters/model.py:ModelDrafter._room  test_decode.py
 
 a draft policy's state leaks into the next prompt
 decoding/loop.py:decode  test_decode.py
-- policy.reset()
+- policy.begin(NewPrompt(len(context), drafter.unread(request.prompt), drafter.traits.prior))
 + pass
 
 states of drafts off the path reach the drafter

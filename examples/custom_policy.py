@@ -1,6 +1,7 @@
 """A draft policy of your own: twice as many tokens after a draft that was fully accepted, two after any other."""
 
 from specbench import Step, load_drafter, load_target, speculative_generate, summary
+from specbench.decoding.protocols import NewPrompt
 from specbench.policies.base import ChainPolicy
 
 
@@ -12,12 +13,12 @@ class Doubling(ChainPolicy):
 
     def __init__(self, gamma_max: int = 16) -> None:
         self.gamma_max, self.name = gamma_max, f"doubling:max={gamma_max}"
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:
         self.gamma = 2
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         return min(self.gamma, budget)
 
     def observe(self, step: Step) -> None:

@@ -261,7 +261,7 @@ class GenerationRun:
         target, drafter = factory.open(self.drafter)
         if batch_costs is not None:
             models = [loaded_of(part.scorer) for part in models_of(drafter)]
-            share_costs(policy, batch_costs, models, len(self.prompt))
+            share_costs(policy, batch_costs, models)
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:

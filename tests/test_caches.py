@@ -356,7 +356,7 @@ class Stubborn(Drafter):
 
     def propose(self, context: Any, plan: StepPlan) -> Decoding[Draft]:
         yield from ()
-        return Draft([self.token] * plan.policy.begin(plan.budget))
+        return Draft([self.token] * plan.policy.begin_step(plan.budget))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DrafterPrior
+from specbench.decoding.protocols import DrafterPrior, NewPrompt
 from specbench.decoding.records import Step, StepTimes
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, reading_seconds
@@ -182,8 +182,8 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert [costs.at(x).later_s["d"] for x in (100, 300)] == pytest.approx([0.05, 0.25])
     given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
     again = parse_costs(given.to_dict())
-    again.start(300)
-    assert [again.next_draft_s(passes) for passes in (0, 1, 2)] == pytest.approx([0.3, 0.25, 0.25])
+    again.begin(NewPrompt(300))
+    assert (again.first_s, again.later_s) == pytest.approx((0.3, 0.25))
     with pytest.raises(UsageError, match="drafter_later_pass_s"):
         parse_costs({**given.to_dict(), "drafter_later_pass_s": "x"})
     alone = pass_costs(lines[:3], by_context=True)
@@ -205,8 +205,11 @@ def test_the_reading_of_a_context_has_its_own_costs():
     assert [reading_seconds(known, n) for n in (0, 50, 100, 150, 300)] == [0.0, 0.75, 1.5, 2.75, 6.5]
     assert reading_seconds({}, 50) == 0.0
     given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
-    assert given.reading_s(150, 99.0, 99.0) == 2.75
-    assert parse_costs(given.to_dict()).reading_s(300, 0.0, 0.0) == 6.5
+    given.begin(NewPrompt(300, 150))
+    assert given.reading_s == 2.75
+    again = parse_costs(given.to_dict())
+    again.begin(NewPrompt(300, 300))
+    assert again.reading_s == 6.5
     for wrong in ({"x": 1.0}, {"5": -1.0}, 3):
         with pytest.raises(UsageError, match="drafter_reading_s"):
             parse_costs({**given.to_dict(), "drafter_reading_s": wrong})
@@ -220,7 +223,7 @@ def plain_step(position: int, verify_s: float) -> Step:
 
 
 def begins(policy: AutoLength, budget: int) -> bool:
-    return policy.begin(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
+    return policy.begin_step(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
 
 
 @pytest.mark.smoke
@@ -228,26 +231,24 @@ def begins(policy: AutoLength, budget: int) -> bool:
     (8000, 64, False), (8000, 150, False), (8000, 250, True), (50, 64, False), (1, 64, True), (0, 64, True),
 ])  # fmt: skip
 def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread, tokens, expected):
-    given = GivenCosts(0.1, PassCosts({1: 1.0, 9: 1.1}), reading_s={1: 0.1, 50: 30.0, 8000: 40.0})
-    policy = AutoLength(8, given)
-    policy.start(8000, unread)
+    costs = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1}, reading_s={"d": {1: 0.1, 50: 30.0, 8000: 40.0}})
+    policy = AutoLength(8, GivenCosts(costs, "d"))
+    policy.begin(NewPrompt(8000, unread))
     assert begins(policy, tokens) == expected
 
 
 def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
     policy = AutoLength(8)
-    policy.start(40, 40)
+    policy.begin(NewPrompt(40, 40))
     assert begins(policy, 200), "a short one is read at once"
     for tokens, expected in ((64, False), (2000, True)):
-        policy.reset()
-        policy.start(8000, 8000)
+        policy.begin(NewPrompt(8000, 8000))
         policy.time_prefill(5.0 / 8000)
         assert not begins(policy, tokens - 1)
         policy.observe(plain_step(8000, 0.04))
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
-    policy.reset()
-    policy.start(8000, 8000, DrafterPrior(0.05))  # of the target's time, by its size
+    policy.begin(NewPrompt(8000, 8000, DrafterPrior(0.05)))  # of the target's time, by its size
     policy.time_prefill(5.0 / 8000)
     policy.observe(plain_step(8000, 0.04))
     assert policy.notes()["reading_s"] == pytest.approx(0.25)

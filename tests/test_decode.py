@@ -14,7 +14,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
-from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan, run_to_end
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -51,7 +51,7 @@ class FixedDraft(Drafter):
     def propose(self, context, plan) -> Decoding[Draft]:
         yield from ()
         at = (len(context) - self.start) % len(self.tokens)
-        return Draft((self.tokens[at:] + self.tokens[:at])[: plan.policy.begin(plan.budget)])
+        return Draft((self.tokens[at:] + self.tokens[:at])[: plan.policy.begin_step(plan.budget)])
 
     def update(self, outcome: StepOutcome) -> None:
         rows = outcome.deciding()
@@ -318,8 +318,8 @@ def test_the_length_rule_sees_every_step_and_starts_afresh():
             super().__init__(2)
             self.events: list[object] = []
 
-        def reset(self) -> None:
-            self.events.append("reset")
+        def begin(self, prompt: NewPrompt) -> None:
+            self.events.append(prompt.tokens)
 
         def observe(self, step: Step) -> None:
             self.events.append(step.index)
@@ -329,7 +329,7 @@ def test_the_length_rule_sees_every_step_and_starts_afresh():
 
     policy = Watching()
     _, steps = decode(script(), FixedDraft(SCRIPT), policy=policy, max_new_tokens=7)
-    assert policy.events == ["reset", *range(len(steps))]
+    assert policy.events == [len(PROMPT), *range(len(steps))]
     assert all(step.policy == {"γ": 2.0} for step in steps)
 
 

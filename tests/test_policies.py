@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
+from specbench.decoding.protocols import DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
@@ -40,7 +40,7 @@ from specbench.policies import (
     parse_costs,
 )
 from specbench.policies.acceptance import OnlineLogistic
-from specbench.policies.base import confidence, entropy, is_free, normalized_entropy
+from specbench.policies.base import confidence, entropy, is_guess, normalized_entropy
 from specbench.policies.costs import GivenCosts, MeasuredCosts
 from specbench.policies.outcomes import best_threshold
 from specbench.specs.drafters import NGram
@@ -61,8 +61,12 @@ class UnsteadyClock:
         return self.time
 
 
+def given(draft_s: float, verify_s: dict[int, float]) -> GivenCosts:
+    return GivenCosts(PassCosts(verify_s, {"d": draft_s}), "d")
+
+
 def costs(c: float, slope: float = 0.02) -> GivenCosts:
-    return GivenCosts(c, PassCosts({1: 1.0, 17: 1.0 + 16 * slope}))
+    return given(c, {1: 1.0, 17: 1.0 + 16 * slope})
 
 
 # Options under which these small models make every rule draft longer here and shorter there.
@@ -113,7 +117,7 @@ def experienced(rule: str) -> DraftPlan:
     """A rule that has decoded a prompt already, and keeps what it learned."""
     plan = RULES[rule]()
     decode(plan, good_model(), max_new_tokens=60)
-    plan.policy.reset = lambda: None  # type: ignore[method-assign]
+    plan.policy.begin = lambda prompt: None  # type: ignore[method-assign]
     return plan
 
 
@@ -259,7 +263,7 @@ def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, 
 
 def egag_gamma(policy: EntropyGuidedLength, logits: torch.Tensor, room: int = 20) -> dict[str, float]:
     """What EGAG notes in a step whose first token has these logits."""
-    policy.begin(room)
+    policy.begin_step(room)
     policy.num_children(Draft(), (-1,), (Logits(logits),))
     return dict(policy.notes())
 
@@ -269,7 +273,7 @@ HALF, CERTAIN = logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0)  # 
 
 def test_egag():
     policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
-    assert policy.begin(20) == 9
+    assert policy.begin_step(20) == 9
     assert policy.should_continue(Draft())
     assert egag_gamma(policy, HALF) == pytest.approx(
         {"H_norm": 0.5, "H_ema": 0.5, "gamma": 5.0}
@@ -291,9 +295,9 @@ def test_the_average_and_the_scale_of_egag():
 def test_confidence():
     policy = ConfidenceLength(0.4, gamma_max=6)
     rows = [logits_of(0.5, 0.5), logits_of(0.41, 0.59), logits_of(0.39, 0.61)]
-    assert policy.begin(20) == 6
+    assert policy.begin_step(20) == 6
     assert [policy.should_continue(drafted(*rows[:n])) for n in range(4)] == [True, True, True, False]
-    policy.begin(20)
+    policy.begin_step(20)
     assert not policy.should_continue(drafted(rows[2]))
     policy.observe(a_step(1, 1))
     assert policy.notes() == {"threshold": 0.4}
@@ -329,7 +333,7 @@ def test_the_adapted_threshold_counts_what_was_tested():
         ([0.3, 0.99], 0, False),  # the untested 0.1 and 0.99 do not count
         ([0.45, 0.2], 2, True),
     ):
-        policy.begin(20)
+        policy.begin_step(20)
         rows = [logits_of(c, 1 - c) for c in confidences]
         for n in range(len(rows) + 1):
             policy.should_continue(drafted(*rows[:n]))
@@ -341,7 +345,7 @@ def test_the_adapted_threshold_counts_what_was_tested():
 def test_the_entropy_bound():
     policy = EntropyBoundLength(0.6)
     two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
-    assert policy.begin(50) == 20
+    assert policy.begin_step(50) == 20
     assert policy.should_continue(Draft(logits=[]))
     assert policy.should_continue(drafted(two))
     assert not policy.should_continue(drafted(two, three))
@@ -361,14 +365,14 @@ def test_the_entropy_bound():
 )
 def test_the_threshold_of_the_entropy_bound(room, step, threshold):
     policy = EntropyBoundLength(0.6)
-    policy.begin(room)
+    policy.begin_step(room)
     policy.observe(step)
     assert policy.notes()["lambda"] == pytest.approx(threshold, abs=1e-12)
 
 
 def test_svip():
     policy = SvipLength()
-    assert policy.begin(99) == 40
+    assert policy.begin_step(99) == 40
     assert policy.should_continue(Draft(logits=[]))
     assert policy.should_continue(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
     assert not policy.should_continue(drafted(logits_of(0.5, 0.5)))  # sqrt(0.15 · 0.6931) = 0.3224
@@ -379,19 +383,19 @@ def test_the_heuristic():
     policy = HeuristicLength()
     seen = []
     for gamma, accepted in ((5, 5), (7, 7), (9, 8), (8, 0), (7, 3), (3, 3), (0, 0)):
-        seen.append(policy.begin(99))
+        seen.append(policy.begin_step(99))
         policy.observe(a_step(gamma, accepted))
     assert seen == [5, 7, 9, 8, 7, 6, 8]
-    assert policy.begin(99) == 8, "a step without drafts teaches nothing"
+    assert policy.begin_step(99) == 8, "a step without drafts teaches nothing"
     policy.observe(a_step(8, 2, stopped=True))
-    assert policy.begin(99) == 8, "nor does one that a stop cut short"
+    assert policy.begin_step(99) == 8, "nor does one that a stop cut short"
     for _ in range(20):
         policy.observe(a_step(1, 0))
     assert policy.notes() == {"gamma": 1.0}
     for _ in range(30):
         policy.observe(a_step(1, 1))
     assert policy.notes() == {"gamma": 40.0}
-    assert HeuristicLength(4, 3, 5).begin(99) == 4
+    assert HeuristicLength(4, 3, 5).begin_step(99) == 4
 
 
 # -- learning what is accepted -----------------------------------------------------------------------
@@ -402,11 +406,10 @@ def test_one_outcome_moves_the_curve_by_one_newton_step():
     assert curve.chance(3.0) == 0.5
     curve.learn(0.0, True)  # 1 · 0.5 / (1 + 0.25)
     assert (curve.intercept, curve.slope) == pytest.approx((0.4, 0.0))
-    curve.reset()
+    curve = OnlineLogistic((0.0, 0.0), (1.0, 1.0), (0.0, 0.0))
+    assert curve.chance(0.0, -1.0) == pytest.approx(1 / (1 + math.e))
     curve.learn(2.0, False)  # (1, 2) · -0.5 / (1 + 0.25 · 5)
     assert (curve.intercept, curve.slope) == pytest.approx((-2 / 9, -4 / 9))
-    curve.reset()
-    assert (curve.intercept, curve.slope) == (0.0, 0.0)
 
 
 # -- costs -------------------------------------------------------------------------------------------
@@ -421,11 +424,11 @@ def timed(gamma: int, draft: float, verify: float, *, index: int = 1, prefill: f
 
 def test_costs_are_assumed_until_they_are_measured():
     measured = MeasuredCosts()
-    assert (measured.timings, measured.reach) == (0, 3)
-    assert measured.draft_s / measured.verify_s(1)[1] == pytest.approx(0.2)
-    measured.observe(timed(0, 0.0, 1.0), caught_up=True)
-    assert (measured.timings, measured.reach) == (0, 3)
-    assert measured.draft_s == pytest.approx(0.2, rel=0.05)
+    assert (measured.timings, measured.longest) == (0, 3)
+    assert measured.first_s / measured.verify_s(1) == pytest.approx(0.2)
+    measured.observe(timed(0, 0.0, 1.0))
+    assert (measured.timings, measured.longest) == (0, 3)
+    assert measured.first_s == pytest.approx(0.2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -436,32 +439,32 @@ def test_a_drafts_first_pass_has_its_own_price(lengths, first, later):
     for index in range(36):
         gamma = lengths[index % len(lengths)]
         slow = 4.0 if index % 9 == 5 else 1.0
-        measured.observe(timed(gamma, slow * (first + (gamma - 1) * later), 1.0), caught_up=True)
-    assert measured.drafts_s(3)[1:] == pytest.approx([first + k * later for k in range(3)], rel=0.15)
-    assert measured.next_draft_s(2) == pytest.approx(later, abs=0.06)
+        measured.observe(timed(gamma, slow * (first + (gamma - 1) * later), 1.0))
+    found = [measured.drafting_s(k) for k in (1, 2, 3)]
+    assert found == pytest.approx([first + k * later for k in range(3)], rel=0.15)
+    assert measured.drafting_s(1, 2) == pytest.approx(later, abs=0.06)
 
 
 def test_unseen_numbers_of_tokens_follow_those_seen():
     measured = MeasuredCosts()
     for gamma in (0, 1, 2, 3, 7) * 4:
-        measured.observe(timed(gamma, gamma, 1.0 + 0.3 * gamma), caught_up=True)
-    v = measured.verify_s(17)
-    assert v[5] == pytest.approx(2.2, rel=0.05)
-    assert v[12] == pytest.approx(4.3, rel=0.1)
-    assert measured.reach == 14
+        measured.observe(timed(gamma, gamma, 1.0 + 0.3 * gamma))
+    assert measured.verify_s(5) == pytest.approx(2.2, rel=0.05)
+    assert measured.verify_s(12) == pytest.approx(4.3, rel=0.1)
+    assert measured.longest == 14
     for gamma in (4, 5) * 9:
-        measured.observe(timed(gamma, gamma, 2.2 if gamma == 4 else 3.1), caught_up=True)
-    assert measured.verify_s(6)[6] == pytest.approx(3.1, rel=0.06), "a jump is kept"
+        measured.observe(timed(gamma, gamma, 2.2 if gamma == 4 else 3.1))
+    assert measured.verify_s(6) == pytest.approx(3.1, rel=0.06), "a jump is kept"
 
 
 def test_a_steep_beginning_never_makes_a_pass_free():
     measured = MeasuredCosts()
     for gamma, verify in ((4, 1.0), (16, 90.0)):
-        measured.observe(timed(gamma, gamma, verify), caught_up=True)
-    assert min(measured.verify_s(17)[1:]) > 0.1
+        measured.observe(timed(gamma, gamma, verify))
+    assert min(map(measured.verify_s, range(1, 18))) > 0.1
     still = MeasuredCosts()
-    still.observe(timed(2, 0.0, 0.0), caught_up=True)
-    assert min(still.verify_s(17)[1:]) > 0.0
+    still.observe(timed(2, 0.0, 0.0))
+    assert min(map(still.verify_s, range(1, 18))) > 0.0
 
 
 def test_costs_come_back_as_they_went(tmp_path):
@@ -469,20 +472,20 @@ def test_costs_come_back_as_they_went(tmp_path):
     assert given.to_dict() == {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}
     measured = MeasuredCosts()
     for gamma in (2, 0, 3):
-        measured.observe(timed(gamma, 0.1 * gamma, 1.0 + gamma), caught_up=True)
+        measured.observe(timed(gamma, 0.1 * gamma, 1.0 + gamma))
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"costs": measured.to_dict()}), encoding="utf-8")
     again = parse_costs(load_costs(file))
     for gamma in (2, 0, 3, 5):
-        again.observe(timed(gamma, 77.0, 77.0), caught_up=True)
-    assert again.draft_s == measured.draft_s
+        again.observe(timed(gamma, 77.0, 77.0))
+    assert again.first_s == measured.first_s
     assert again.verify_s(9) == measured.verify_s(9)
 
 
 def test_the_costs_of_a_sweep_are_told_apart_by_drafter():
     data = {"drafter_pass_s": {"a": 0.1, "b": 0.2}, "target_pass_s": {"1": 1.0}, "context_tokens": 256}
-    assert parse_costs(data, "b").draft_s == 0.2
-    assert parse_costs({**data, "drafter_pass_s": {"a": 0.1}}).draft_s == 0.1
+    assert parse_costs(data, "b").first_s == 0.2
+    assert parse_costs({**data, "drafter_pass_s": {"a": 0.1}}).first_s == 0.1
     for drafter in (None, "c"):
         with pytest.raises(UsageError, match="The costs are of a, b, not of"):
             parse_costs(data, drafter)
@@ -518,6 +521,15 @@ V_JUMP = [0.0, *[1.0] * 4, *[1.5] * 4, *[2.2] * 32]
 V_STEEP = [0.0, *(1.0 + 0.3 * n for n in range(40))]
 
 
+class Sure(NamedTuple):
+    """Logits of a drafter that gives its token this probability."""
+
+    probability: float
+
+    def log_chance(self, token: int) -> float:
+        return math.log(self.probability)
+
+
 def simulate(
     policy: DraftPolicy,
     alphas: Sequence[float],
@@ -534,19 +546,17 @@ def simulate(
     """
     generator = random.Random(seed)
     gammas = []
-    policy.reset()
-    policy.start(0)
+    policy.begin(NewPrompt())
 
     def noisy(seconds: float) -> float:
         return seconds * math.exp(generator.gauss(0.0, 0.05)) * (3.0 if generator.random() < 0.02 else 1.0)
 
     for index, alpha in enumerate(alphas):
-        limit = policy.begin(50)
-        draft, passes = Draft(match_confidence=[]), []
+        limit = policy.begin_step(50)
+        draft, passes = Draft(logits=[]), []
         while len(draft.tokens) < limit and policy.should_continue(draft):
             passes.append(generator.random() < alpha)
-            sure = (0.9 if passes[-1] else 0.3) if informative else 0.7
-            draft.match_confidence.append(sure)
+            draft.logits.append(Sure((0.9 if passes[-1] else 0.3) if informative else 0.7))
             draft.tokens.append(0)
         gamma = len(draft.tokens)
         accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
@@ -578,9 +588,9 @@ def situations() -> Iterator[Any]:
         yield pytest.param(alpha, c, shapes[name], given, id=words, marks=marks)
 
 
-@pytest.mark.parametrize(("alpha", "c", "v", "given"), list(situations()))
-def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, given):
-    policy = AutoLength(costs=GivenCosts(c, PassCosts(dict(enumerate(v[1:], 1)))) if given else None)
+@pytest.mark.parametrize(("alpha", "c", "v", "known"), list(situations()))
+def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, known):
+    policy = AutoLength(costs=given(c, dict(enumerate(v[1:], 1))) if known else None)
     reached = [rate(simulate(policy, [alpha] * 500, c, v, seed=seed)[200:], alpha, c, v) for seed in range(3)]
     assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
 
@@ -625,13 +635,13 @@ def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back():
 def test_auto_looks_beyond_a_jump_in_the_targets_time():
     """The first draft alone does not pay, several do."""
     v = [0.0, 1.0, 1.4, *[1.4] * 30]
-    given = GivenCosts(0.05, PassCosts(dict(enumerate(v[1:], 1))))
-    assert min(simulate(AutoLength(costs=given), [0.85] * 200, 0.05, v)[50:]) >= 2
+    known = given(0.05, dict(enumerate(v[1:], 1)))
+    assert min(simulate(AutoLength(costs=known), [0.85] * 200, 0.05, v)[50:]) >= 2
 
 
 def drafted_by(policy: AutoLength) -> int:
     """How many tokens it drafts in a step, of a drafter that says nothing of how sure it is."""
-    limit = policy.begin(50)
+    limit = policy.begin_step(50)
     draft = Draft()
     while len(draft.tokens) < limit and policy.should_continue(draft):
         draft.tokens.append(0)
@@ -706,21 +716,20 @@ def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
 def test_confidence_of_a_mixed_draft():
     made = mixed("fmf")
     assert [confidence(made, i) for i in range(3)] == pytest.approx([0.75, 0.6, 0.75])
-    assert [is_free(made, i) for i in range(4)] == [True, False, True, False]
-    assert is_free(mixed("m", ahead=True), 1)
-    assert not is_free(Draft([], match_confidence=[0.5]), 0), "lookup alone is timed like any drafter"
+    assert [is_guess(made, i) for i in range(4)] == [True, False, True, False]
+    assert is_guess(mixed("m", ahead=True), 1)
 
 
 def test_auto_takes_free_tokens_where_the_model_does_not_pay():
-    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
+    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
     for index in range(60):
-        limit = policy.begin(20)
+        limit = policy.begin_step(20)
         made = mixed("")
         if policy.should_continue(made):
             made.tokens, made.logits, made.passes = [1], [Logits(logits_of(0.4, 0.6))], 1
             made.match_confidence.append(math.nan)
         policy.observe(a_step(len(made.tokens), 0, index=index, draft_s=0.9, verify_s=1.0))
-    assert policy.begin(20) == 8
+    assert policy.begin_step(20) == 8
     assert not policy.should_continue(mixed("")), "a pass of the model does not pay"
     assert policy.should_continue(mixed("", ahead=True))
     assert policy.should_continue(mixed("f", ahead=True))
@@ -730,10 +739,10 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_auto_learns_from_copies_that_it_does_not_make(right):
-    policy = AutoLength(8, GivenCosts(0.0, PassCosts({1: 1.0, 2: 1.3, 9: 3.4})))
+    policy = AutoLength(8, given(0.0, {1: 1.0, 2: 1.3, 9: 3.4}))
     lengths = []
     for index in range(40):
-        policy.begin(20)
+        policy.begin_step(20)
         made = Draft(match_confidence=[0.5])
         if policy.should_continue(made):
             made.tokens.append(0)
@@ -760,27 +769,27 @@ def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     [(0.05, 0.2, 0.95, True), (0.3, 0.95, 0.95, False), (0.05, 0.95, 0.2, False), (0.6, 0.2, 0.7, False)],
 )
 def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_right, model_is_right, rather):
-    policy = AutoLength(8, GivenCosts(draft_s, PassCosts({1: 1.0, 9: 1.05})))
+    policy = AutoLength(8, given(draft_s, {1: 1.0, 9: 1.05}))
     chances = random.Random(0)
     for index in range(120):
         kind = "f" if index % 2 else "m"
-        policy.begin(20)
+        policy.begin_step(20)
         made, step = step_of(
             kind, int(chances.random() < (free_is_right if kind == "f" else model_is_right)), index
         )
         policy.should_continue(made)
         policy.observe(step)
-    policy.begin(20)
+    policy.begin_step(20)
     ahead = mixed("", ahead=True)
     ahead.match_confidence = [0.6]
     assert policy.prefers_model(ahead) == rather
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens():
-    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
+    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
     probes = 0
     for index in range(300):
-        assert policy.begin(20) == 8
+        assert policy.begin_step(20) == 8
         probing = bool(policy.notes()["probe"])
         probes += probing
         assert policy.should_continue(mixed("")) == probing
@@ -797,9 +806,9 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens():
 
 
 def test_a_probe_that_took_no_pass_is_not_paid_for():
-    policy = AutoLength(8, GivenCosts(0.9, PassCosts({1: 1.0, 9: 1.05})))
+    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
     for index in range(1000):
-        policy.begin(20)
+        policy.begin_step(20)
         probing = bool(policy.notes()["probe"])
         if probing and index > 100:
             break
@@ -809,5 +818,5 @@ def test_a_probe_that_took_no_pass_is_not_paid_for():
     made, step = step_of("f", 1, index)
     policy.should_continue(made)
     policy.observe(step)
-    policy.begin(20)
+    policy.begin_step(20)
     assert policy.notes()["probe"] == 1, "it still has to find out"

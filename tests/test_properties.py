@@ -29,7 +29,7 @@ from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
+from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
@@ -224,10 +224,10 @@ class AnyLength(FixedLength):
         super().__init__(max(1, *lengths))
         self.lengths, self.step = list(lengths), 0
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:
         self.step = 0
 
-    def begin(self, room: int) -> int:
+    def begin_step(self, room: int) -> int:
         return min(room, self.lengths[self.step % len(self.lengths)])
 
     def observe(self, step: Step) -> None:
@@ -245,7 +245,7 @@ class Guesser(Drafter):
         yield from ()
         at = len(context)
         return Draft(
-            [self.tokens[(at + i) % len(self.tokens)] for i in range(plan.policy.begin(plan.budget))]
+            [self.tokens[(at + i) % len(self.tokens)] for i in range(plan.policy.begin_step(plan.budget))]
         )
 
     def update(self, outcome: StepOutcome) -> None:
@@ -433,7 +433,7 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
     """Draft by a rule as a drafter does; the draft lengths and notes of every step."""
     seen = []
     for index, made in enumerate(history):
-        limit = rule.begin(made["room"])
+        limit = rule.begin_step(made["room"])
         assert 0 <= limit <= made["room"]
         logits = made["knows"] == "logits"
         draft = Draft(
@@ -478,10 +478,10 @@ def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
         used, fresh = build_policy(word).policy, build_policy(word).policy
-        used.reset()
+        used.begin(NewPrompt())
         follow(used, earlier)
-        used.reset()
-        fresh.reset()
+        used.begin(NewPrompt())
+        fresh.begin(NewPrompt())
         if word == "auto":  # what passes cost is a property of the machine, which it may remember
             follow(used, later)
         else:

@@ -482,12 +482,12 @@ PLACES = (
     "random.test",
     "sampling.at",
     "stops.cut",
-    "plan.policy.reset",
     "plan.policy.begin",
+    "plan.policy.begin_step",
     "plan.policy.observe",
     "plan.policy.should_continue",
 )
-ONCE = ("target.begin", "drafter.begin", "sampling.at", "plan.policy.reset")  # called once for a request
+ONCE = ("target.begin", "drafter.begin", "sampling.at", "plan.policy.begin")  # called once for a request
 
 
 @pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])

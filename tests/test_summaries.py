@@ -52,6 +52,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"verbose": True},
     ),
     "nothing drafted": ({"drafted": 0, "explained": {**SLOW, "usual": 1.0}}, {}),
+    "too slow a drafter": ({"too_slow": True, "drafted": 2, "explained": SLOW}, {}),
     "nothing to predict from": ({"explained": None}, {}),
     "plain decoding": ({"drafter": "none", "drafted": 0, "explained": None}, {}),
     "a single token": ({"tokens_per_second": None, "explained": None, "steps": 0, "new_tokens": 1}, {}),
@@ -71,6 +72,10 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "not shown": ({"speedup_interval": [0.9, 1.6], "warnings": [BUSY]}, {}),
     "too few repeats": ({"speedup": 0.9, "speedup_interval": None, "explained": SLOW}, {}),
     "nothing drafted": ({"speedup": 0.5, "speedup_interval": [0.4, 0.6], "drafted": 0}, {}),
+    "too slow a drafter": (
+        {"speedup": 0.5, "speedup_interval": [0.4, 0.6], "too_slow": True, "explained": SLOW},
+        {},
+    ),
     "too short": ({"speedup": None, "speedup_interval": None}, {}),
     "sampled": (SAMPLED, {}),
     "sampled, not lossless": ({**SAMPLED, "lossless": False}, {}),

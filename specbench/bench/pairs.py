@@ -18,7 +18,7 @@ from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.theory import relative_pass
-from specbench.policies.costs import MeasuredCosts
+from specbench.policies.costs import MeasuredCosts, passes_of
 from specbench.results.advice import disturbances, warn_of_disturbances
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import BUSY_WARNINGS, RunWarning
@@ -190,19 +190,19 @@ def predict(generation: Generation) -> Explanation | None:
         return None
     costs = MeasuredCosts()
     for step in steps:
-        costs.observe(step, caught_up=True, passes=_passes(step))
-    return _explanation(steps, costs.verify_s(1)[1], sum(step.verified == 1 for step in steps))
+        costs.observe(step)
+    return _explanation(steps, costs.verify_s(1), sum(step.verified == 1 for step in steps))
 
 
 def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Explanation | None:
     tokens = tokens_per_step(steps)
     if tokens is None:
         return None
-    drafting = _medians(steps, _passes, lambda step: step.times.draft_s - step.times.draft_prefill_s)
+    drafting = _medians(steps, passes_of, lambda step: step.times.draft_s - step.times.draft_prefill_s)
     rest = _medians(steps, lambda step: step.verified, lambda step: step.times.total_s - step.times.draft_s)
     prefill = sum(step.times.draft_prefill_s for step in steps)
     unit = plain_s * len(steps)
-    drafts = (prefill + sum(drafting[_passes(step)] for step in steps)) / unit
+    drafts = (prefill + sum(drafting[passes_of(step)] for step in steps)) / unit
     others = sum(relative_pass(rest[step.verified], plain_s) for step in steps) / len(steps)
     read = [step.experts for step in steps if step.experts is not None]
     alone = sum(each.one for each in read)
@@ -218,10 +218,6 @@ def _explanation(steps: Sequence[Step], plain_s: float, plain_steps: int) -> Exp
         plain_steps=plain_steps,
         experts=sum(each.total for each in read) / alone if alone else None,
     )
-
-
-def _passes(step: Step) -> int:
-    return step.gamma if step.passes is None else step.passes
 
 
 def _medians(

@@ -24,6 +24,7 @@ from specbench.decoding.metrics import summary
 from specbench.loaded import LoadedRecipe
 from specbench.options import SharedPolicyOptions
 from specbench.policies import FixedLength
+from specbench.policies.auto import TOO_SLOW_NOTE
 from specbench.recipe import drafter_argument
 from specbench.results.trace import PROMPT_TAIL, TraceHeader
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
@@ -199,6 +200,7 @@ def decode(
         "device": str(job.target.scorer.device),
         "costs": result.costs,
         "draftable_share": job.draftable_share(result.token_ids),
+        "too_slow": any(TOO_SLOW_NOTE in step.policy for step in result.steps),
     }
     figures |= pairs.figures()
     if pairs.plain:

@@ -30,6 +30,7 @@ _ENDS = {
 }
 _GAIN = 1.05
 """The error of predictions is as large as a smaller speedup."""
+_TOO_SLOW = "the drafter is too slow: drafts lose time even if all their tokens are accepted"
 _UNSURE = "Too few repeats to be sure"
 
 
@@ -116,6 +117,8 @@ def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
     """Return a sentence on the result of a single generation, and why the drafter does not help; empty if it does."""
     speed, explained = figures["tokens_per_second"], figures["explained"]
     text = counted(figures["new_tokens"], "token") if speed is None else f"{speed:.1f} tokens/s"
+    if figures.get("too_slow"):
+        return f"{text}; drafting stopped.", f"{_TOO_SLOW}; `specbench tune` looks for better"
     if explained is None:
         return f"{text}.", ""
     if not figures["drafted"]:
@@ -158,7 +161,9 @@ def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
 
 
 def _because(figures: Mapping[str, Any], of_the_text: str) -> str:
-    """Return why a step with this drafter, of which something was drafted, gives too little for its time."""
+    """Return why a step with this drafter gives too little for its time."""
+    if figures.get("too_slow"):
+        return _TOO_SLOW
     tokens, step, drafting = (figures["explained"][name] for name in ("tokens", "step", "drafting"))
     balance = f"a step gives {tokens:.2f} tokens and takes {step:.2f} times as long as a plain one"
     if tokens >= _GAIN * step:

@@ -186,7 +186,7 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
 
 def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
     """Return the costs of a file, without the times of single steps, which belong to one generation."""
-    from specbench.policies import COST_FIELDS, check_costs, load_costs
+    from specbench.policies import check_costs, load_costs
 
     if not any(policy.takes("costs") for policy in policies):
         raise UsageError(
@@ -194,6 +194,6 @@ def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
         )
     data = load_costs(path)
     if isinstance(data, dict):
-        data = {name: data[name] for name in COST_FIELDS if name in data}
+        data = {name: each for name, each in data.items() if name != "steps"}
     check_costs(data)
     return data

@@ -20,7 +20,15 @@ from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.explain import closing_probability, step_of
 from specbench.decoding.logits import NoTokenError
-from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest, Scorer, StepPlan
+from specbench.decoding.protocols import (
+    Drafter,
+    DraftPolicy,
+    ForwardOutput,
+    ForwardRequest,
+    NewPrompt,
+    Scorer,
+    StepPlan,
+)
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import DraftPlan, Request
 from specbench.decoding.sampling import Randomness, Sampling
@@ -110,8 +118,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
         target.begin()
     drafter.begin(request.prompt, request.cached_tokens)
     begun = target.epoch, drafter.epoch
-    policy.reset()  # what it has learned from earlier prompts
-    policy.start(len(context), drafter.unread(request.prompt), drafter.traits.prior)
+    policy.begin(NewPrompt(len(context), drafter.unread(request.prompt), drafter.traits.prior))
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return

@@ -112,12 +112,27 @@ class DrafterPrior:
 UNKNOWN_DRAFTER = DrafterPrior()
 
 
+@dataclass(frozen=True)
+class NewPrompt:
+    """What a draft policy is told when a prompt begins.
+
+    Attributes:
+        tokens: The prompt's length.
+        unread: How many of these tokens the drafter's model has to read before it can draft.
+        prior: What is known of the drafter.
+    """
+
+    tokens: int = 0
+    unread: int = 0
+    prior: DrafterPrior = UNKNOWN_DRAFTER
+
+
 class DraftPolicy:
     """Decides how many tokens a step drafts, and in which shape. One object serves one prompt at a time.
 
-    A drafter with a model calls it like this in each step:
+    The loop calls ``begin`` for a prompt. A drafter with a model then calls it like this in each step:
 
-        limit = policy.begin(budget)                           # longest branch; a chain ends there
+        limit = policy.begin_step(budget)                      # longest branch; a chain ends there
         while limit and (nodes := policy.expand(draft)):       # nodes to draft after; at first -1, the context
             distributions = ...                                # one forward pass for all these nodes
             counts = policy.num_children(draft, nodes, distributions)
@@ -136,29 +151,20 @@ class DraftPolicy:
         name: The policy as a spec: its word and the options that are not at their defaults.
         branches: Whether its drafts are trees; otherwise a node has one child at most.
         certain_only: Whether it selects nodes by their own tokens. Then all candidates must be certain, none drawn.
-        unconditional: Whether ``begin`` alone decides the length, so that nothing is read from the draft.
+        unconditional: Whether ``begin_step`` alone decides the length, so that nothing is read from the draft.
         needs_acceptance: Whether it needs a drafter that ``predicts_acceptance``.
     """
 
     name: str
     branches = certain_only = unconditional = needs_acceptance = False
 
-    def reset(self) -> None:
-        """Forget everything: a new prompt begins."""
-
-    def start(self, context: int, unread: int = 0, prior: DrafterPrior = UNKNOWN_DRAFTER) -> None:
-        """Note that a prompt of ``context`` tokens begins; called after ``reset``.
-
-        Args:
-            context: The prompt's length.
-            unread: How many of these tokens the drafter's model has to read before it can draft.
-            prior: What was known of the drafter before.
-        """
+    def begin(self, prompt: NewPrompt) -> None:
+        """Start a new prompt, and forget the last one."""
 
     def time_prefill(self, seconds_per_token: float) -> None:
         """Note how long the target took to read the prompt."""
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         """Start a step.
 
         Args:

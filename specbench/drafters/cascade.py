@@ -57,7 +57,7 @@ class CascadeDrafter(Drafter):
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         mixed = MixedDraft(self.free, plan, context)
         draft, policy = mixed.draft, mixed.policy
-        limit = policy.begin(plan.budget)
+        limit = policy.begin_step(plan.budget)
         with self.model.drafting(context, draft):
             while mixed.continues(limit):
                 draft.next_is_read = self.model.has_read(draft)

@@ -33,9 +33,9 @@ class UnforcedPolicy(DraftPolicy):
         self.name, self.unconditional = policy.name, policy.unconditional
         self._policy, self._seen = policy, Draft()
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._seen = Draft(match_confidence=[])
-        return self._policy.begin(budget)
+        return self._policy.begin_step(budget)
 
     def expand(self, draft: Draft) -> Sequence[int]:
         return (len(draft.tokens) - 1,) if self._policy.expand(self.update(draft)) else ()

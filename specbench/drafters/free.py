@@ -174,7 +174,7 @@ class FreeDrafter(Drafter):
         growing = MixedDraft(self, plan, context)
         draft, policy = growing.draft, growing.policy
         draft.passes = None
-        limit = policy.begin(plan.budget if self.longest is None else min(plan.budget, self.longest))
+        limit = policy.begin_step(plan.budget if self.longest is None else min(plan.budget, self.longest))
         while growing.continues(limit):
             guess = self.allowed_guess(context, draft.tokens, plan.sampling)
             if guess is None:
@@ -213,7 +213,7 @@ class CandidateDrafter(FreeDrafter):
         if not policy.branches:
             return (yield from super().propose(context, plan))
         tree = GrowingTree(prefill_s=self.read(context))
-        nodes = policy.expand(tree) if policy.begin(plan.budget) else ()
+        nodes = policy.expand(tree) if policy.begin_step(plan.budget) else ()
         while nodes:
             allowed = {node: self._allowed(context, tree.branch(node), plan.sampling) for node in nodes}
             known = {node: FixedCandidates(each) for node, each in allowed.items()}

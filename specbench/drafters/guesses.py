@@ -34,13 +34,13 @@ class Guesses:
 
     def __init__(self) -> None:
         self._lookup = LookupDrafter()
-        self._used = OnlineLogistic((-1.6, 1.6), (1.0, 0.4))  # as ``auto`` begins for tokens of lookup
+        self._used = OnlineLogistic.of_matches()
         self.forget()
 
     def begin(self) -> None:
         """Start a new prompt."""
         self._lookup.begin(())
-        self._used.reset()
+        self._used = OnlineLogistic.of_matches()
         self.forget()
 
     def forget(self) -> None:

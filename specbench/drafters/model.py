@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
         """
         self._read_nodes = []
         policy, sampling = plan.policy, plan.sampling
-        limit = policy.begin(max(0, min(plan.budget, self._room(context))))
+        limit = policy.begin_step(max(0, min(plan.budget, self._room(context))))
         if policy.branches:
             return (yield from self._grow(context, plan)) if limit else Draft(passes=0)
         plain_greedy = sampling.greedy and not sampling.context_dependent

@@ -3,16 +3,15 @@
 from specbench.policies.auto import AutoLength
 from specbench.policies.base import FixedLength
 from specbench.policies.build import build_policy
-from specbench.policies.costs import COST_FIELDS, CostSource, check_costs, load_costs, parse_costs
+from specbench.policies.costs import CostTable, check_costs, load_costs, parse_costs
 from specbench.policies.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.policies.outcomes import ConfidenceHeadLength, ConfidenceLength, HeuristicLength
 
 __all__ = [
-    "COST_FIELDS",
     "AutoLength",
     "ConfidenceHeadLength",
     "ConfidenceLength",
-    "CostSource",
+    "CostTable",
     "EntropyBoundLength",
     "EntropyGuidedLength",
     "FixedLength",

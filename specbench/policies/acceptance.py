@@ -1,17 +1,36 @@
-"""The chance that a draft token is accepted, learned during the run."""
+"""The chance that draft tokens are accepted, learned during one output."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specbench.policies.base import confidence, is_guess
+
+if TYPE_CHECKING:
+    from specbench.decoding.drafts import Draft
+    from specbench.decoding.records import Step
 
 _FLOOR, _CEILING = -4.0, 6.0
 
-_LATELY = 0.1
+_RECENT = 0.1
 """Weight of an outcome in the average that detects changes: about the last twenty count."""
 
-_TOO_MUCH = 3.5
+_CHANGE = 3.5
 """Standard deviations of that average which count as a change."""
+
+_MEAN_LOG_ODDS = 2.0
+"""The log-odds that drafters give their tokens in the mean."""
+
+_PRIOR_LOG_ODDS = 2.0
+"""The log-odds with which a drafter's first tokens are accepted, if nothing is known of it."""
+
+_SLOPE = 0.3
+"""What the log-odds of the next token's acceptance gain, in the prior, by one of the token before it."""
+
+_NEW = 0.1
+"""The weight of a step's last tested token in the mean of such tokens."""
 
 
 def log_odds(probability: float) -> float:
@@ -39,45 +58,28 @@ class OnlineLogistic:
     def __init__(
         self, mean: Sequence[float], deviation: Sequence[float], drift: Sequence[float] = (0.02, 0.005)
     ) -> None:
-        self._mean = tuple(mean)
+        self.intercept, self.slope = mean
         self._variance = tuple(d * d for d in deviation)
         self._drift = tuple(d * d for d in drift)
-        self.reset()
-
-    def expect(self, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        """Set the prior, and return to it if nothing has been learned."""
-        self._mean, self._variance = tuple(mean), tuple(d * d for d in deviation)
-        if not self._learned:
-            self.reset()
-
-    def reset(self) -> None:
-        """Return to the prior."""
-        self._learned = False
-        self.intercept, self.slope = self._mean
         self._p00, self._p11 = self._variance
         self._p01 = 0.0
         self._surprise = self._usual_surprise = 0.0
 
-    def chance(self, x: float) -> float:
-        """Return the chance at ``x``."""
-        return 1.0 / (1.0 + math.exp(-(self.intercept + self.slope * x)))
+    @classmethod
+    def of_matches(cls) -> OnlineLogistic:
+        """Return the curve for copied tokens by the length of their match; its prior is that of lookup and n-grams."""
+        return cls((-1.6, 1.6), (1.0, 0.4))
 
-    def upper_chance(self, x: float) -> float:
-        """Return the chance at ``x`` if the curve is a standard deviation higher."""
-        return self._off(x, 1.0)
-
-    def lower_chance(self, x: float) -> float:
-        """Return the chance at ``x`` if the curve is a standard deviation lower."""
-        return self._off(x, -1.0)
-
-    def _off(self, x: float, deviations: float) -> float:
-        variance = self._p00 + 2.0 * self._p01 * x + self._p11 * x * x
-        mean = self.intercept + self.slope * x
-        return 1.0 / (1.0 + math.exp(-(mean + deviations * math.sqrt(max(variance, 0.0)))))
+    def chance(self, x: float, deviations: float = 0.0) -> float:
+        """Return the chance at ``x``, if the curve is so many standard deviations higher than learned."""
+        height = self.intercept + self.slope * x
+        if deviations:
+            variance = self._p00 + 2.0 * self._p01 * x + self._p11 * x * x
+            height += deviations * math.sqrt(max(variance, 0.0))
+        return 1.0 / (1.0 + math.exp(-height))
 
     def learn(self, x: float, outcome: bool) -> None:
         """Learn the outcome of a token with ``x``."""
-        self._learned = True
         chance = self.chance(x)
         information = max(chance * (1.0 - chance), 1e-3)
         g0 = self._p00 + self._p01 * x
@@ -90,12 +92,80 @@ class OnlineLogistic:
         self._p00 = min(self._p00 - g0 * g0 * shrink + self._drift[0], self._variance[0])
         self._p11 = min(self._p11 - g1 * g1 * shrink + self._drift[1], self._variance[1])
         self._p01 -= g0 * g1 * shrink
-        self._surprise += _LATELY * (outcome - chance - self._surprise)
-        self._usual_surprise += _LATELY * (information - self._usual_surprise)
-        if self._surprise**2 > _TOO_MUCH**2 * self._usual_surprise * _LATELY / (2 - _LATELY):
-            self._forget()
+        self._surprise += _RECENT * (outcome - chance - self._surprise)
+        self._usual_surprise += _RECENT * (information - self._usual_surprise)
+        if self._surprise**2 > _CHANGE**2 * self._usual_surprise * _RECENT / (2 - _RECENT):
+            self._p00, self._p11 = self._variance
+            self._p01 = self._surprise = 0.0
 
-    def _forget(self) -> None:
-        """Keep the curve, but trust it no more than the prior."""
-        self._p00, self._p11 = self._variance
-        self._p01 = self._surprise = 0.0
+
+class AcceptanceEstimator:
+    """The acceptance of a drafter's tokens in one output, by position and by what the drafter says of them.
+
+    A token that is drafted already is judged by its own log-odds, one that is not by those of the token before it.
+
+    Args:
+        acceptance: The mean acceptance of the drafter's first tokens; ``None`` if it is not known.
+
+    Attributes:
+        survival: The chance that all tokens of the step's draft that were read so far are accepted.
+    """
+
+    def __init__(self, acceptance: float | None = None) -> None:
+        mean, deviation = (_PRIOR_LOG_ODDS, 1.0) if acceptance is None else (log_odds(acceptance), 0.6)
+        # The priors lie between those of two pairs of models.
+        self._next = OnlineLogistic((mean - _SLOPE * _MEAN_LOG_ODDS, _SLOPE), (deviation, 0.2))
+        self._drawn = OnlineLogistic((1.0, 1.0), (1.0, 0.3))
+        self._matched = OnlineLogistic.of_matches()
+        # Log-odds of the last tested token, and of such tokens in the mean.
+        self._last = self._mean_last = _MEAN_LOG_ODDS
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Start a step, with an empty draft."""
+        self._log_odds: list[float] = []
+        self.survival = 1.0
+
+    def read(self, draft: Draft, count: int) -> None:
+        """Read the first ``count`` tokens of the step's draft."""
+        for i in range(len(self._log_odds), count):
+            self._log_odds.append(log_odds(confidence(draft, i)))
+            self.survival *= self._curve(draft, i).chance(self._log_odds[i])
+
+    def next_chance(self, deviations: float = 0.0) -> float:
+        """Return the chance that the model's next token is accepted if those read so far are.
+
+        Args:
+            deviations: By how many standard deviations acceptance is higher than learned.
+        """
+        before = self._log_odds[-1] if self._log_odds else self._last
+        return self._next.chance(before, deviations)
+
+    def guess_chance(self, draft: Draft) -> float:
+        """Return the same for a next token that was found without the model."""
+        assert draft.match_confidence is not None
+        return self._matched.chance(log_odds(draft.match_confidence[len(draft.tokens)]))
+
+    def learn(self, draft: Draft | None, step: Step) -> None:
+        """Learn from a finished step, and from a guess that was not drafted."""
+        if draft is None or not step.tested:
+            self._last = self._mean_last  # what was tested before says nothing of the next token
+        if draft is None:
+            return
+        self.read(draft, step.tested)  # the last one may be unread
+        for i in range(step.tested):
+            accepted = i < step.accepted
+            if draft.passes is None or not is_guess(draft, i):  # a cascade's model did not draft its guesses
+                self._next.learn(self._last, accepted)
+            self._curve(draft, i).learn(self._log_odds[i], accepted)
+            self._last = self._log_odds[i]
+        if step.tested:
+            self._mean_last += _NEW * (self._last - self._mean_last)
+        k = len(draft.tokens)
+        if draft.rejected_guess is not None and step.accepted == k < len(step.tokens):
+            assert draft.match_confidence is not None
+            self._matched.learn(log_odds(draft.match_confidence[k]), step.tokens[k] == draft.rejected_guess)
+
+    def _curve(self, draft: Draft, i: int) -> OnlineLogistic:
+        """Return the curve for token ``i``: match confidences and probabilities have different scales."""
+        return self._matched if is_guess(draft, i) else self._drawn

@@ -40,7 +40,7 @@ class ChainPolicy(DraftPolicy):
         self.gamma_max = gamma_max
         self.name = policy_name(word, gamma_max=gamma_max, **arguments)
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         return min(self.gamma_max, budget)
 
     def should_continue(self, draft: Draft) -> bool:  # noqa: ARG002
@@ -87,11 +87,10 @@ def normalized_entropy(logits: torch.Tensor) -> float:
     return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
 
 
-def is_free(draft: Draft, i: int) -> bool:
-    """Return whether token ``i`` comes without a forward pass of a cascade's model."""
-    match_confidence = draft.match_confidence
-    counted = draft.passes is not None and match_confidence is not None
-    return counted and i < len(match_confidence) and not math.isnan(match_confidence[i])  # type: ignore[arg-type, index]
+def is_guess(draft: Draft, i: int) -> bool:
+    """Return whether token ``i`` was found without a forward pass; the next one may be known already."""
+    known = draft.match_confidence
+    return known is not None and i < len(known) and not math.isnan(known[i])
 
 
 def confidence(draft: Draft, i: int) -> float:
@@ -100,7 +99,7 @@ def confidence(draft: Draft, i: int) -> float:
     It is the token's probability in the untempered softmax, 0 where that is none; without logits its
     ``match_confidence``, or else 1.
     """
-    if draft.logits is not None and not is_free(draft, i):
+    if draft.logits is not None and not is_guess(draft, i):
         try:
             return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
         except NoTokenError:

@@ -6,17 +6,24 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Json, Seconds
-from specbench.decoding.theory import PassCosts, PassSeconds, reading_seconds
-from specbench.policies.width_times import INSTANT, LATEST_STEPS, WidthTimes, fit_drafts
+from specbench.base.record import Json, Seconds
+from specbench.decoding.protocols import NewPrompt
+from specbench.decoding.theory import (
+    SLOPE,
+    PassCosts,
+    fit_line,
+    interpolate,
+    never_falling,
+    reading_seconds,
+)
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
@@ -27,192 +34,137 @@ COST_NOTES = ("drafter_pass_s", "rest_s")
 READING_NOTE = "reading_s"
 """The note of the time that reading the context was expected to take, while the drafter had not read it."""
 
-LATEST_PASSES = 15
-"""How many of the drafter's latest passes count."""
+LATEST = 9
+"""How many of the latest times of one kind of pass count."""
 
 ASSUMED_C = 0.2
 """The cost ratio assumed before a drafter's pass is measured."""
 
-FIRST_REACH = 3
+INSTANT = 1e-9
+"""A lower bound for times, as clocks may be coarse."""
+
+_FIRST = 3
 """The longest draft before anything is timed."""
 
 _NEAR = 0.02
 """The share by which a context has to grow before costs are computed again."""
 
-_ByDrafter = Seconds | Mapping[str, Seconds] | None
+_FAR = 4
+"""The assumed slope weighs as much as one step with one token and one with this many more."""
+
+_EQUAL = 0.1
+"""The weight, in samples, of the assumption that a draft's first pass takes as long as each later one."""
 
 
-class _CostsFile(Struct):
-    """Costs as a file has them (docs/results-format.md); those of drafters are given alone or by drafter."""
-
-    target_pass_s: PassSeconds
-    drafter_pass_s: _ByDrafter = None
-    context_tokens: Count | None = None
-    target_context_s: PassSeconds = {}
-    drafter_context_s: _ByDrafter = None
-    drafter_reading_s: Seconds | Mapping[str, Seconds | Mapping[str, Seconds]] | None = None
-    drafter_later_pass_s: _ByDrafter = None
-    steps: Sequence[tuple[Seconds | None, Seconds | None]] | None = None
+def passes_of(step: Step) -> int:
+    """Return the drafter's passes of a step, which are as many as draft tokens if they were not counted."""
+    return step.gamma if step.passes is None else step.passes
 
 
-COST_FIELDS = tuple(name for name in _CostsFile.__struct_fields__ if name != "steps")
-"""The fields of costs that hold for every generation."""
+class CostTable:
+    """Seconds of forward passes, by which a policy decides; only their ratios matter.
 
+    Attributes:
+        first_s, later_s: The time of a draft's first pass, and of each later one.
+        timings: How many drafts were timed; 0 while their time is assumed, infinite if it is given.
+        longest: The longest draft whose time can be estimated.
+        reading_s: The time in which the drafter's model reads what it has not read before it can draft.
+    """
 
-class CostSource:
-    """Seconds of forward passes, from which a policy decides; only their ratios matter."""
+    first_s: float
+    later_s: float
+    timings: float = math.inf
+    longest: float = math.inf
 
     @property
-    def catching_up_s(self) -> float:
-        """Seconds in which the drafter reads missing context before it can draft; 0 where that is not counted."""
+    def reading_s(self) -> float:
         return 0.0
 
-    @property
-    def draft_s(self) -> float:
-        """The time of a draft's first pass, including the draw of a token."""
-        return self.next_draft_s(0)
-
-    @property
-    def timings(self) -> float:
-        """How many steps have measured ``draft_s``; 0 while it is assumed, infinite if it is given."""
+    def verify_s(self, n: int) -> float:
+        """Return the time of a step without its draft, in which ``n`` tokens are verified."""
         raise NotImplementedError
 
-    @property
-    def reach(self) -> float:
-        """The longest draft whose time can be estimated from what was seen."""
-        raise NotImplementedError
+    def step_s(self, passes: int, n: int) -> float:
+        """Return the time of a step with so many passes of the drafter, in which ``n`` tokens are verified."""
+        return self.drafting_s(passes) + self.verify_s(n)
 
-    def samples(self, n: int) -> float:
-        """Return how many steps that verify ``n`` tokens were timed; infinite if the time is given."""
-        raise NotImplementedError
+    def samples(self, n: int) -> float:  # noqa: ARG002
+        """Return how many steps that verify ``n`` tokens were timed; infinite if their time is given."""
+        return math.inf
 
-    def verify_s(self, widest: int) -> Sequence[float]:
-        """Return the times of a step without its draft: item n is for n verified tokens, up to ``widest``."""
-        raise NotImplementedError
+    def drafting_s(self, passes: float, before: int = 0) -> float:
+        """Return the time of so many passes of the drafter after ``before`` others in the same step."""
+        if passes <= 0:
+            return 0.0
+        return (self.later_s if before else self.first_s) + (passes - 1) * self.later_s
 
-    def reset(self) -> None:
-        """Forget what was measured."""
+    def begin(self, prompt: NewPrompt) -> None:
+        """Start a prompt."""
 
-    def start(self, context: int) -> None:
-        """Note that a prompt of ``context`` tokens begins."""
+    def time_prefill(self, seconds_per_token: float) -> None:
+        """Note how long the target took to read the prompt."""
 
-    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:  # noqa: ARG002
-        """Return the time in which a drafter reads a context before it can draft; 0 where that is not counted.
-
-        Args:
-            tokens: How many tokens it has to read.
-            share: The expected time over that of the target.
-            expected_s: Expected seconds, from the target's reading or from another prompt that the drafter has read.
-        """
-        return 0.0
-
-    def next_draft_s(self, passes: int) -> float:
-        """Return the time of a drafter's pass after ``passes`` others in this step."""
-        raise NotImplementedError
-
-    def drafts_s(self, most: int) -> Sequence[float]:
-        """Return the times of drafts of chains: item k is for k passes, up to ``most``."""
-        return list(accumulate(map(self.next_draft_s, range(most)), initial=0.0))
-
-    def rate(self, reached: float, plain: float) -> float:
-        """Return how many tokens a second is worth, at least ``plain`` decoding's.
-
-        Args:
-            reached: Tokens per second of this request's steps, by these costs.
-            plain: The same of steps without drafts.
-        """
-        return max(reached, plain)
-
-    def may_test(self, due: bool) -> bool:
-        """Return whether a step may test if drafting pays again; ``due``: this request has saved enough time."""
-        return due
-
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
-        """Measure a finished step.
-
-        Args:
-            step: The step.
-            caught_up: Whether the drafter had read all context before the last step's tokens. Otherwise its first pass
-                read more than usual, and the draft's time is only an upper bound.
-            passes: Forward passes of its draft; ``None``: one per token.
-        """
+    def observe(self, step: Step) -> None:
+        """Measure a finished step."""
 
     def to_dict(self) -> Json:
         """Return the costs as ``parse_costs`` takes them."""
         raise NotImplementedError
 
 
-class GivenCosts(CostSource):
+class GivenCosts(CostTable):
     """Costs that stay as given; if they were timed at several lengths of context, they follow the context.
 
     Args:
-        draft_s: Seconds of a draft's first pass.
-        passes: The target's, see ``PassCosts``.
-        draft_context_s: By which a drafter's pass takes longer with each further token of context.
-        reading_s: Seconds in which the drafter reads a context before it can draft, by its tokens.
-        later_s: Seconds of each further pass of a draft; ``None``: as the first.
+        costs: Of the target and of drafters.
+        drafter: Which of these drafts.
     """
 
-    timings = reach = math.inf
+    def __init__(self, costs: PassCosts, drafter: str) -> None:
+        self._costs, self._drafter = costs, drafter
+        self._unread = 0
+        self._move(costs.context or 0)
 
-    def __init__(
-        self,
-        draft_s: float,
-        passes: PassCosts,
-        draft_context_s: float = 0.0,
-        reading_s: Mapping[int, float] | None = None,
-        later_s: float | None = None,
-    ) -> None:
-        self.passes, self._reading_s = passes, reading_s or {}
-        self._first_s, self._context_s = draft_s, draft_context_s
-        self._later_s = draft_s if later_s is None else later_s
-        self._at, self._context = passes, float(passes.context or 0)
+    def _move(self, context: int) -> None:
+        """Take the costs at another length of context."""
+        self._context, self._at = context, self._costs.at(context)
+        self.first_s = self._at.drafter_s[self._drafter]
+        self.later_s = self._at.later_s.get(self._drafter, self.first_s)
+        self._verify_s: dict[int, float] = {}
 
-    def start(self, context: int) -> None:
-        if self.passes.context_s and abs(context - self._context) > _NEAR * self._context:
-            self._at, self._context = self.passes.at(context), context
+    def begin(self, prompt: NewPrompt) -> None:
+        self._unread = prompt.unread
+        self._move(prompt.tokens)
 
-    def observe(
-        self,
-        step: Step,
-        caught_up: bool,  # noqa: ARG002
-        passes: int | None = None,  # noqa: ARG002
-    ) -> None:
-        self.start(step.position + len(step.tokens))
+    def observe(self, step: Step) -> None:
+        if passes_of(step):
+            self._unread = 0
+        context = step.position + len(step.tokens)
+        if self._costs.context_s and abs(context - self._context) > _NEAR * self._context:
+            self._move(context)
 
-    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:  # noqa: ARG002
-        return reading_seconds(self._reading_s, tokens)
+    @property
+    def reading_s(self) -> float:
+        known = self._costs.reading_s.get(self._drafter)
+        return reading_seconds(known, self._unread) if known and self._unread else 0.0
 
-    def next_draft_s(self, passes: int) -> float:
-        seconds = self._later_s if passes else self._first_s
-        return max(0.0, seconds + self._context_s * (self._context - (self.passes.context or 0)))
-
-    def samples(self, n: int) -> float:  # noqa: ARG002
-        return math.inf
-
-    def verify_s(self, widest: int) -> Sequence[float]:
-        return [self._at.target_pass_s(n) for n in range(widest + 1)]
+    def verify_s(self, n: int) -> float:
+        if n not in self._verify_s:
+            self._verify_s[n] = max(self._at.target_pass_s(n), INSTANT)
+        return self._verify_s[n]
 
     def to_dict(self) -> Json:
-        own = costs_to_dict(self._first_s, self.passes.target_s)
-        if self._later_s != self._first_s:
-            own["drafter_later_pass_s"] = self._later_s
-        if self._reading_s:
-            own["drafter_reading_s"] = _by_text(self._reading_s)
-        if self.passes.context_s:
-            own["context_tokens"] = self.passes.context
-            own["target_context_s"] = _by_text(self.passes.context_s)
-            own["drafter_context_s"] = self._context_s
-        return own
+        made: Json = msgspec.to_builtins(self._costs, str_keys=True)
+        own = {name: made[name].get(self._drafter) for name in _BY_DRAFTER if name in made}
+        return {name: each for name, each in (made | own).items() if each is not None}
 
 
-class MeasuredCosts(CostSource):
-    """Costs from the times of recorded steps, see ``WidthTimes``.
+class MeasuredCosts(CostTable):
+    """Costs from the times of the steps of one output.
 
-    Drafts are timed by number of passes, since a draft's first pass often takes longer than the next ones; without
-    evidence all take equally long. A sample is scaled by how much faster or slower than usual the rest of its step
-    was: a slow machine slows both models, and while nothing is drafted only the target's passes show that it has
-    recovered. First steps of later prompts are left out: they may read the prompt.
+    Drafts are timed by number of passes, since a draft's first pass often takes longer than the next ones. A sample is
+    scaled by how much faster or slower than usual the rest of its step was: a slow machine slows both models, and while
+    nothing is drafted only the target's passes show that it has recovered.
 
     Until anything was timed, the target is assumed to read a token in no more than a pass over one.
 
@@ -226,95 +178,168 @@ class MeasuredCosts(CostSource):
         self, history: Sequence[Sequence[float | None]] | None = None, reading_s: float | None = None
     ) -> None:
         self._history, self._earlier_s = history, reading_s
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:
+        self._unread, self._share = prompt.unread, prompt.prior.reading_share
+        self._prefill_s = self._prompt_s = 0.0  # per token, and of what the drafter has to read
         self._samples: list[tuple[float | None, float | None]] = []
         # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
         self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
-        self._first_s = self._later_s = 0.0
-        self._steps = WidthTimes()
-        self._reading_s = 0.0
+        self._drafted = True  # in the last step
+        self._rest = PassTimes()
+        self.timings, self.longest = 0, _FIRST
+        self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
 
-    def _passes_s(self, passes: int) -> float:
-        """Return the time of a draft of so many passes over one row each."""
-        if not self._drafts:
-            return passes * ASSUMED_C * self._steps.first_s
-        return self._first_s + (passes - 1) * self._later_s if passes else 0.0
+    def time_prefill(self, seconds_per_token: float) -> None:
+        self._prefill_s = seconds_per_token
 
-    def next_draft_s(self, passes: int) -> float:
-        return self._passes_s(passes + 1) - self._passes_s(passes)
-
-    def reading_s(self, tokens: int, share: float, expected_s: float) -> float:
-        if not self._steps.seen:
-            return share * tokens * self._steps.first_s
-        self._reading_s = expected_s if self._earlier_s is None else self._earlier_s
-        return self._reading_s
-
-    @property
-    def timings(self) -> float:
-        return sum(map(len, self._drafts.values()))
-
-    @property
-    def reach(self) -> float:
-        return max(FIRST_REACH, 2 * (max(self._steps.seen, default=1) - 1)) if self._drafts else FIRST_REACH
+    def verify_s(self, n: int) -> float:
+        return self._rest.seconds(n)
 
     def samples(self, n: int) -> float:
-        return self._steps.samples(n)
+        return len(self._rest.seen.get(n, ()))
 
-    def verify_s(self, widest: int) -> Sequence[float]:
-        return [self._steps(n) for n in range(widest + 1)]
+    @property
+    def reading_s(self) -> float:
+        if not self._unread:
+            return 0.0
+        if not self._rest.seen:
+            return self._share * self._unread * self._rest.first_s
+        return self._prompt_s
 
-    def observe(self, step: Step, caught_up: bool, passes: int | None = None) -> None:
-        passes = step.gamma if passes is None else passes
-        draft_s, verify_s = self._sample(step, caught_up, passes)
-        self._samples.append((draft_s, verify_s))
-        if verify_s is None:
+    def observe(self, step: Step) -> None:
+        passes = passes_of(step)
+        draft_s, rest_s = self._sample(step, passes)
+        self._samples.append((draft_s, rest_s))
+        if self._unread:
+            expected_s = self._share * self._unread * self._prefill_s
+            self._prompt_s = expected_s if self._earlier_s is None else self._earlier_s
+        self._drafted = passes > 0
+        if self._drafted:
+            self._unread = 0
+        if rest_s is None:
             return
-        self._steps.add(step.verified, verify_s)
+        self._rest.add(step.verified, rest_s)
         if draft_s is not None:
-            made = self._drafts.setdefault(passes, deque(maxlen=LATEST_STEPS))
-            made.append((draft_s, max(verify_s, INSTANT), step.verified))
-        if self._drafts:
-            self._first_s, self._later_s = fit_drafts(
-                {
-                    k: [k * seconds * self._steps(n) / rest for seconds, rest, n in made]
-                    for k, made in self._drafts.items()
-                }
-            )
+            made = self._drafts.setdefault(passes, deque(maxlen=LATEST))
+            made.append((draft_s, max(rest_s, INSTANT), step.verified))
+            self.timings += 1
+        if not self._drafts:
+            self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
+            return
+        self.longest = max(_FIRST, 2 * (max(self._rest.seen) - 1))
+        scaled = {
+            k: [k * seconds * self._rest.seconds(n) / rest for seconds, rest, n in made]
+            for k, made in self._drafts.items()
+        }
+        self.first_s, self.later_s = fit_drafts(scaled)
 
-    def _sample(self, step: Step, caught_up: bool, passes: int) -> tuple[float | None, float | None]:
+    def _sample(self, step: Step, passes: int) -> tuple[float | None, float | None]:
         """Return seconds per drafter's pass and of the rest of the step; ``None`` where the step does not tell."""
         if self._history is not None:
             place = len(self._samples)
-            draft_s, verify_s = self._history[place] if place < len(self._history) else (None, None)
-            return draft_s, verify_s
-        if step.index == 0 and self._samples:
-            return None, None
+            draft_s, rest_s = self._history[place] if place < len(self._history) else (None, None)
+            return draft_s, rest_s
         times = step.times
-        verify_s = times.total_s - times.draft_s
+        rest_s = times.total_s - times.draft_s
         passes -= times.draft_prefill_s > 0  # the pass that read the prompt gave the first token too
         if passes < 1:
-            return None, verify_s
-        draft_s = max(0.0, times.draft_s - times.draft_prefill_s) / passes
-        return draft_s if caught_up or passes * draft_s < self._passes_s(passes) else None, verify_s
+            return None, rest_s
+        draft_s = max(0.0, times.draft_s - times.draft_prefill_s)
+        # After steps without a draft the first pass has read more than usual, and the time is only an upper bound.
+        if not self._drafted and draft_s >= self.drafting_s(passes):
+            return None, rest_s
+        return draft_s / passes, rest_s
 
     def to_dict(self) -> Json:
-        draft_s, steps = self.draft_s if self._drafts else None, self._steps
         return {
-            **costs_to_dict(draft_s, {n: steps(n) for n in steps.seen}),
-            **({"drafter_reading_s": self._reading_s} if self._reading_s else {}),
+            "drafter_pass_s": self.first_s if self._drafts else None,
+            "target_pass_s": {str(n): self.verify_s(n) for n in self._rest.seen},
+            **({"drafter_reading_s": self._prompt_s} if self._prompt_s else {}),
             "steps": [list(sample) for sample in self._samples],
         }
 
 
-def costs_to_dict(draft_s: float | None, target_s: Mapping[int, float]) -> Json:
-    """Return costs in seconds as ``parse_costs`` takes them."""
-    return {"drafter_pass_s": draft_s, "target_pass_s": _by_text(target_s)}
+class PassTimes:
+    """Seconds by number of tokens, from samples.
+
+    A time is the (lower) median of its latest samples, and none exceeds one with more tokens, so single disturbed
+    samples do not count. Rarely seen numbers of tokens are pulled towards a straight line through the others, and that
+    line towards a gentle slope.
+
+    Attributes:
+        seen: The numbers of tokens with samples.
+        first_s: The line's time for one token.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, deque[float]] = {}
+        self.first_s, self._slope_s = 1.0, SLOPE
+        self._off_line: dict[int, float] = {}
+        self._least_s = 1.0
+        self._known: dict[int, float] = {}
+
+    def seconds(self, n: int) -> float:
+        """Return the time of ``n`` tokens."""
+        if n not in self._known:
+            line_s = self.first_s + self._slope_s * (n - 1)
+            self._known[n] = max(line_s + interpolate(self._off_line, n), self._least_s)
+        return self._known[n]
+
+    def add(self, n: int, seconds: float) -> None:
+        """Add a sample, fit a line through the medians, weighted by their samples, and keep the residuals."""
+        self.seen.setdefault(n, deque(maxlen=LATEST)).append(seconds)
+        weights = {n: float(len(made)) for n, made in self.seen.items()}
+        medians = never_falling({n: median_low(made) for n, made in self.seen.items()})
+        level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
+            weights.values()
+        )
+        points = [(n - 1, medians[n], w) for n, w in weights.items()]
+        points += [(x, level * (1 + SLOPE * x), 1.0) for x in (0, _FAR)]
+        self.first_s, self._slope_s = first, slope = fit_line(points)
+        # n tokens never cost more together than separately.
+        self._least_s = max(min(each / n for n, each in medians.items()), INSTANT)
+        self._off_line = {
+            n: (each - first - slope * (n - 1)) * weights[n] / (weights[n] + 1.0)
+            for n, each in medians.items()
+        }
+        self._known.clear()
 
 
-def _by_text(seconds: Mapping[int, float]) -> dict[str, float]:
-    return {str(n): each for n, each in seconds.items()}
+def fit_drafts(seconds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """Return the time of a draft's first pass and of each later one, not above it, from times by number of passes k.
+
+    A draft's first pass also reads what was accepted, and next to other programs finds its core taken.
+    The two are drawn towards equal ones, which is what they are while all times are of one k.
+    """
+    # Least squares of the relative errors of more + k · later; a long time, as disturbed ones are, weighs little.
+    ones = k1 = kk = t1 = kt = 0.0
+    for k, made in seconds.items():
+        median = max(median_low(made), INSTANT)
+        weight = len(made) / median**2
+        ones += weight
+        k1 += weight * k
+        kk += weight * k * k
+        t1 += weight * median
+        kt += weight * k * median
+    ones += _EQUAL * (kk / kt) ** 2
+    more = max(0.0, (kk * t1 - k1 * kt) / (kk * ones - k1 * k1))
+    later = (kt - more * k1) / kk
+    return (more + later, later) if later >= 0.0 else (t1 / ones, 0.0)
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+_BY_DRAFTER = ("drafter_pass_s", "drafter_later_pass_s", "drafter_context_s", "drafter_reading_s")
+"""The fields of ``PassCosts`` that a file may have of one drafter alone, or by drafter."""
+
+
+class _Samples(Struct):
+    """What a file has of one earlier output."""
+
+    steps: Sequence[tuple[Seconds | None, Seconds | None]]
+    drafter_reading_s: Seconds | None = None
 
 
 def load_costs(path: str | Path) -> object:
@@ -340,9 +365,9 @@ def load_costs(path: str | Path) -> object:
     notes = steps.get("policy") if isinstance(steps, dict) else None
     if isinstance(notes, dict) and all(isinstance(notes.get(name), list) for name in COST_NOTES):
         known = [each for each in notes.get(READING_NOTE) or () if each]
+        samples = zip(*(notes[name] for name in COST_NOTES), strict=False)
         return {
-            "target_pass_s": {},
-            "steps": list(map(list, zip(*(notes[name] for name in COST_NOTES), strict=False))),
+            "steps": [*map(list, samples)],
             **({"drafter_reading_s": known[-1]} if known else {}),
         }
     return data
@@ -355,65 +380,58 @@ def check_costs(data: object) -> None:
         parse_costs(data, drafter)
 
 
-def parse_costs(data: object, drafter: str | None = None) -> CostSource:
+def parse_costs(data: object, drafter: str | None = None) -> CostTable:
     """Parse costs as ``to_dict`` returns them, or as a sweep measures them.
 
     Args:
         data: ``target_pass_s`` maps numbers of tokens to seconds; ``drafter_pass_s`` is seconds, or maps drafters'
-            names to seconds. ``steps``, the samples of an earlier run, repeat that run's decisions.
+            names to seconds; see ``PassCosts``. ``steps``, the samples of an earlier run, repeat that run's decisions.
         drafter: The drafter, if the costs are of several.
 
     Raises:
         UsageError: The costs have another form, or are not this drafter's.
     """
-    try:
-        given = msgspec.convert(data, _CostsFile, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _bad(str(error)) from error
-    reading = given.drafter_reading_s
-    if given.steps is not None:
-        if isinstance(reading, Mapping):
-            raise _bad("drafter_reading_s is not a number")
-        return MeasuredCosts(given.steps, reading)
-    if not given.target_pass_s:
+    if isinstance(data, Mapping) and data.get("steps") is not None:
+        samples = _converted(data, _Samples)
+        return MeasuredCosts(samples.steps, samples.drafter_reading_s)
+    fields: Any = data
+    if isinstance(data, Mapping):
+        name = drafter or _only_drafter(data) or "drafter"
+        fields = {
+            **data,
+            **{field: _named(field, data[field], name) for field in _BY_DRAFTER if data.get(field)},
+        }
+    costs = _converted(fields, PassCosts)
+    if not costs.target_s:
         raise _bad("target_pass_s is empty")
-    first_s = _of(given.drafter_pass_s, drafter)
-    if first_s is None and isinstance(given.drafter_pass_s, Mapping):
+    if not costs.drafter_s:
+        raise _bad("there is no drafter_pass_s")
+    if name not in costs.drafter_s:
         raise UsageError(
-            f"The costs are of {', '.join(given.drafter_pass_s) or 'no drafter'}, not of {drafter or 'one drafter'}.",
+            f"The costs are of {', '.join(costs.drafter_s)}, not of {drafter or 'one drafter'}.",
             "Measure this drafter, or give its drafter_pass_s as a number.",
         )
-    if first_s is None:
-        raise _bad("there is no drafter_pass_s")
-    if given.target_context_s and given.context_tokens is None:
-        raise _bad("there are no context_tokens")
-    passes = PassCosts(
-        {n: max(seconds, INSTANT) for n, seconds in given.target_pass_s.items()},
-        context=given.context_tokens if given.target_context_s else None,
-        context_s=given.target_context_s,
-    )
-    if isinstance(reading, Mapping) and any(isinstance(each, Mapping) for each in reading.values()):
-        reading = _of(reading, drafter)
-    times: Any = reading or {}
+    return GivenCosts(costs, name)
+
+
+def _only_drafter(data: Mapping[str, Any]) -> str | None:
+    times = data.get("drafter_pass_s")
+    return next(iter(times)) if isinstance(times, Mapping) and len(times) == 1 else None
+
+
+def _named(field: str, times: Any, drafter: str) -> Any:
+    """Return times by drafter, which a file may have of one drafter alone."""
+    by_drafter = isinstance(times, Mapping)
+    if field == "drafter_reading_s":  # times by number of tokens, alone or by drafter
+        by_drafter = by_drafter and all(isinstance(each, Mapping) for each in times.values())
+    return times if by_drafter else {drafter: times}
+
+
+def _converted(data: Any, kind: Any) -> Any:
     try:
-        reading_s = {int(n): seconds for n, seconds in times.items()}
-    except (AttributeError, ValueError) as error:
-        raise _bad("drafter_reading_s does not map numbers of tokens to seconds") from error
-    growing_s = _of(given.drafter_context_s, drafter) or 0.0
-    return GivenCosts(
-        first_s,
-        passes,
-        growing_s if given.target_context_s else 0.0,
-        dict(sorted(reading_s.items())),
-        _of(given.drafter_later_pass_s, drafter),
-    )
-
-
-def _of(times: Any, drafter: str | None) -> Any:
-    """Return the times of a drafter, which are given alone or by drafter."""
-    if not isinstance(times, Mapping):
-        return times
-    return next(iter(times.values())) if drafter is None and len(times) == 1 else times.get(drafter)
+        return msgspec.convert(data, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _bad(str(error)) from error
 
 
 def _bad(what: str) -> UsageError:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits
+from specbench.decoding.protocols import NewPrompt
 from specbench.policies.base import ChainPolicy, entropy, normalized_entropy
 
 if TYPE_CHECKING:
@@ -37,15 +38,15 @@ class EntropyGuidedLength(ChainPolicy):
     ) -> None:
         super().__init__("egag", gamma_max, gamma_min=gamma_min, ema_beta=ema_beta, scale=scale)
         self.gamma_min, self.ema_beta, self.scale = gamma_min, ema_beta, scale
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
         self._average: float | None = None
         self._notes: dict[str, float] = {}
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._notes = {}
-        self._limit = self._gamma = super().begin(budget)
+        self._limit = self._gamma = super().begin_step(budget)
         return self._limit
 
     def should_continue(self, draft: Draft) -> bool:
@@ -114,13 +115,13 @@ class EntropyBoundLength(ChainPolicy):
     def __init__(self, threshold: float = 0.6, gamma_max: int = 20) -> None:
         super().__init__("entropy-bound", gamma_max, threshold=threshold)
         self.initial_threshold = threshold
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
         self.threshold, self._rate, self._limit = self.initial_threshold, self.target_rate, self.gamma_max
 
-    def begin(self, budget: int) -> int:
-        self._limit = super().begin(budget)
+    def begin_step(self, budget: int) -> int:
+        self._limit = super().begin_step(budget)
         return self._limit
 
     def should_continue(self, draft: Draft) -> bool:

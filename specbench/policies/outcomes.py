@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from specbench.decoding.protocols import NewPrompt
 from specbench.policies.base import ChainPolicy, confidence
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ class HeuristicLength(ChainPolicy):
     def __init__(self, gamma: int = 5, gamma_min: int = 1, gamma_max: int = 40) -> None:
         super().__init__("heuristic", gamma_max, gamma=gamma, gamma_min=gamma_min)
         self.first, self.gamma_min = gamma, gamma_min
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
         self.gamma = self.first
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         return min(self.gamma, budget)
 
     def observe(self, step: Step) -> None:
@@ -60,18 +61,18 @@ class ConfidenceLength(ChainPolicy):
     def __init__(self, threshold: float = 0.4, adapt: bool = False, gamma_max: int = 20) -> None:
         super().__init__("confidence", gamma_max, threshold=threshold, adapt=adapt)
         self.initial_threshold, self.adapt = threshold, adapt
-        self.reset()
+        self.begin(NewPrompt())
 
-    def reset(self) -> None:
+    def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
         self.threshold = self.initial_threshold
         self._draft: Draft | None = None
         self._seen: list[float] = []
         self._accepted: list[float] = []
         self._rejected: list[float] = []
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._draft, self._seen = None, []
-        return super().begin(budget)
+        return super().begin_step(budget)
 
     def should_continue(self, draft: Draft) -> bool:
         self._draft = draft
@@ -113,9 +114,9 @@ class ConfidenceHeadLength(ChainPolicy):
         super().__init__("confidence-head", gamma_max, threshold=threshold)
         self.threshold, self._survival = threshold, 1.0
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._survival = 1.0
-        return super().begin(budget)
+        return super().begin_step(budget)
 
     def num_children(
         self,

@@ -37,7 +37,7 @@ class Tree(DraftPolicy):
         self.name = policy_name(word, nodes=nodes, **arguments)
         self._room = 0
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._room = budget
         return budget
 
@@ -84,9 +84,9 @@ class StaticTree(Tree):
             self._children.setdefault(parent, []).append(node)
         self._shape: dict[int, int] = {}
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._shape = {-1: -1}
-        return super().begin(budget)
+        return super().begin_step(budget)
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
@@ -118,9 +118,9 @@ class DynamicTree(Tree):
         self.top_k, self.depth = top_k, depth
         self._scores: list[float] = []
 
-    def begin(self, budget: int) -> int:
+    def begin_step(self, budget: int) -> int:
         self._scores = []
-        return super().begin(budget)
+        return super().begin_step(budget)
 
     def num_children(
         self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
