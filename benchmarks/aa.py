@@ -33,9 +33,10 @@ from specbench.base.record import Estimate
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.environment import describe_environment
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
+from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
+from specbench.bench.rows import Condition, LoadedName, Row
 from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
@@ -107,7 +108,7 @@ class WithoutCosts:
         return self.engine.count_tokens(prompt)
 
     def generate(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         return self.engine.generate(config, prompt, decoding, seed=seed)
 
@@ -130,28 +131,16 @@ def make_sweep(number: int, prompts: Sequence[Prompt], arguments: argparse.Names
         seed=arguments.seed + number,
     )
     asked = random.Random(f"{arguments.seed}/{number}").sample(list(prompts), arguments.limit)
-    return Sweep(
-        options, tuple(asked), tuple(_config(name, arguments) for name in (PLAIN, X, ITSELF, SLOWED))
-    )
+    return Sweep(options, tuple(asked), tuple(_row(name, arguments) for name in (PLAIN, X, ITSELF, SLOWED)))
 
 
-def _config(name: str, arguments: argparse.Namespace) -> SweepConfig:
-    plain = name == PLAIN
-    drafter = _spec(SLOWED if name == SLOWED else X)
-    policy = parse_policy(f"fixed:gamma={arguments.gamma}")
+def _row(name: str, arguments: argparse.Namespace) -> Row:
     recipe = Recipe(parse_model(arguments.target))
-    return SweepConfig(
-        id=name,
-        label=name,
-        kind="plain" if plain else "speculative",
-        drafter="none" if plain else SLOWED if name == SLOWED else X,
-        gamma=None if plain else arguments.gamma,
-        draft_policy="none" if plain else "fixed",
-        temperature=0.0,
-        cache="dynamic",
-        baseline=PLAIN,
-        recipe=recipe if plain else replace(recipe, drafter=drafter, policy=policy),
-    )
+    if name == PLAIN:
+        return Row(recipe, Condition())
+    policy = parse_policy(f"fixed:gamma={arguments.gamma}")
+    drafter = _spec(SLOWED if name == SLOWED else X)
+    return Row(replace(recipe, drafter=drafter, policy=policy), Condition(), LoadedName(name))
 
 
 def _spec(name: str) -> DrafterSpec:
@@ -202,8 +191,9 @@ def run_one(
         run_sweep(sweep, store, WithoutCosts(engine), on_progress=watch, retry_failed=True)
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
+    ids = {config.drafter: config.id for config in sweep.configs}
     for name in judged:
-        row = compare_configs(results, name, X).overall[0]
+        row = compare_configs(results, ids[name], ids[X]).overall[0]
         part[name] = {
             "ratio": row.ratio.value,
             "low": row.ratio.low,

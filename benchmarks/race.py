@@ -34,7 +34,7 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate
 from specbench.bench.contexts import load_context_text
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
+from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import open_run
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import run_sweep
@@ -163,7 +163,7 @@ def measure(
         batches=() if batch is None else (batch,), servers=tuple(sides),
     )  # fmt: skip
     launched = LaunchedEngine(sides, folder / "servers", limit=given.servers, decoding=decoding)
-    configs = tuple(build_server_configs(options, [*sides]))
+    configs = tuple(server_rows(options, [(name, None) for name in sides]))
     try:
         together = None if launched.fits([*sides]) else launched.limit or launched.capacity
         sweep = Sweep(options, tuple(prompts), configs, together)

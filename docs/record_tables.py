@@ -24,8 +24,7 @@ def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 
 
 _ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts, SharedCosts]
-_OTHER = ("specbench.results.trace", "specbench.bench.grid")
-RECORDS = {each.__name__: each for each in _ALL if each.__module__ not in _OTHER}
+RECORDS = {each.__name__: each for each in _ALL if each.__module__ != "specbench.results.trace"}
 """By name."""
 
 _JSON = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "anything", list: "list"}

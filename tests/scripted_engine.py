@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specbench.bench.engines.engine import GroupOutcome, Outcome
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions, build_configs
+from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt
+from specbench.bench.rows import LoadedName, Row
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
-from specbench.options import DecodingOptions
+from specbench.options import CacheOptions, DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import (
     CostLine,
@@ -58,12 +59,12 @@ class ScriptedEngine:
     def __init__(
         self,
         *,
-        fails: Callable[[SweepConfig, Sequence[int]], BaseException | None] = lambda config, prompt: None,
-        spoils: Callable[[SweepConfig], bool] = lambda config: False,
+        fails: Callable[[Row, Sequence[int]], BaseException | None] = lambda config, prompt: None,
+        spoils: Callable[[Row], bool] = lambda config: False,
         pause_s: float = 0.0,
         tie: bool | None = None,
         reference_s: float = 0.02,
-        slower: Callable[[SweepConfig, Sequence[int]], float] = lambda config, prompt: 1.0,
+        slower: Callable[[Row, Sequence[int]], float] = lambda config, prompt: 1.0,
     ) -> None:
         self.reference_s, self.slower = reference_s, slower
         self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
@@ -82,7 +83,7 @@ class ScriptedEngine:
         return len(" ".join(prompt.turns[:1]).split())
 
     def generate(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         tokens_asked = decoding.max_new_tokens
         self.calls.append((config.id, tuple(prompt), tokens_asked))
@@ -90,7 +91,7 @@ class ScriptedEngine:
         if error is not None:
             raise error
         time.sleep(self.pause_s)
-        key = f"{list(prompt)}/{seed if config.temperature else ''}"
+        key = f"{list(prompt)}/{seed if config.condition.temperature else ''}"
         tokens = [zlib.crc32(f"{key}/{i}".encode()) % 100 for i in range(tokens_asked)]
         if self.spoils(config):
             tokens[-1] = (tokens[-1] + 1) % 100
@@ -102,14 +103,12 @@ class ScriptedEngine:
             prefill_s=0.1,
             ttft_s=0.1,
             decode_s=(sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1))
-            * (1.0 if config.context is None else self.slower(config, prompt)),
+            * (1.0 if config.condition.context is None else self.slower(config, prompt)),
             steps=steps,
             peak_memory_bytes=1000,
         )
 
-    def generate_group(
-        self, config: SweepConfig, workload: Workload, decoding: DecodingOptions
-    ) -> GroupOutcome:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> GroupOutcome:
         self.workloads.append((config.id, workload))
         served = []
         for number, asked in enumerate(workload.requests):
@@ -169,7 +168,7 @@ class ScriptedEngine:
         )
 
 
-def _steps(config: SweepConfig, tokens: Sequence[int]) -> tuple[Step, ...]:
+def _steps(config: Row, tokens: Sequence[int]) -> tuple[Step, ...]:
     """Steps in which every draft is accepted."""
     steps = []
     at = 0
@@ -215,10 +214,14 @@ def specs_of(*names: str) -> dict[str, DrafterSpec]:
     }
 
 
-def grid_of(options: SweepOptions, *names: str, **known: Any) -> list[SweepConfig]:
-    """The grid of drafters by their names; for what is ``known`` of their models see ``build_configs``."""
-    recipes = {name: replace(BASE, drafter=spec) for name, spec in specs_of(*names).items()}
-    return build_configs(options, recipes, BASE, **known)
+def grid_of(options: SweepOptions, *names: str, **fingerprints: str) -> list[Row]:
+    """The grid of drafters by their names, with fingerprints of models."""
+    base = replace(BASE, caching=CacheOptions(cache=options.cache))
+    drafters = [
+        (LoadedName(name, fingerprint=fingerprints.get(name)), replace(base, drafter=spec))
+        for name, spec in specs_of(*names).items()
+    ]
+    return build_rows(options, drafters, base)
 
 
 def make_sweep(

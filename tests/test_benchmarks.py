@@ -20,8 +20,8 @@ from scripted_engine import TARGET, ScriptedEngine
 from tiny import save_tiny
 
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import load_prompts
+from specbench.bench.rows import Row
 from specbench.options import DecodingOptions
 from specbench.results.results import load_results
 
@@ -109,11 +109,11 @@ class SlowedEngine(ScriptedEngine):
         self.share = share
 
     def generate(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         outcome = super().generate(config, prompt, decoding, seed=seed)
         noise = 1.0 + 0.03 * math.sin(len(self.calls) + sum(prompt))
-        slower = 1.0 + self.share if config.id == aa.SLOWED else 1.0
+        slower = 1.0 + self.share if config.drafter == aa.SLOWED else 1.0
         return replace(outcome, decode_s=outcome.decode_s * noise * slower)
 
 

@@ -24,7 +24,7 @@ import specbench.tune.answer
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import SweepConfig
+from specbench.bench.rows import Row
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
@@ -69,7 +69,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     """Have every generation take what is said, whatever it does, and every pass as long; all that there is is raced."""
     generate = ModelEngine.generate
 
-    def timed(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def timed(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = generate(self, config, prompt, *options, **named)
         tokens = max(1, len(outcome.token_ids) - 1)
         took = seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
@@ -218,7 +218,7 @@ def test_what_is_there_is_never_overwritten_silently(tune, tmp_path, monkeypatch
 def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     generate, calls = ModelEngine.generate, 0
 
-    def stop(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def stop(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         nonlocal calls
         calls += 1
         if calls == 15:
@@ -262,7 +262,7 @@ def differing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what drafts be much faster on some prompts and slower on others."""
     generate = ModelEngine.generate
 
-    def noisy(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def noisy(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = generate(self, config, prompt, *options, **named)
         factor = (0.4, 3.0)[sum(prompt) // 2 % 2]  # both in either category
         return outcome if config.kind == "plain" else replace(outcome, decode_s=outcome.decode_s * factor)
@@ -312,7 +312,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
 def test_a_generation_that_fails_is_told(tune, monkeypatch):
     generate = ModelEngine.generate
 
-    def fail(self: Any, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def fail(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         if config.drafter == "self:int8":
             raise RunError("There was not enough memory for this configuration.")
         return generate(self, config, prompt, *options, **named)

@@ -14,7 +14,7 @@ from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, mea
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_contexts
 from specbench.bench.contexts import ContextText, fill, fitting
-from specbench.bench.grid import Sweep, SweepOptions, build_server_configs, check_contexts
+from specbench.bench.grid import Sweep, SweepOptions, check_contexts, server_rows
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
@@ -107,7 +107,9 @@ def test_every_length_has_its_own_baseline():
     assert configs["d@2,c=64"].baseline == "plain,c=64"
     assert configs["d@2,c=64"].label == "d γ=2, context 64"
     assert configs["d@2,c=64"].record().context == 64
-    servers = build_server_configs(SweepOptions(contexts=(1024,), turns=1, servers=("a", "b")), ["a", "b"])
+    servers = server_rows(
+        SweepOptions(contexts=(1024,), turns=1, servers=("a", "b")), [("a", None), ("b", None)]
+    )
     assert [(each.id, each.label, each.baseline) for each in servers] == [
         ("a,c=1024", "a, context 1,024", "a,c=1024"),
         ("b,c=1024", "b, context 1,024", "a,c=1024"),
@@ -116,7 +118,7 @@ def test_every_length_has_its_own_baseline():
 
 def test_configurations_of_one_length_decode_back_to_back():
     sweep = context_sweep(count=8)
-    contexts = {config.id: config.context for config in sweep.configs}
+    contexts = {config.id: config.condition.context for config in sweep.configs}
     blocks: dict[tuple[str, int], list[int | None]] = {}
     for cell in sweep.plan():
         if not cell.warmup:
@@ -133,7 +135,7 @@ def test_a_sweep_feeds_prompts_of_these_lengths_and_times_passes_at_each(tmp_pat
             return [7] * self.count_tokens(prompt)
 
         def generate(self, config, prompt, decoding, *, seed):
-            seen.setdefault(config.context, set()).add(len(prompt))
+            seen.setdefault(config.condition.context, set()).add(len(prompt))
             return super().generate(config, prompt, decoding, seed=seed)
 
     measure(tmp_path, context_sweep(), Counting())
@@ -266,7 +268,7 @@ def falls(tmp_path_factory) -> Path:
         return (
             1.0
             if config.kind == "plain"
-            else {16: 1.5, 64: 1.0, 128: 4.0}[config.context] * (1 + prompt[0] / 2000)
+            else {16: 1.5, 64: 1.0, 128: 4.0}[config.condition.context] * (1 + prompt[0] / 2000)
         )
 
     measure(path, context_sweep((16, 64, 128), 8), ScriptedEngine(slower=slower))
@@ -354,7 +356,7 @@ def test_the_report_names_drafters_that_go_blind(tmp_path):
     class Blind(ScriptedEngine):
         def generate(self, config, prompt, decoding, *, seed):
             made = super().generate(config, prompt, decoding, seed=seed)
-            if config.context != 128 or config.gamma is None:
+            if config.condition.context != 128 or config.gamma is None:
                 return made
             rejected = {"accepted": 0, "tested": 1, "closing": "corrected", "expected_acceptance": (0.0,)}
             steps = [replace(step, tokens=step.tokens[:1], **rejected) for step in made.steps if step.gamma]

@@ -14,9 +14,10 @@ import specbench.models.drafters
 import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
-from specbench.bench.grid import SweepConfig, SweepOptions
+from specbench.bench.grid import SweepOptions
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
+from specbench.bench.rows import Row
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -55,12 +56,12 @@ def engine_of(**asked: Any) -> ModelEngine:
     )
 
 
-def grid(temperature: float = 0.0, **options: Any) -> list[SweepConfig]:
+def grid(temperature: float = 0.0, **options: Any) -> list[Row]:
     made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
-    return grid_of(made, "lookup", "self:int8", "small", fingerprints={"small": "f"})
+    return grid_of(made, "lookup", "self:int8", "small", small="f")
 
 
-def run(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Any:
+def run(engine: ModelEngine, config: Row, **changed: Any) -> Any:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
     return engine.generate(config, prompt, DECODING.with_changes(**changed), seed=seed)
 

@@ -21,7 +21,8 @@ from specbench.base.errors import UsageError
 from specbench.base.record import to_dict
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.grid import SweepConfig, SweepOptions
+from specbench.bench.grid import SweepOptions
+from specbench.bench.rows import Row
 from specbench.cli import run
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -155,13 +156,13 @@ def plain(engine) -> Sequence[int]:
     return autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
 
 
-def decode(engine: ModelEngine, config: SweepConfig, **changed: Any) -> Outcome:
+def decode(engine: ModelEngine, config: Row, **changed: Any) -> Outcome:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
     decoding = DecodingOptions(**{"max_new_tokens": 24, "ignore_eos": True, **changed})
     return engine.generate(config, prompt, decoding, seed=seed)
 
 
-def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> SweepConfig:
+def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Row:
     options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
     return grid_of(options, drafter)[1]
 

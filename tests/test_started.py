@@ -24,9 +24,10 @@ from specbench.bench.engines import guard
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
+from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import command_line, open_run
 from specbench.bench.prompts import load_prompts
+from specbench.bench.rows import Row
 from specbench.bench.serving import Workload
 from specbench.cli.started import engine_configs, engine_drafters, started_engine
 from specbench.export.setting import Model
@@ -293,7 +294,7 @@ class TimedEngine(ScriptedEngine):
     def encode(self, prompt: Any, answers: Any) -> Any:
         return prompt.id
 
-    def generate(self, config: SweepConfig, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(self, config: Row, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Outcome:
         self.use(config.drafter)
         setting = self.settings[config.drafter]
         rate, tokens, done, steps = self.rate.get(setting.family, 0.0), decoding.max_new_tokens, 1, 0
@@ -308,7 +309,7 @@ class TimedEngine(ScriptedEngine):
             done, steps, drafted = done + accepted + 1, steps + 1, drafted + setting.gamma
         seconds = steps * (
             self.step_s[0]
-            + self.step_s[1] * setting.gamma * (1 + self.batch_cost * ((config.batch or 1) - 1))
+            + self.step_s[1] * setting.gamma * (1 + self.batch_cost * ((config.condition.batch or 1) - 1))
         )
         seconds *= (1.0 + self.drift * (self.clock.seconds % 600 > 300)) * self._random.gauss(1.0, 0.01)
         self.clock.seconds += seconds
@@ -318,9 +319,7 @@ class TimedEngine(ScriptedEngine):
         )  # fmt: skip
         return Outcome(7, (), "length", 0.0, 0.0, seconds, reported_tokens=tokens, server=server)
 
-    def generate_group(
-        self, config: SweepConfig, workload: Workload, decoding: DecodingOptions
-    ) -> GroupOutcome:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> GroupOutcome:
         each = self.generate(config, workload.requests[0].prompt, decoding, seed=0)
         return GroupOutcome(
             (each,) * len(workload.requests), each.decode_s, each.tokens * len(workload.requests)

@@ -14,8 +14,8 @@ from scripted_engine import ScriptedEngine, make_sweep, new_store
 from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
-from specbench.bench.grid import SweepConfig
 from specbench.bench.prompts import Prompt, shuffled
+from specbench.bench.rows import Row
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.stopping import looks
 from specbench.decoding.clocks import Clock
@@ -46,7 +46,7 @@ class Scattered(ScriptedEngine):
         super().__init__()
         self.factor, self.scatter = factor, scatter
 
-    def generate(self, config: SweepConfig, prompt: Any, decoding: Any, *, seed: int) -> Any:
+    def generate(self, config: Row, prompt: Any, decoding: Any, *, seed: int) -> Any:
         outcome = super().generate(config, prompt, decoding, seed=seed)
         if config.kind == "plain":
             return outcome

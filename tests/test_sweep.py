@@ -105,7 +105,7 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
         gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
     )
-    configs = grid_of(options, "none", "lookup", "small (int8)", fingerprints={"small (int8)": "f1"})
+    configs = grid_of(options, "none", "lookup", "small (int8)", **{"small (int8)": "f1"})
     assert [config.id for config in configs[:8]] == [
         "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
         "transformers:small (int8)",
@@ -114,9 +114,9 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
     assert len({config.id for config in configs}) == len({config.label for config in configs}) == 16
     assert {config.baseline for config in configs[8:]} == {"plain,t=0.7"}
     assert [config.gamma for config in configs[:8]] == [None, 2, 4, 2, 4, None, 10, None]
-    assert configs[3].drafter_fingerprint == "f1"
-    assert configs[1].drafter_fingerprint is None
-    assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 6}
+    assert configs[3].record().drafter_fingerprint == "f1"
+    assert configs[1].record().drafter_fingerprint is None
+    assert Counter(config.record().cache for config in configs) == {"preallocated": 10, "dynamic": 6}
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
-from specbench.bench.grid import Sweep, SweepConfig, make_groups
+from specbench.bench.grid import Sweep, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
+from specbench.bench.rows import Row
 from specbench.bench.runner import run_sweep
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.generate_many import GenerationRuns
@@ -77,7 +78,7 @@ def test_every_batch_has_its_own_baseline():
     for config in configs:
         (baseline,) = (each for each in configs if each.id == config.baseline)
         assert baseline.kind == "plain"
-        assert (baseline.workload, baseline.temperature) == (config.workload, config.temperature)
+        assert baseline.condition == config.condition
 
 
 def test_groups_take_categories_in_turn_and_hold_every_prompt_once():
@@ -189,9 +190,9 @@ def test_what_a_request_raises_ends_the_group(target):
 # -- carrying it out -------------------------------------------------------------------------------
 
 
-def falling(config: SweepConfig, prompt: Sequence[int]) -> float:
+def falling(config: Row, prompt: Sequence[int]) -> float:
     """Everything takes longer with more requests, speculation all the more; prompts differ a little."""
-    batch = config.batch or 1
+    batch = config.condition.batch or 1
     own = 1.0 + 0.002 * (prompt[0] % 10) * (config.kind == "speculative")
     return (1.0 + (2.0 if config.kind == "speculative" else 0.2) * (batch - 1)) * own
 
@@ -274,7 +275,7 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
     sweep = batched(4, batches=(2,), repeats=1, warmup=0)
     errors = iter([None, RuntimeError("no room")])
 
-    def fails(config: SweepConfig, prompt: Sequence[int]) -> Exception | None:
+    def fails(config: Row, prompt: Sequence[int]) -> Exception | None:
         return next(errors, None) if config.kind == "speculative" else None
 
     assert measure(tmp_path, sweep, ScriptedEngine(fails=fails)).failed == 1

@@ -21,7 +21,7 @@ from test_serve import Running, engine_of
 
 from specbench.base.errors import UsageError
 from specbench.bench.engines.servers import ServerEngine
-from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
+from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
@@ -86,7 +86,7 @@ def test_command_lines_are_kept_without_addresses():
 
 def test_every_other_repeat_has_the_order_reversed():
     options = SweepOptions(gammas=(), policies=(), repeats=4, warmup=0, turns=1, servers=("a", "b", "c"))
-    configs = build_server_configs(options, ["a", "b", "c"])
+    configs = server_rows(options, [("a", None), ("b", None), ("c", None)])
     asked = tuple(Prompt(f"p{i}", "x", ("?",)) for i in range(8))
     cells = Sweep(options, asked, tuple(configs)).plan()
     orders: dict[tuple[str, int], str] = {}
@@ -465,7 +465,7 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     asked = tuple(Prompt(f"p{i}", "x", (f"Question {i}",)) for i in range(prompts))
     decoding = DecodingOptions(max_new_tokens=9)
     options = SweepOptions((), (), turns=1, servers=names, repeats=2, warmup=0, decoding=decoding)
-    sweep = Sweep(options, asked, tuple(build_server_configs(options, names)))
+    sweep = Sweep(options, asked, tuple(server_rows(options, [(name, None) for name in names])))
     with closing(timed.engine(*names)) as engine:
         target = engine.describe_target(decoding)
         run = describe_run(sweep, target=target, environment=ENVIRONMENT, sources={})

@@ -19,7 +19,8 @@ from stored_runs import run_json
 
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import Sweep, SweepConfig, SweepOptions
+from specbench.bench.grid import Sweep, SweepOptions
+from specbench.bench.rows import Row
 from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
@@ -219,7 +220,7 @@ class TimedEngine(ScriptedEngine):
         self.speeds, self.clock, self.noise = speeds, clock, noise
         self.drafters_s = {"d": 0.002, "e": 0.2}
 
-    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = super().generate(config, prompt, *options, **named)
         wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
         seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
@@ -298,7 +299,7 @@ def test_a_pass_that_took_no_time_loses_no_search(tmp_path, target_s):
 class Disturbed(TimedEngine):
     """`d@auto` takes four times as long on every third prompt, and so do its passes of the target."""
 
-    def generate(self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         outcome = super().generate(config, prompt, *options, **named)
         if config.id != "d@auto" or prompt[0] % 3:
             return outcome
@@ -401,9 +402,7 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
     }
 
     class Noisy(TimedEngine):
-        def generate(
-            self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any
-        ) -> Outcome:
+        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
             self.speeds = {config.id: noisy.get(config.id, (1.0, 1.0))[prompt[0] % 2]}
             return super().generate(config, prompt, *options, **named)
 
@@ -437,9 +436,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     """The machine becomes so slow when the race begins that not even one block fits."""
 
     class Slowing(TimedEngine):
-        def generate(
-            self, config: SweepConfig, prompt: Sequence[int], *options: Any, **named: Any
-        ) -> Outcome:
+        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
             outcome = super().generate(config, prompt, *options, **named)
             if len(self.cost_calls):
                 self.clock.seconds += 1000.0

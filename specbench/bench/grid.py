@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import msgspec
-from msgspec import structs
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.errors import UsageError
+from specbench.bench.rows import BatchArrivals, Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
-from specbench.results.run import RunConfig, StoredRecipe, StoredSuite
+from specbench.results.run import StoredSuite
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from specbench.bench.contexts import ContextText
     from specbench.bench.prompts import Prompt
     from specbench.recipe import Recipe
-
-LOOKUP_TOKENS = 10
-"""``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
 
 WARMUP_TOKENS = 16
 """Tokens of a warm-up: enough for every shape of forward pass."""
@@ -39,32 +34,8 @@ MAX_BATCH = 256
 MAX_CONTEXT = 1_000_000
 """Longest prompt of ``--context``, in tokens."""
 
-Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
-
 Salt = Literal["none", "shared", "each"]
 """Whether prompts get a first line that no prompt cache knows: the same one for all servers, or one for each."""
-
-BatchArrivals: TypeAlias = tuple[int, Arrivals]
-"""A batch size, and how its requests arrive."""
-
-
-class SweepConfig(RunConfig):
-    """A configuration: one cell of a sweep. Its fields are those that ``run.json`` stores, with the recipe itself."""
-
-    recipe: Recipe | None = None  # type: ignore[assignment]
-
-    @property
-    def workload(self) -> BatchArrivals | None:
-        """Batch size and arrivals; ``None`` without a batch."""
-        if self.batch is None or self.arrivals is None:
-            return None
-        return self.batch, parse_arrivals(self.arrivals)
-
-    def record(self) -> RunConfig:
-        """Return the configuration as ``run.json`` stores it."""
-        values = structs.asdict(self)
-        recipe = None if self.recipe is None else msgspec.convert(self.recipe.to_json(), StoredRecipe)
-        return RunConfig(**{**values, "recipe": recipe})
 
 
 @dataclass(frozen=True)
@@ -188,151 +159,65 @@ class SweepOptions:
         ]
 
 
-def build_configs(
-    options: SweepOptions,
-    drafters: Mapping[str, Recipe],
-    base: Recipe,
-    *,
-    fingerprints: Mapping[str, str] | None = None,
-    dtypes: Mapping[str, str | None] | None = None,
-) -> list[SweepConfig]:
-    """Build the grid: plain decoding, and drafters × draft policies × draft lengths, at every temperature and batch
-    size.
+def conditions(options: SweepOptions) -> Iterator[Condition]:
+    """Yield every temperature with every workload and context."""
+    for temperature in options.temperatures:
+        for workload in options.workloads or (None,):
+            for context in options.contexts or (None,):
+                yield Condition(temperature, workload, context)
+
+
+def build_rows(
+    options: SweepOptions, drafters: Sequence[tuple[LoadedName, Recipe]], base: Recipe
+) -> list[Row]:
+    """Build the grid: plain decoding, and drafters × draft policies × draft lengths, under every condition.
 
     A policy that uses the drafter's distributions is left out for drafters without them.
 
     Args:
         options: Options of the sweep.
-        drafters: Recipes with each drafter, by its name; plain ones are skipped.
-        base: A recipe with everything that all configurations share.
-        fingerprints, dtypes: Fingerprints and dtypes of drafter models, by drafter.
+        drafters: A recipe with each drafter; plain ones are skipped.
+        base: A recipe with everything that all rows share.
     """
-    drafting = {name: recipe for name, recipe in drafters.items() if not recipe.drafter.is_plain}
-    models, dtypes = fingerprints or {}, dtypes or {}
+    drafting = [each for each in drafters if not each[1].drafter.is_plain]
+    decoders: list[tuple[Recipe | OtherLibrary, LoadedName | None]] = [(base.plain, None)]
+    decoders += [
+        (_drafting(recipe, policy, gamma), name)
+        for name, recipe in drafting
+        for policy in options.policy_specs
+        if policy.applies(recipe.drafter)
+        for gamma in (options.gammas if policy.word == "fixed" else (None,))
+    ]
+    if options.transformers:
+        decoders.append((OtherLibrary("transformers"), None))
+    if options.assisted:
+        decoders.append((OtherLibrary("assisted"), None))
+        decoders += [
+            (OtherLibrary("assisted"), name)
+            for name, recipe in drafting
+            if name.fingerprint is not None and recipe.drafter.model_part is recipe.drafter
+        ]
+    decoders += [(OtherLibrary("beam", count), None) for count in options.beams]
     return [
-        structs.replace(
-            config, drafter_fingerprint=models.get(config.drafter), drafter_dtype=dtypes.get(config.drafter)
-        )
-        for plain in _plain_configs(options, base)
-        for config in _configs_beside(plain, options, drafting, models)
+        Row(decoder, at, name)
+        for at in conditions(options)
+        for decoder, name in decoders
+        if not (isinstance(decoder, OtherLibrary) and decoder.beams and at.temperature)
     ]
 
 
-def _plain_configs(options: SweepOptions, base: Recipe | None = None) -> Iterator[SweepConfig]:
-    """Yield plain decoding at every temperature, workload and context; with a recipe if there is a ``base``."""
-    for temperature in options.temperatures:
-        recipe = None if base is None else _at(temperature, base.plain)
-        for workload in options.workloads or (None,):
-            for context in options.contexts or (None,):
-                end, label_end = _suffixes(temperature, workload, context)
-                yield SweepConfig(
-                    id=f"plain{end}",
-                    label=f"plain{label_end}",
-                    kind="plain",
-                    drafter="none",
-                    gamma=None,
-                    draft_policy="none",
-                    temperature=temperature,
-                    cache=options.cache,
-                    baseline=f"plain{end}",
-                    batch=None if workload is None else workload[0],
-                    arrivals=None if workload is None else str(workload[1]),
-                    context=context,
-                    recipe=recipe,
-                )
+def _drafting(recipe: Recipe, policy: PolicySpec, gamma: int | None) -> Recipe:
+    costs = recipe.costs if policy.takes("costs") else None
+    return replace(recipe, policy=policy.with_options({"gamma": gamma}), costs=costs)
 
 
-def _beside(plain: SweepConfig, kind: Kind, name: str, label: str, **changed: Any) -> SweepConfig:
-    """Return another configuration at the temperature, workload and context of plain decoding."""
-    end, label_end = plain.id.removeprefix("plain"), plain.label.removeprefix("plain")
-    changed = {"recipe": None, **changed}
-    return structs.replace(plain, id=name + end, label=label + label_end, kind=kind, **changed)
-
-
-def _at(temperature: float, recipe: Recipe) -> Recipe:
-    return replace(recipe, sampling=replace(recipe.sampling, temperature=temperature))
-
-
-def _configs_beside(
-    plain: SweepConfig, options: SweepOptions, drafters: Mapping[str, Recipe], models: Collection[str]
-) -> Iterator[SweepConfig]:
-    """Yield plain decoding and the configurations that are compared with it; ``models``: drafters with a model."""
-    yield plain
-    for name, recipe in drafters.items():
-        for policy in options.policy_specs:
-            if not policy.applies(recipe.drafter):
-                continue
-            for gamma in options.gammas if policy.word == "fixed" else (None,):
-                yield _speculative(plain, name, recipe, policy, gamma)
-    own, dynamic = "transformers", {"cache": "dynamic"}
-    if options.transformers:
-        yield _beside(plain, "transformers", own, f"{own} generate", **dynamic)
-    if options.assisted:
-        assisted = {"draft_policy": own, **dynamic}
-        label = f"{own} prompt lookup"
-        yield _beside(
-            plain, "assisted", f"{own}:lookup", label, drafter="lookup", gamma=LOOKUP_TOKENS, **assisted
-        )
-        for name, recipe in drafters.items():
-            if name in models and recipe.drafter.model_part is recipe.drafter:
-                label = f"{own} assisted, {name}"
-                yield _beside(plain, "assisted", f"{own}:{name}", label, drafter=name, **assisted)
-    for count in options.beams if plain.temperature == 0 else ():
-        label = f"{own} beam search, {count} beams"
-        yield _beside(plain, "beam", f"{own}:beam={count}", label, beams=count, **dynamic)
-
-
-def _speculative(
-    plain: SweepConfig, name: str, recipe: Recipe, policy: PolicySpec, gamma: int | None
-) -> SweepConfig:
-    """Return the configuration of a drafter, called ``name``, with a draft policy."""
-    if gamma is None:
-        short, label = f"{name}@{policy}", f"{name} {policy}"
-    else:
-        verification = policy.options.get("verification")
-        rest = "" if verification is None else f",verification={verification}"
-        short, label = f"{name}@{gamma}{rest}", f"{name} γ={gamma}{rest}"
-    recipe = replace(
-        _at(plain.temperature, recipe),
-        policy=policy.with_options({"gamma": gamma}),
-        costs=recipe.costs if policy.takes("costs") else None,
-    )
-    return _beside(
-        plain,
-        "speculative",
-        short,
-        label,
-        drafter=name,
-        gamma=gamma,
-        draft_policy=str(policy),
-        recipe=recipe,
-    )
-
-
-def _suffixes(temperature: float, workload: BatchArrivals | None, context: int | None) -> tuple[str, str]:
-    """Return what ids and labels end with at a temperature, workload and context."""
-    end, label_end = (f",t={temperature:g}", f", T={temperature:g}") if temperature else ("", "")
-    if context is not None:
-        end, label_end = f"{end},c={context}", f"{label_end}, context {context:,}"
-    if workload is None:
-        return end, label_end
-    batch, arrivals = workload
-    end, label_end = f"{end},b={batch}", f"{label_end}, batch {batch}"
-    if arrivals != Closed(batch):
-        end, label_end = f"{end},{arrivals}", f"{label_end}, {arrivals}"
-    return end, label_end
-
-
-def build_server_configs(options: SweepOptions, names: Sequence[str]) -> list[SweepConfig]:
-    """Build the grid of servers: each server at every temperature, batch size and context; the first is the baseline
+def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]) -> list[Row]:
+    """Build the grid of servers: each, by its name and draft length, under every condition; the first is the baseline
     of the others.
     """
     return [
-        _beside(plain, "server", name, name, drafter=name, cache="none",
-                baseline=names[0] + plain.id.removeprefix("plain"))
-        for plain in _plain_configs(options)
-        for name in names
-    ]  # fmt: skip
+        Row(Server(name, servers[0][0], gamma), at) for at in conditions(options) for name, gamma in servers
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +323,7 @@ class Sweep:
 
     options: SweepOptions
     prompts: tuple[Prompt, ...]
-    configs: tuple[SweepConfig, ...]
+    configs: tuple[Row, ...]
     together: int | None = None
     text: ContextText | None = None
     suites: tuple[StoredSuite, ...] = ()
@@ -461,7 +346,7 @@ class Sweep:
             turn: int,
             repeat: int,
             warmup: bool,
-            configs: Sequence[SweepConfig],
+            configs: Sequence[Row],
             group: PromptGroup | None = None,
         ) -> Iterator[Cell]:
             reverse = bool(options.servers) and repeat % 2 == 1
@@ -472,7 +357,7 @@ class Sweep:
             if options.contexts:
                 contexts = list(options.contexts)
                 shuffle(contexts)
-                at = {config.id: contexts.index(config.context or 0) for config in configs}
+                at = {config.id: contexts.index(config.condition.context or 0) for config in configs}
                 order.sort(key=at.__getitem__)
             if reverse:
                 order.reverse()
@@ -483,9 +368,14 @@ class Sweep:
                 yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
         if options.batches:
-            workloads = dict.fromkeys(each for config in configs if (each := config.workload) is not None)
+            workloads = dict.fromkeys(
+                each for config in configs if (each := config.condition.workload) is not None
+            )
             groups = {each: make_groups(prompts, each[1]) for each in workloads}
-            at = {each: [config for config in configs if config.workload == each] for each in workloads}
+            at = {
+                each: [config for config in configs if config.condition.workload == each]
+                for each in workloads
+            }
             for repeat in range(options.warmup):
                 for each in workloads:
                     group = groups[each][repeat % len(groups[each])]

@@ -19,9 +19,10 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Json, rounded
 from specbench.bench.contexts import ContextPrompts
 from specbench.bench.engines.engine import BenchEngine, Outcome
-from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep, SweepConfig
+from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs, shared_costs, shared_widths
+from specbench.bench.rows import Row
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
@@ -158,7 +159,7 @@ def run_sweep(
         if cell.warmup:
             run(cell)
     # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
-    kinds = {config.id: (config.batch, config.context) for config in sweep.configs}
+    kinds = {config.id: (config.condition.batch, config.condition.context) for config in sweep.configs}
     of_kind = Counter(kinds[cell.config] for cell in left)
     seen, timed = Counter[tuple[int | None, int | None]](), Counter[tuple[int | None, int | None]]()
     ending, before = None, None
@@ -263,24 +264,24 @@ class CellRunner(Generic[Encoded]):
         )
         return Measurement(line, result)
 
-    def _generate(self, cell: Cell, config: SweepConfig, decoding: DecodingOptions) -> Generation:
+    def _generate(self, cell: Cell, config: Row, decoding: DecodingOptions) -> Generation:
         """Decode a turn of a prompt."""
         answers = self._answers_of(cell.config, cell.prompt, cell.repeat)
         history = [answers[turn] for turn in range(cell.turn) if turn in answers]
         if len(history) < cell.turn:
             raise RunError("An earlier turn failed, so the conversation cannot continue.")
-        prompt = self._engine.encode(self._prompts.at(cell.prompt, config.context), history)
+        prompt = self._engine.encode(self._prompts.at(cell.prompt, config.condition.context), history)
         outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
             answers[cell.turn] = _said(outcome)
         return Generation(**_measured_fields(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
 
     def _generate_group(
-        self, cell: Cell, config: SweepConfig, group: PromptGroup, decoding: DecodingOptions
+        self, cell: Cell, config: Row, group: PromptGroup, decoding: DecodingOptions
     ) -> Group:
         """Decode the prompts of a group together."""
-        assert config.workload is not None
-        _, arrivals = config.workload
+        assert config.condition.workload is not None
+        _, arrivals = config.condition.workload
         clients, times = None, list[float]()
         if isinstance(arrivals, Poisson):
             times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
@@ -416,14 +417,15 @@ def find_differences(
     prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
     found: dict[tuple[str, str], Mismatch] = {}
     for config in sweep.configs:
-        if config.temperature or config.id == config.baseline or config.kind in OTHER_ANSWERS:
+        own, baseline = config.id, config.baseline
+        if config.condition.temperature or own == baseline or config.kind in OTHER_ANSWERS:
             continue
         for which, name, turn, repeat in keys:
-            if which != config.id or name not in prompts.prompts or (config.id, name) in found:
+            if which != own or name not in prompts.prompts or (own, name) in found:
                 continue
             turns, plain_turns = (
                 [outputs.get((one, name, earlier, repeat)) for earlier in range(turn + 1)]
-                for one in (config.id, config.baseline)
+                for one in (own, baseline)
             )
             tokens, plain = turns.pop(), plain_turns.pop()
             history = [answer for answer in plain_turns if answer is not None]
@@ -433,11 +435,16 @@ def find_differences(
                 continue
             judge = engine if in_time() else None
             known = _judge(
-                judge, prompts.at(name, config.context), history, tokens, plain, sweep.options.decoding
+                judge,
+                prompts.at(name, config.condition.context),
+                history,
+                tokens,
+                plain,
+                sweep.options.decoding,
             )
             pairs = enumerate(zip(tokens, plain, strict=False))
-            found[config.id, name] = Mismatch(
-                config=config.id,
+            found[own, name] = Mismatch(
+                config=own,
                 prompt=name,
                 turn=turn,
                 repeat=repeat,

@@ -11,14 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import end_left
-from specbench.bench.grid import SweepConfig, SweepOptions, build_server_configs
+from specbench.bench.grid import SweepOptions, server_rows
 from specbench.bench.manifest import command_line
+from specbench.bench.rows import Row
 from specbench.cli.console import say
 from specbench.export.registry import load_engine
 from specbench.export.setting import Model
@@ -111,13 +110,9 @@ def _path(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> s
     return os.path.abspath(spec.source) if is_head or Path(spec.source).exists() else spec.source  # noqa: PTH100
 
 
-def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> list[SweepConfig]:
+def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> list[Row]:
     """Return the configurations of settings: at every temperature and batch size of the options."""
-    gammas = {each.name: each.gamma or None for each in settings}
-    return [
-        msgspec.structs.replace(config, gamma=gammas[config.drafter])
-        for config in build_server_configs(options, [each.name for each in settings])
-    ]
+    return server_rows(options, [(each.name, each.gamma or None) for each in settings])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.bench.contexts import fitting
 from specbench.bench.engines.servers import ServerEngine
-from specbench.bench.grid import Sweep, SweepOptions, build_server_configs
+from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import context_text, prompts_of_sweep
@@ -89,7 +89,7 @@ def sweep_servers(
             **chosen.sources,
         }
         folder = run_folder(results, sources, options)
-        configs = tuple(build_server_configs(options, [spec.name for spec in specs]))
+        configs = tuple(server_rows(options, [(spec.name, None) for spec in specs]))
         sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
         RunStore.check_writable(folder)
         job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)

@@ -97,7 +97,7 @@ class _EngineJob(TuneJob):
     ) -> None:
         super().__init__(sweep, made, folder, quiet)
         self._planned = planned
-        alone = [config for config in sweep.configs if config.batch is None]
+        alone = [config for config in sweep.configs if config.condition.batch is None]
         self.settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
 
     def show(self, answer: TuneAnswer, found: Found, starts: str, asked: TuneResultsOptions) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.base.record import NO_FIGURE, Estimate, Json
 from specbench.base.textsafe import counted, one_line
-from specbench.bench.grid import SweepConfig
+from specbench.bench.rows import Row
 from specbench.export.output import export_fastest
 from specbench.export.registry import load_engines
 from specbench.export.setting import MeasuredSetting, RunSettings, Setting
@@ -66,7 +66,7 @@ class TuneAnswer:
 
     headline: str
     details: tuple[str, ...]
-    winner: SweepConfig
+    winner: Row
     provisional: bool
     speedup: Estimate
     categories: Mapping[str, Estimate]
@@ -76,7 +76,7 @@ class TuneAnswer:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) -> TuneAnswer:
+def find_answer(found: Found, configs: Sequence[Row], results: Results) -> TuneAnswer:
     """Return the answer of a search."""
     race, by_id = found.race, {config.id: config for config in configs}
     disturbed = disturbance(results).partition(": ")[2]
@@ -115,7 +115,7 @@ def find_answer(found: Found, configs: Sequence[SweepConfig], results: Results) 
 
 
 def _predicted_answer(
-    found: Found, by_id: Mapping[str, SweepConfig], disturbed: str, tried: tuple[Tried, ...]
+    found: Found, by_id: Mapping[str, Row], disturbed: str, tried: tuple[Tried, ...]
 ) -> TuneAnswer:
     """Return the answer of a search whose time was over before the first block was complete."""
     race = found.race
@@ -155,7 +155,7 @@ def _near_leader(race: Race) -> list[str]:
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
-def _details(found: Found, by_id: Mapping[str, SweepConfig], disturbed: str) -> Iterator[str]:
+def _details(found: Found, by_id: Mapping[str, Row], disturbed: str) -> Iterator[str]:
     race = found.race
     if race.decided and race.leader != race.plain:
         yield "With 95% confidence no other candidate is more than 5% faster than this choice."
@@ -201,7 +201,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _described(config: SweepConfig) -> str:
+def _described(config: Row) -> str:
     if config.id == config.baseline:
         return "plain decoding"
     if config.kind == "server":
@@ -215,7 +215,7 @@ def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:
     return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
 
 
-def _tried(found: Found, by_id: Mapping[str, SweepConfig]) -> Iterator[Tried]:
+def _tried(found: Found, by_id: Mapping[str, Row]) -> Iterator[Tried]:
     race = found.race
     failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):

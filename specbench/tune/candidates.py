@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 
-from specbench.bench.grid import SweepConfig
+from specbench.bench.rows import Row
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
 from specbench.specs.drafters import (
@@ -100,14 +100,13 @@ def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
     return drafter.has_logits or policy != parse_policy(_BLOCK_CHAIN)
 
 
-def probes_of(configs: Sequence[SweepConfig]) -> list[SweepConfig]:
+def probes_of(configs: Sequence[Row]) -> list[Row]:
     """Return the configurations of the short generations: for each drafter the longest chain, and a tree."""
     return [config for config in configs if config.gamma == PROBED or _drafts_tree(config)]
 
 
-def _drafts_tree(config: SweepConfig) -> bool:
-    policy = None if config.recipe is None else config.recipe.policy
-    return policy is not None and policy.word == PROBED_TREE
+def _drafts_tree(config: Row) -> bool:
+    return config.policy is not None and config.policy.word == PROBED_TREE
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -167,9 +166,7 @@ class Probe:
         return predicted_speedup(tokens, 1, drafting, sum(costs.v(drafted + 1) for drafted in nodes))
 
 
-def predict(
-    configs: Sequence[SweepConfig], probes: Mapping[str, Probe], costs: PassCosts
-) -> dict[str, float]:
+def predict(configs: Sequence[Row], probes: Mapping[str, Probe], costs: PassCosts) -> dict[str, float]:
     """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
 
     ``auto`` gets the prediction of the best draft length.
@@ -219,7 +216,7 @@ class Selection:
 
 
 def select(
-    configs: Sequence[SweepConfig],
+    configs: Sequence[Row],
     predicted: Mapping[str, float],
     *,
     plain_s: float,

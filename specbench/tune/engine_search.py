@@ -24,7 +24,8 @@ import numpy as np
 
 from specbench.base.errors import RunError
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.grid import Cell, Sweep, SweepConfig, make_groups
+from specbench.bench.grid import Cell, Sweep, make_groups
+from specbench.bench.rows import Row
 from specbench.results.lines import Generation, Group
 from specbench.tune.candidates import MIN_SHARE, Selection
 from specbench.tune.race import Block, Ending, Race, Timing, Timings, run_blocks, shuffled
@@ -251,7 +252,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
                 gamma: config
                 for gamma, name in names.items()
                 for config in self._sweep.configs
-                if config.drafter == name and config.workload == (batch, arrivals)
+                if config.drafter == name and config.condition.workload == (batch, arrivals)
             }
             speeds = self._speeds_of_batch(configs)
             if speeds is None:
@@ -259,9 +260,9 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             found[batch] = {gamma: round(speed / speeds[0], 4) for gamma, speed in speeds.items()}
         return found
 
-    def _speeds_of_batch(self, configs: Mapping[int, SweepConfig]) -> dict[int, float] | None:
+    def _speeds_of_batch(self, configs: Mapping[int, Row]) -> dict[int, float] | None:
         """Return tokens per second by draft length; ``None`` without the time for one group of each."""
-        workload = configs[0].workload
+        workload = configs[0].condition.workload
         assert workload is not None
         logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
         groups = make_groups(self._sweep.prompts, workload[1])[:_GROUPS]
@@ -275,7 +276,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
                 cell = Cell(config.id, group.id, 0, repeat, place, warmup=False, seed=seed, group=group)
                 if cell.key not in self._stored and self._clock.now() > self._until:
                     return _means(logs)
-                self._report(f"batches of {config.batch}: {config.drafter}", 0, None)
+                self._report(f"batches of {config.condition.batch}: {config.drafter}", 0, None)
                 result = self._measure(cell).result
                 if isinstance(result, Group) and result.seconds > 0 and result.tokens:
                     logs[gamma].append(math.log(result.tokens / result.seconds))

@@ -24,7 +24,8 @@ from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.grid import SweepConfig, SweepOptions
+    from specbench.bench.grid import SweepOptions
+    from specbench.bench.rows import Row
     from specbench.options import CacheKind, ModelOptions
     from specbench.specs.models import ModelSpec
 
@@ -113,17 +114,16 @@ def _own_forms(models: ModelOptions, parameters: int) -> list[SelfForm]:
 # -- configurations --------------------------------------------------------------------------------
 
 
-def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[SweepConfig]:
+def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Row]:
     """Return the grid of all loaded drafters."""
     return [
         each
         for each in engine.configs(options, base)
-        if each.recipe is not None
-        and (each.recipe.policy is None or is_tried(each.recipe.policy, each.recipe.drafter))
+        if each.recipe is not None and (each.policy is None or is_tried(each.policy, each.recipe.drafter))
     ]
 
 
-def exportable(configs: Iterable[SweepConfig], engine: ModelEngine) -> list[set[str]]:
+def exportable(configs: Iterable[Row], engine: ModelEngine) -> list[set[str]]:
     """Return, for each engine to export to, the ids of the configurations whose drafters it supports."""
     groups = []
     for other in load_engines().values():

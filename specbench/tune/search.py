@@ -18,8 +18,9 @@ import msgspec
 
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import BenchEngine
-from specbench.bench.grid import Cell, Sweep, SweepConfig
+from specbench.bench.grid import Cell, Sweep
 from specbench.bench.passes import pass_costs
+from specbench.bench.rows import Row
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
@@ -303,7 +304,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
             )
         return {name: Probe.from_steps(each) for name, each in steps.items() if each}, failed
 
-    def _try_cell(self, config: SweepConfig, prompt: int) -> Cell:
+    def _try_cell(self, config: Row, prompt: int) -> Cell:
         name = self._sweep.prompts[prompt].id
         return Cell(config.id, name, 0, 0, 0, warmup=True, seed=self._seed(name, "try"))
 

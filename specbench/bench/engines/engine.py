@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.base.errors import RunError
-from specbench.bench.grid import SweepConfig
+from specbench.bench.rows import Row
 from specbench.bench.serving import Encoded, Workload
 from specbench.decoding.records import Step
 from specbench.models.training_metadata import TrainingMetadata
@@ -100,14 +100,12 @@ class BenchEngine(Protocol[Encoded]):
         """
         raise RunError("This engine cannot count the tokens of prompts.")
 
-    def generate(
-        self, config: SweepConfig, prompt: Encoded, decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    def generate(self, config: Row, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Outcome:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
     def generate_group(
-        self, config: SweepConfig, workload: Workload[Encoded], decoding: DecodingOptions
+        self, config: Row, workload: Workload[Encoded], decoding: DecodingOptions
     ) -> GroupOutcome:
         """Decode requests together, in the batch of the configuration; any exception means that all failed."""
         ...

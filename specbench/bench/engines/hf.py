@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.grid import LOOKUP_TOKENS, SweepConfig
+from specbench.bench.rows import LOOKUP_TOKENS, OtherLibrary, Row
 from specbench.options import DecodingOptions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def generate_with_transformers(
     reference: LanguageModel,
     assistant: LanguageModel | None,
     target: Target,
-    config: SweepConfig,
+    config: Row,
     prompt: Sequence[int],
     decoding: DecodingOptions,
     seed: int,
@@ -71,15 +71,16 @@ def generate_with_transformers(
     if (form := decoding.parsed_format) is not None:
         matcher = target.language_model.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
-    greedy = config.temperature == 0
+    greedy = config.condition.temperature == 0
+    beams = config.decoder.beams if isinstance(config.decoder, OtherLibrary) else None
     settings = GenerationConfig(
         do_sample=not greedy,
         max_new_tokens=budget,
         eos_token_id=list(end_ids) or None,
         pad_token_id=next(iter(target.end_ids), 0),
-        **({} if config.beams is None else {"num_beams": config.beams}),
+        **({} if beams is None else {"num_beams": beams}),
         **target.language_model.defaults.with_options(decoding).applied,
-        **({} if greedy else {"temperature": config.temperature, "top_k": 0, "top_p": 1.0}),
+        **({} if greedy else {"temperature": config.condition.temperature, "top_k": 0, "top_p": 1.0}),
     )
     # What the call leaves unset would come from the model's own file, sampling defaults and all.
     reference.model.generation_config = GenerationConfig()

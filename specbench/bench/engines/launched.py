@@ -21,8 +21,9 @@ from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import Api, ServerEngine, ServerPrompt
-from specbench.bench.grid import WARMUP_TOKENS, SweepConfig, SweepOptions, build_server_configs
+from specbench.bench.grid import WARMUP_TOKENS
 from specbench.bench.prompts import Prompt
+from specbench.bench.rows import Condition, Row, Server
 from specbench.bench.serving import Workload
 from specbench.options import DecodingOptions
 from specbench.results.run import TargetModel
@@ -215,7 +216,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
         """Let a new server answer something, so that the first measured answer is like the others."""
         decoding = self._decoding.with_changes(max_new_tokens=WARMUP_TOKENS)
-        (config,) = build_server_configs(SweepOptions(temperatures=(self._temperature,)), [name])
+        config = Row(Server(name, name), Condition(self._temperature))
         engine.generate(
             config, engine.encode(_WARM_UP, []), decoding, seed=random.Random(name).getrandbits(31)
         )
@@ -240,13 +241,11 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         name = next(iter(self._running), next(iter(self._commands)))
         return self.server(name).encode(prompt, answers)
 
-    def generate(
-        self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    def generate(self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int) -> Outcome:
         return self.server(config.drafter).generate(config, prompt, decoding, seed=seed)
 
     def generate_group(
-        self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         return self.server(config.drafter).generate_group(config, workload, decoding)
 

@@ -16,8 +16,9 @@ from specbench.bench.encoding import encode_conversation
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
-from specbench.bench.grid import SweepConfig, SweepOptions, build_configs
+from specbench.bench.grid import SweepOptions, build_rows
 from specbench.bench.passes import time_passes, time_shared_passes
+from specbench.bench.rows import LoadedName, Row
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
@@ -90,22 +91,15 @@ class ModelEngine:
             model_defaults=model.defaults.applied if decoding.model_defaults else {},
         )
 
-    def configs(self, options: SweepOptions, base: Recipe) -> list[SweepConfig]:
+    def configs(self, options: SweepOptions, base: Recipe) -> list[Row]:
         """Return the grid of the drafters."""
-        own = [each for each in self.drafters if each.models]
-        dtypes = {each.name: _dtype_of(each.drafter) for each in own if each.is_loaded}
-        return build_configs(
-            options,
-            {
-                each.name: replace(
-                    base, drafter=each.spec, models=replace(base.models, drafter_dtype=each.requested_dtype)
-                )
-                for each in self.drafters
-            },
-            base,
-            fingerprints={each.name: each.weights for each in own},
-            dtypes=dtypes,
-        )
+        drafting: list[tuple[LoadedName, Recipe]] = []
+        for each in self.drafters:
+            models = replace(base.models, drafter_dtype=each.requested_dtype)
+            dtype = _dtype_of(each.drafter) if each.models and each.is_loaded else None
+            name = LoadedName(each.name, dtype, each.weights if each.models else None)
+            drafting.append((name, replace(base, drafter=each.spec, models=models)))
+        return build_rows(options, drafting, base)
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
         return encode_conversation(self.target, prompt, answers)
@@ -114,7 +108,7 @@ class ModelEngine:
         return len(self.encode(prompt, []))
 
     def generate(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
+        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
     ) -> Outcome:
         reset_peak_memory(self._device)
         with self._freeing_memory():
@@ -124,13 +118,13 @@ class ModelEngine:
                 outcome = self._decode_with_transformers(config, prompt, decoding, seed)
         outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
         if self._rate_answers and (
-            config.kind == "beam" or (config.kind == "plain" and not config.temperature)
+            config.kind == "beam" or (config.kind == "plain" and not config.condition.temperature)
         ):
             outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
         return outcome
 
     def generate_group(
-        self, config: SweepConfig, workload: Workload[Sequence[int]], decoding: DecodingOptions
+        self, config: Row, workload: Workload[Sequence[int]], decoding: DecodingOptions
     ) -> GroupOutcome:
         def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
             return self._run(config, request.prompt, decoding, request.seed)
@@ -138,7 +132,7 @@ class ModelEngine:
         def start(request: BenchRequest[Sequence[int]]) -> GenerationRun:
             return ready.pop(id(request), None) or make(request)
 
-        assert config.batch is not None
+        assert config.condition.batch is not None
         reset_peak_memory(self._device)
         clock = SkippingClock(self._clock)
         with self._freeing_memory():
@@ -147,7 +141,7 @@ class ModelEngine:
             # Kept from group to group, as in a server: costs do not depend on the prompts.
             costs = self._batch_costs.setdefault(config.id, BatchCosts())
             runs = GenerationRuns(
-                (), max_batch=config.batch, later=[*ready.values()], clock=clock, batch_costs=costs
+                (), max_batch=config.condition.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
             results, seconds, tokens = run_workload(workload, runs, start, clock)
         use = None if runs.factory is None else runs.factory.use
@@ -192,9 +186,7 @@ class ModelEngine:
         scorer.begin()
         return total
 
-    def _run(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
-    ) -> GenerationRun:
+    def _run(self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> GenerationRun:
         """Return a run of the configuration's recipe, with a draft policy that has learned nothing."""
         assert config.recipe is not None
         recipe = replace(config.recipe, decoding=decoding)
@@ -203,9 +195,7 @@ class ModelEngine:
         ready = LoadedRecipe.of(recipe, self.target, loaded, self._costs)
         return ready.start(prompt, seed=seed)
 
-    def _decode(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
-    ) -> Outcome:
+    def _decode(self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Outcome:
         run = self._run(config, prompt, decoding, seed)
         for _ in run:
             pass
@@ -223,7 +213,7 @@ class ModelEngine:
         )
 
     def _decode_with_transformers(
-        self, config: SweepConfig, prompt: Sequence[int], decoding: DecodingOptions, seed: int
+        self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int
     ) -> Outcome:
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")

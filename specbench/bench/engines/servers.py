@@ -32,7 +32,8 @@ from specbench.bench.engines.client import (
 )
 from specbench.bench.engines.dialects import Dialect, dialect_of
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
-from specbench.bench.grid import Salt, SweepConfig
+from specbench.bench.grid import Salt
+from specbench.bench.rows import Row
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
@@ -240,20 +241,18 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             return len(encode_prompt(self._tokenizer, given, chat=False))
         return len(encode_messages(self._tokenizer, [dict(each) for each in given]))
 
-    def generate(
-        self, config: SweepConfig, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    def generate(self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int) -> Outcome:
         return self._loop.run(self._generate(config, BenchRequest(prompt, seed), decoding))
 
     def generate_group(
-        self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         return self._loop.run(self._generate_group(config, workload, decoding))
 
     # -- requests ------------------------------------------------------------------------------------
 
     async def _generate(
-        self, config: SweepConfig, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
     ) -> Outcome:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
@@ -262,7 +261,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
 
     async def _generate_group(
-        self, config: SweepConfig, workload: Workload[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
     ) -> GroupOutcome:
         """Send a workload until all measured requests have been answered, and cancel the others."""
         server = self._by_name[config.drafter]
@@ -318,11 +317,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         )
 
     async def _answer(
-        self, config: SweepConfig, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
+        self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
         mark = _mark(config, request, "each")
-        settings = self._settings(server, config.temperature, decoding, request.seed, mark)
+        settings = self._settings(server, config.condition.temperature, decoding, request.seed, mark)
         return await self._ask(server, self._salted(config, request), settings)
 
     async def _ask(
@@ -357,7 +356,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             **(dialect.with_cache(conversation) if self.keeps_cache else dialect.without_cache()),
         }
 
-    def _salted(self, config: SweepConfig, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
+    def _salted(self, config: Row, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
         """Return the prompt, with a first line that is new to the server
         if its prompt cache has to be avoided that way.
         """
@@ -469,7 +468,7 @@ def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
     )
 
 
-def _mark(config: SweepConfig, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
+def _mark(config: Row, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
     """Return what is new to a prompt cache: for all servers together, or for each."""
     whose = config.drafter if salt == "each" else ""
     return f"{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}"
