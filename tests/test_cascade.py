@@ -182,7 +182,7 @@ def on_caches() -> Iterator[Any]:
 @pytest.mark.parametrize(("spec", "cache", "gammas"), list(on_caches()))
 def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
     target, drafter = engine_of(spec, cache)
-    expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
+    expected = autoregressive_generate(PROMPT, target, max_new_tokens=18, ignore_eos=True).token_ids
     drafts: list[Draft] = []
     original = drafter.propose
 
@@ -193,7 +193,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
     drafter.propose = propose
     for gamma in gammas:
         result = speculative_generate(
-            PROMPT, target, drafter, gamma=gamma, max_new_tokens=24, ignore_eos=True
+            PROMPT, target, drafter, gamma=gamma, max_new_tokens=18, ignore_eos=True
         )
         assert result.token_ids == expected
     assert any("m" in kinds(draft) for draft in drafts)
@@ -206,9 +206,9 @@ def test_greedy_tokens_are_those_of_plain_decoding(spec, cache, gammas):
 )
 def test_every_length_rule_keeps_the_output(policy):
     target, drafter = engine_of("lookup:min=1+MODEL", "dynamic")
-    expected = autoregressive_generate(PROMPT, target, max_new_tokens=24, ignore_eos=True).token_ids
+    expected = autoregressive_generate(PROMPT, target, max_new_tokens=18, ignore_eos=True).token_ids
     result = speculative_generate(
-        PROMPT, target, drafter, policy=build_policy(policy), max_new_tokens=24, ignore_eos=True
+        PROMPT, target, drafter, policy=build_policy(policy), max_new_tokens=18, ignore_eos=True
     )
     assert result.token_ids == expected
     assert sum(step.gamma for step in result.steps) > 0

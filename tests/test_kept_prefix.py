@@ -129,11 +129,11 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
     edited = [*longer[:-9], 8, *longer[:6]]
     kept, seen, fresh = [], [], []
     for prompt in (longer, edited, longer):
-        last, steps = decoded(prompt, 18, last)
+        last, steps = decoded(prompt, 12, last)
         kept.append(last.cached_tokens)
         seen.append((last.result().token_ids, steps))
     for prompt in (longer, edited):
-        again, steps = decoded(prompt, 18)
+        again, steps = decoded(prompt, 12)
         fresh.append((again.result().token_ids, steps))
     parted = len(longer) - 9
     # The last token that is alike is read again, for its state.
