@@ -151,6 +151,13 @@ class Recipe:
         Raises:
             UsageError: The data has a drafter, a policy or a value that this version does not know.
         """
+        try:
+            return cls._restored(data)
+        except (KeyError, TypeError, AttributeError):
+            raise UsageError("A recipe is damaged.", "Measure again.") from None
+
+    @classmethod
+    def _restored(cls, data: Mapping[str, Any]) -> Recipe:
         own = [_model_of(each) for each in data["drafter_models"]]
         named = {f"MODEL{number}": model for number, model in enumerate(own, start=1)}
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec import structs
 from stored_runs import run_of
@@ -14,7 +13,7 @@ from stored_runs import run_of
 from specbench.base.errors import UsageError
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, drafter_argument
-from specbench.results.run import Run, StoredRecipe, stored_recipes
+from specbench.results.run import Run, stored_recipes
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
@@ -83,7 +82,7 @@ def test_what_this_version_does_not_know_is_left_out(field, value):
     with pytest.raises(UsageError):
         Recipe.from_json(stored)
     run = small_run("lookup")
-    config = structs.replace(run.configs[0], recipe=msgspec.convert(stored, StoredRecipe))
+    config = structs.replace(run.configs[0], recipe=stored)
     assert stored_recipes(structs.replace(run, configs=[config, *run.configs])) == {}
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import msgspec
-
 from specbench.recipe import Recipe
-from specbench.results.run import RunConfig, StoredRecipe
+from specbench.results.run import RunConfig
 from specbench.specs.arrivals import Arrivals, Closed
 from specbench.specs.policies import PolicySpec
 
@@ -223,5 +221,5 @@ class Row:
             batch=at.batch,
             arrivals=None if at.arrivals is None else str(at.arrivals),
             context=at.context,
-            recipe=None if recipe is None else msgspec.convert(recipe.to_json(), StoredRecipe),
+            recipe=None if recipe is None else recipe.to_json(),
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import Estimate, Json, to_dict
+from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.recipe import PLACE, Recipe
@@ -331,7 +331,7 @@ class RunSettings:
                 f"The drafter {one_line(config.drafter)} in {self._name} is from another version of specbench.",
                 "Name another setting, or measure it again.",
             )
-        target, recipe = self._run.target, Recipe.from_json(to_dict(config.recipe)).with_models(self._placed)
+        target, recipe = self._run.target, Recipe.from_json(config.recipe).with_models(self._placed)
         policy = recipe.policy
         assert policy is not None
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)

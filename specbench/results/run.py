@@ -6,12 +6,11 @@ from contextlib import suppress
 from typing import Annotated, Literal
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, doc, to_dict
+from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, doc
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.recipe import Recipe
-from specbench.specs.models import ModelKind
 
 VERSION = 3
 """Of the files of a run; others are not read."""
@@ -69,32 +68,6 @@ class TargetModel(Record):
     )
 
 
-class StoredModel(Record):
-    """A model that a recipe names."""
-
-    kind: ModelKind
-    name: Annotated[str, doc("of a folder or file its last name")]
-
-
-OptionValue = str | bool | int | float | list[str] | None
-
-
-class StoredRecipe(Record):
-    """Everything that decides how a prompt is decoded
-    (``specbench.recipe.Recipe``); of options those not at their defaults.
-    """
-
-    target: StoredModel
-    drafter: Annotated[str, doc("as `--drafter` takes it; `MODEL1` and so on stand for its models")]
-    drafter_models: list[StoredModel]
-    draft_policy: Annotated[str | None, doc("as `--draft-policy` takes it; `null` where nothing is drafted")]
-    costs: Annotated[str | None, doc("name of the file of `--costs`")]
-    models: Annotated[dict[str, OptionValue], doc("how weights are loaded")]
-    caching: Annotated[dict[str, OptionValue], doc("the cache, and the kind of passes over it")]
-    decoding: Annotated[dict[str, OptionValue], doc("how long outputs get")]
-    sampling: Annotated[dict[str, OptionValue], doc("how tokens are chosen")]
-
-
 class RunConfig(Record):
     """A configuration: one way to decode."""
 
@@ -135,8 +108,7 @@ class RunConfig(Record):
         None
     )
     recipe: Annotated[
-        StoredRecipe | None,
-        doc("the whole of it, for specbench's own loop; `null` where something else decodes"),
+        Json | None, doc("the whole of it, for specbench's own loop; `null` where something else decodes")
     ] = None
 
 
@@ -296,7 +268,7 @@ def stored_recipes(run: Run) -> dict[str, Recipe]:
     for config in run.configs:
         if config.recipe is not None:
             with suppress(UsageError):
-                found[config.id] = Recipe.from_json(to_dict(config.recipe))
+                found[config.id] = Recipe.from_json(config.recipe)
     return found
 
 

@@ -436,7 +436,7 @@ def read_recipe(run: str | Path, name: str) -> Recipe:
     config = find_config(read_run(Path(run)), name, str(run))
     if config.recipe is None:
         raise UsageError(f"{name!r} in {run} was not decoded by specbench.", "Name another row.")
-    return Recipe.from_json(to_dict(config.recipe))
+    return Recipe.from_json(config.recipe)
 
 
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
