@@ -156,7 +156,7 @@ def specbench_way(target: Target, drafter: str, rule: str, options: LoadOptions)
         split = time_split(result.prefill, result.steps)
         return Taken(list(result.token_ids), ended - began, split.decode_s, 1)
 
-    return f"{OURS} {loaded_drafter.name}@{rule}", run
+    return f"{OURS} {loaded_drafter.traits.name}@{rule}", run
 
 
 def load_ways(given: argparse.Namespace) -> tuple[dict[str, Way], Target]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,9 +17,9 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
-from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.sampling import Greedy, Randomness
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
+from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
 from specbench.generate import speculative_generate
@@ -247,31 +245,3 @@ def test_the_names_are_those_of_the_command_line(name):
 def test_bad_options(options):
     with pytest.raises(UsageError, match=options.partition("=")[0]):
         parse_drafter(f"suffix:{options}")
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("x", 0.5), "token"),
-        ((None, 0.5), "token"),
-        ((1, "high"), "match_confidence"),
-        ((1, 0.5, [1.0]), "q"),
-    ],
-)
-def test_a_guess_of_another_type_is_refused_in_a_sentence(arguments, name):
-    with pytest.raises(UsageError, match=f"The {name} of a Guess is"):
-        Guess(*arguments)
-
-
-@pytest.mark.smoke
-def test_what_is_no_guess_is_refused_in_a_sentence():
-    class Bare(FreeDrafter):
-        def take_in(self, context: Sequence[int], first: int) -> None: ...
-
-        def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Any:
-            return len(context)
-
-    with pytest.raises(UsageError, match="The drafter bare guesses 2"):
-        drafted(Bare("bare"), [1, 2])  # type: ignore[arg-type]
-    assert type(Guess(np.int64(3), np.float32(0.5)).token) is int

@@ -37,7 +37,7 @@ class Last(FreeDrafter):
     """The last token again."""
     def take_in(self, context, first): pass
     def guess(self, context, drafted, sampling):
-        return Guess([*context[-1:], *drafted][-1], 0.5)
+        return Guess(np.int64([*context[-1:], *drafted][-1]), np.float32(0.5))
 
 class Drawn(Last):
     def guess(self, context, drafted, sampling):
@@ -47,9 +47,11 @@ WRONG = {
     "guess: return Guess(99999, 0.5)": "drafts the token 99999, and the target's are 0 to ",
     "guess: return Guess(-1, 0.5)": "drafts the token -1",
     "guess: return Guess(0, 0.5, torch.ones(self.target.vocab_size))": "not to 1",
-    "guess: return Guess(0, 0.5, torch.tensor([1.0]))": "has a q of shape [1]",
-    "guess: return 7": "guesses 7, which is neither a Guess nor None",
-    "guess: return Guess('x', 0.5)": "The token of a Guess is an integer, not 'x'",
+    "guess: return Guess(0, 0.5, torch.tensor([1.0]))": "q is no tensor with the shape [",
+    "guess: return 7": "guess returns 7, which is neither a Guess nor None",
+    "guess: return Guess('x', 0.5)": "drafts the token 'x'",
+    "guess: return Guess(0, 'high')": "the match_confidence is 'high'",
+    "guess: return Guess(0, 0.5, [1.0])": "q is no tensor with the shape [",
     "guess: return {}[3]": "KeyError: 3",
     "guess: return Guess(random.randrange(50), 0.5)": "after a roll-back",
     "guess: self.n = getattr(self, 'n', 0) + 1; return Guess(self.n, 0.5)": "after a roll-back",

@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbench.base.errors import UsageError
-from specbench.base.textsafe import one_line
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
@@ -27,14 +24,6 @@ if TYPE_CHECKING:
     from specbench.specs.drafters import FreeSpec
 
 
-_GUESSED = (
-    ("token", Integral, "an integer"),
-    ("match_confidence", Real, "a number"),
-    ("q", torch.Tensor | None, "a tensor or None"),
-)
-"""Fields of a guess, what they have to be, and that in words."""
-
-
 @dataclass(frozen=True, slots=True)
 class Guess:
     """A guess at the next token.
@@ -45,9 +34,6 @@ class Guess:
             ``auto`` learns what it means, and outputs do not depend on it.
         q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
 
-    Raises:
-        UsageError: An argument has another type.
-
     Example:
         >>> Guess(17, match_confidence=0.8).q is None
         True
@@ -56,17 +42,6 @@ class Guess:
     token: int
     match_confidence: float
     q: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.token) is int and type(self.match_confidence) is float and self.q is None:
-            return  # the usual case
-        for name, kind, what in _GUESSED:
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise UsageError(
-                    f"The {name} of a Guess is {what}, not {one_line(repr(value))}.", "Correct it."
-                )
-        object.__setattr__(self, "token", int(self.token))  # of NumPy, for example
 
 
 def make_free(spec: FreeSpec, target: Any = None) -> FreeDrafter:
@@ -152,14 +127,7 @@ class FreeDrafter(Drafter):
     ) -> Guess | None:
         """Return a guess that the format of the output allows: the draft ends where it would leave the format."""
         guess = self.guess(context, drafted, sampling)
-        if guess is None:
-            return None
-        if type(guess) is not Guess:
-            raise UsageError(
-                f"The drafter {self.spec} guesses {one_line(repr(guess))}.",
-                "Return a Guess from guess, or None.",
-            )
-        if (mask := sampling.mask_after(context, drafted)) is None:
+        if guess is None or (mask := sampling.mask_after(context, drafted)) is None:
             return guess
         if guess.q is None:
             return guess if mask.allows(guess.token) else None
@@ -261,7 +229,7 @@ class MixedDraft:
 
     def add_guess(self, guess: Guess) -> None:
         """Add a guess; one with a distribution is drawn now."""
-        draft, token = self.draft, guess.token if guess.q is None else self.plan.random.draw(guess.q)
+        draft, token = self.draft, int(guess.token) if guess.q is None else self.plan.random.draw(guess.q)
         if draft.logits:
             draft.logits.append(_as_logits(token, guess.q))
         draft.tokens.append(token)

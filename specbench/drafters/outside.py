@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +31,15 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, StepPlan
     from specbench.decoding.sampling import Sampling
 
-_REPLAYED, _REPLAYED_TOKENS = 8, 4
-"""How many of a loaded drafter's first steps draft a chain twice to compare, and its length."""
+_REPLAYED = 8
+"""How many of a loaded drafter's first steps draft a chain twice to compare."""
 
-_RIGHT = "Correct it; docs/write-a-drafter.md says what a drafter promises."
-_PACKAGE = str(Path(__file__).parents[1])
+_OTHERS = ("<", str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent / "importlib"))
+"""What the names of files begin with that are not the user's."""
 
 
 def make_outside(spec: Outside, target: Any) -> FreeDrafter:
-    """Make a drafter from outside for a target; it is checked while it drafts.
-
-    Raises:
-        UsageError, RunError: See ``find_class``, or it cannot be made.
-    """
+    """Make a drafter from outside for a target; it is checked while it drafts."""
     kind = find_class(spec)
     own = {"spec_name": str(spec), "vocab_size": target.vocab_size, "replays": [_REPLAYED]}
     with _told(f"The drafter {spec} cannot be made", kind):
@@ -87,34 +84,31 @@ def _names_in(path: Path, changed: int) -> dict[str, Any]:  # noqa: ARG001 - a c
 
 @contextmanager
 def _told(what: str, kind: type | None = None, method: str = "__init__") -> Iterator[None]:
-    """Turn an exception within the block into an error that says in which line of the user's it was raised."""
+    """Turn an exception within the block into a sentence with the line of the user's that raised it.
+
+    Args:
+        what: The sentence's beginning.
+        kind, method: The user's class, and the method that is at fault if no line of the user's raised it.
+    """
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        trace = traceback.extract_tb(error.__traceback__)
-        own = [each for each in trace if _is_users(each.filename)]
-        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else _place_of(kind, method)
-        if isinstance(error, SyntaxError) and error.filename:
-            place = f"{Path(error.filename).name}, line {error.lineno}"
+        places = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+        codes = (
+            getattr(getattr(kind, name, None), "__code__", None) for name in ("candidates", "guess", method)
+        )
+        places = [(code.co_filename, code.co_firstlineno) for code in codes if code] + places
+        if isinstance(error, SyntaxError):
+            places.append((error.filename or "", error.lineno))
+        own = [(file, line) for file, line in places if not file.startswith(_OTHERS)]
+        place = f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else "its package"
         said = (
             one_line(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {one_line(error)}"
         )
-        raise RunError(f"{what} ({place}): {said.rstrip('. ')}.", _RIGHT) from error
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith((_PACKAGE, "<", str(Path(importlib.util.__file__).parent)))
-
-
-def _place_of(kind: type | None, method: str) -> str:
-    """Return where the user's class defines a method, or what the package's own method calls in its place."""
-    for name in (method, "guess", "candidates"):
-        code = getattr(getattr(kind, name, None), "__code__", None)
-        if code is not None and _is_users(code.co_filename):
-            return f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
-    return getattr(kind, "__module__", "its package")
+        hint = "Correct it; docs/write-a-drafter.md says what a drafter promises."
+        raise RunError(f"{what} ({place}): {said.rstrip('. ')}.", hint) from error
 
 
 class _Checked(FreeDrafter):
@@ -134,12 +128,14 @@ class _Checked(FreeDrafter):
         super().__init__(*given)
         self.traits = replace(self.traits, name=self.spec_name)
 
+    def _told(self, method: str) -> Any:
+        return _told(f"The drafter {self.spec_name} fails", type(self).__mro__[2], method)
+
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         before = self.epoch
         with self._told("begin"):
             super().begin(prompt, cached_tokens)
-        if self.epoch == before:
-            raise self._broken("begin", "does not call super().begin(prompt)")
+            _require(self.epoch != before, "begin does not call super().begin(prompt)")
 
     def take_in(self, context: Sequence[int], first: int) -> None:
         with self._told("take_in"):
@@ -148,11 +144,13 @@ class _Checked(FreeDrafter):
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         with self._told("guess"):
             guess = super().guess(context, drafted, sampling)
-        if guess is None:
-            return None
-        if not isinstance(guess, Guess):
-            raise self._broken("guess", f"guesses {one_line(repr(guess))}, which is neither a Guess nor None")
-        self._check("guess", guess.token, guess.q)
+            if guess is not None and not isinstance(guess, Guess):
+                raise UsageError(f"guess returns {one_line(repr(guess))}, which is neither a Guess nor None")
+            if guess is not None:
+                self._check(guess.token, guess.q, Integral)
+                sure: Any = guess.match_confidence
+                known = isinstance(sure, Real) and 0.0 <= float(sure) <= 1.0
+                _require(known, f"the match_confidence is {sure!r} and not 0 to 1")
         return guess
 
     def update(self, outcome: StepOutcome) -> None:
@@ -164,17 +162,17 @@ class _Checked(FreeDrafter):
             self.replays[0] -= 1
             first = yield from self._rolled_back(context, plan)
             again = yield from self._rolled_back(context, plan)
-            if first != again:
-                raise self._broken(
-                    "propose",
-                    f"drafts {first}, and after a roll-back {again} in its place: it must not learn from what it"
+            with self._told("propose"):
+                _require(
+                    first == again,
+                    f"it drafts {first}, and after a roll-back {again} in its place; it must not learn from what it"
                     " drafts, and draw only from the q of a Guess",
                 )
         return (yield from self._proposed(context, plan))
 
     def _rolled_back(self, context: Sequence[int], plan: StepPlan) -> Decoding[list[int]]:
         """Draft a chain that is never verified, and return its tokens."""
-        most = min(plan.budget, _REPLAYED_TOKENS)
+        most = min(plan.budget, 4)
         chain = replace(plan, budget=most, policy=FixedLength(most), random=Randomness(0))
         draft = yield from self._proposed(context, chain)
         tokens = list(draft.tokens)
@@ -185,41 +183,39 @@ class _Checked(FreeDrafter):
         before = len(context)
         with self._told("propose"):
             draft = yield from super().propose(context, plan)
-        if not isinstance(draft, Draft):
-            raise self._broken("propose", f"proposes {one_line(repr(draft))} in place of a Draft")
-        if len(context) != before:
-            raise self._broken("propose", "changes the context")
-        if draft.parents is not None and not plan.policy.branches:
-            raise self._broken("propose", f"proposes a tree, and {plan.policy.name} wants a chain")
-        longest = max((len(draft.branch(node)) for node in range(len(draft.tokens))), default=0)
-        if longest > plan.budget:
-            raise self._broken("propose", f"drafts {longest} tokens where {plan.budget} fit")
-        for node in range(-1, len(draft.tokens)):
-            for drawn in draft.draws(node):
-                for place, token in enumerate(drawn.tokens):
-                    self._check("propose", token, drawn.q if place == 0 else None)
+            _require(len(context) == before, "it changes the context")
+            if not isinstance(draft, Draft):
+                raise UsageError(f"it proposes {one_line(repr(draft))} in place of a Draft")
+            wanted = plan.policy.branches or draft.parents is None
+            _require(wanted, f"it proposes a tree, and {plan.policy.name} wants a chain")
+            longest = max((len(draft.branch(node)) for node in range(len(draft.tokens))), default=0)
+            _require(longest <= plan.budget, f"it drafts {longest} tokens where {plan.budget} fit")
+            for drawn in (each for node in range(-1, len(draft.tokens)) for each in draft.draws(node)):
+                for token in drawn.tokens:
+                    self._check(token, None)
+                if drawn.q is not None:
+                    self._check(drawn.tokens[0], drawn.q)
+                    likely = float(drawn.q[drawn.tokens[0]]) > 0.0
+                    _require(
+                        likely, f"it drafts the token {drawn.tokens[0]}, to which its q gives no probability"
+                    )
         return draft
 
-    def _check(self, method: str, token: Any, q: torch.Tensor | None) -> None:
+    def _check(self, token: Any, q: Any, kind: Any = int) -> None:
         """Check a token, and the distribution that it was drawn from."""
-        if type(token) is not int or not 0 <= token < self.vocab_size:
-            what = (
-                f"drafts the token {one_line(repr(token))}, and the target's are 0 to {self.vocab_size - 1}"
-            )
-            raise self._broken(method, what)
+        known = isinstance(token, kind) and 0 <= token < self.vocab_size
+        _require(known, f"it drafts the token {token!r}, and the target's are 0 to {self.vocab_size - 1}")
         if q is None:
             return
-        if q.shape != (self.vocab_size,):
-            raise self._broken(method, f"has a q of shape {list(q.shape)}, not [{self.vocab_size}]")
-        if not abs(float(q.sum()) - 1.0) < 1e-3 or float(q.min()) < 0.0:
-            raise self._broken(method, f"has a q that sums to {float(q.sum()):.4g}, not to 1, or is negative")
-        if method == "propose" and not float(q[token]) > 0.0:
-            raise self._broken(method, f"drafts the token {token}, to which its q gives no probability")
-
-    def _told(self, method: str) -> Any:
-        return _told(f"The drafter {self.spec_name} fails", type(self).__mro__[2], method)
-
-    def _broken(self, method: str, what: str) -> RunError:
-        return RunError(
-            f"The drafter {self.spec_name} ({_place_of(type(self).__mro__[2], method)}) {what}.", _RIGHT
+        fits = isinstance(q, torch.Tensor) and q.shape == (self.vocab_size,)
+        _require(fits, f"q is no tensor with the shape [{self.vocab_size}]")
+        total = float(q.sum())
+        _require(
+            abs(total - 1.0) < 1e-3 and float(q.min()) >= 0.0,
+            f"q sums to {total:.4g}, not to 1, or is negative",
         )
+
+
+def _require(kept: bool, what: str) -> None:
+    if not kept:
+        raise UsageError(one_line(what))
