@@ -33,8 +33,9 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
+from specbench.decoding.theory import PassCosts
 from specbench.options import Format
-from specbench.policies import build_policy, parse_costs
+from specbench.policies import GivenCosts, build_policy
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import parse_policy
 from specbench.specs.verification import VERIFICATIONS
@@ -92,7 +93,7 @@ SAMPLINGS = {
 }
 """Every transform of ``Sampling`` changes something in one of them."""
 
-COSTS = {"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}}
+COSTS = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1})
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     drafter = parse_drafter(entry.spec)
     rule = parse_policy(cell.policy).with_options({"verification": cell.verification})
     rule.check(drafter)
-    costs = {"costs": parse_costs(COSTS)} if rule.takes("costs") else {}
+    costs = {"costs": GivenCosts(COSTS, "d")} if rule.word == "auto" else {}
     one_step = rule.kind.tree or len(drafter.parts) > 1
 
     def distribution(before: tuple[int, ...]) -> dict[tuple[int, ...], float]:

@@ -311,7 +311,6 @@ class GenerationRun:
             seed=self.seed,
             lossless=self.decoding.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
-            costs=None if isinstance(self.drafter, NoDraft) else DraftPlan.of(self.policy).policy.costs(),
         )
 
     def _tokens(self) -> list[int]:

@@ -11,7 +11,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.models.prepare import prepare
-from specbench.policies import FixedLength, build_policy, check_costs, load_costs, parse_costs
+from specbench.policies import FixedLength, build_policy
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -39,21 +39,17 @@ class LoadedRecipe:
     sampling: Sampling
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, target: Target, loaded: LoadedDrafter | None, costs: object = None
-    ) -> LoadedRecipe:
-        """Return a recipe with its models; ``costs``: what ``read_costs`` returns.
+    def of(cls, recipe: Recipe, target: Target, loaded: LoadedDrafter | None) -> LoadedRecipe:
+        """Return a recipe with its models.
 
         Raises:
-            UsageError, RunError: The drafter could not be loaded, or the costs are not its.
+            UsageError, RunError: The drafter could not be loaded.
         """
         policy = recipe.policy
         if policy is None or (policy.kind.tree and recipe.drafter.is_plain):  # it has no effect
             plan = DraftPlan(FixedLength())
         else:
-            assert loaded is not None
-            given = costs is not None and policy.takes("costs")
-            plan = build_policy(policy, costs=parse_costs(costs, loaded.name) if given else None)
+            plan = build_policy(policy)
         drafter = NoDraft() if loaded is None else loaded.drafter
         transforms = target.language_model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
         return cls(recipe, target, drafter, plan, transforms)
@@ -82,20 +78,11 @@ class LoadedRecipe:
         return GenerationRun(prompt, self.target, drafter, sampling=self.sampling, **options)
 
 
-def read_costs(recipe: Recipe) -> object:
-    """Check a recipe before its models are loaded, and return the contents of its file of costs; ``None`` without one.
-
-    Raises:
-        UsageError: It cannot work, or the file has no costs.
-    """
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ``UsageError`` for a recipe that cannot work, before its models are loaded."""
     recipe.check()
     if recipe.policy is not None:
         build_policy(recipe.policy)  # refuses values that are out of range
-    if recipe.costs is None:
-        return None
-    costs = load_costs(recipe.costs)
-    check_costs(costs)
-    return costs
 
 
 def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:
@@ -109,7 +96,7 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
         >>> run = loaded.start([19556, 28])
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none
-    costs = read_costs(recipe)
+    check_recipe(recipe)
     target, (drafter,) = prepare(
         recipe.target,
         [recipe.drafter],
@@ -118,4 +105,4 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
         bit_exact=recipe.caching.bit_exact,
         progress=progress,
     )
-    return LoadedRecipe.of(recipe, target, drafter, costs)
+    return LoadedRecipe.of(recipe, target, drafter)

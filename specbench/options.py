@@ -197,15 +197,6 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class SharedPolicyOptions:
-    """Options that all draft policies share; an option of a single policy is part of that policy's spec."""
-
-    costs: Path | None = _policy(
-        None, "--costs FILE", "JSON file of an earlier run with forward pass times for auto."
-    )
-
-
-@dataclass(frozen=True)
 class DecodingOptions:
     """Options that change an output, in addition to the model, the prompt and the sampling.
 

@@ -50,14 +50,12 @@ class Recipe:
         target: The model whose output is kept.
         drafter: The drafter; ``Plain`` for plain decoding.
         policy: The draft policy with the verification method; ``None`` for plain decoding.
-        costs: A file with times of forward passes, which the policy uses; ``None`` to measure them.
         models, caching, decoding, sampling: Groups of options.
     """
 
     target: ModelSpec
     drafter: DrafterSpec = field(default_factory=Plain)
     policy: PolicySpec | None = None
-    costs: Path | None = None
     models: ModelOptions = field(default_factory=ModelOptions)
     caching: CacheOptions = field(default_factory=CacheOptions)
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
@@ -71,13 +69,11 @@ class Recipe:
         return None if quantized(self.models.dtype) is None else f"--dtype {self.models.dtype}"
 
     def check(self) -> None:
-        """Raise ``UsageError`` for a draft policy that does not fit the drafter, the costs or the forward passes."""
+        """Raise ``UsageError`` for a draft policy that does not fit the drafter or the forward passes."""
         if self.policy is None:
             return
         if self.chained is not None and self.policy.kind.tree:
             raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
-        if self.costs is not None:
-            self.policy.require("costs")
         if not self.drafter.is_plain:
             self.policy.check(self.drafter)
 
@@ -108,7 +104,7 @@ class Recipe:
     def plain(self) -> Recipe:
         own = self.models
         models = ModelOptions(own.dtype, own.device, allow_pickle=own.allow_pickle)
-        return replace(self, drafter=Plain(), policy=None, costs=None, models=models)
+        return replace(self, drafter=Plain(), policy=None, models=models)
 
     def arguments(self) -> list[str]:
         """Return the recipe as arguments of ``specbench generate``; options at their defaults are left out."""
@@ -121,7 +117,6 @@ class Recipe:
             found += ["--gamma", str(self.policy.options.get("gamma", 5))]
         elif self.policy is not None:
             found += ["--draft-policy", str(self.policy)]
-        found += [] if self.costs is None else ["--costs", str(self.costs)]
         found += ["--target", model_argument(self.target)]
         return [*found, *(word for name in _GROUPS for word in arguments_of(getattr(self, name)))]
 
@@ -140,7 +135,6 @@ class Recipe:
             "drafter": str(with_models(self.drafter, numbered)),
             "drafter_models": [_model_json(model) for model in own],
             "draft_policy": None if self.policy is None else str(self.policy),
-            "costs": None if self.costs is None else self.costs.name,
             **{name: _changed(getattr(self, name)) for name in _GROUPS},
         }
 
@@ -170,7 +164,6 @@ class Recipe:
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), restored),
             policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
-            costs=None if data["costs"] is None else Path(PLACE, data["costs"]),
             **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
         )
 

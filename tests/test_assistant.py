@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
+from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
@@ -29,7 +30,7 @@ from specbench.models.head_files import find_head
 from specbench.models.load import load_config
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
-from specbench.policies import FixedLength, build_policy, parse_costs
+from specbench.policies import FixedLength, GivenCosts, build_policy
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -194,7 +195,7 @@ def decoded(target: Target, drafter: Any, prompt: list[int], policy: Any, **opti
     return run.result()
 
 
-COSTS = parse_costs({"drafter_pass_s": 0.1, "target_pass_s": {"1": 1.0, "9": 1.1}})
+COSTS = GivenCosts(PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1}), "d")
 FEW = 9
 """A vocabulary in which random drafts are right now and then."""
 PROMPTS = [[1, 2, 3], [4, 5, 3, 4, 5, 1, 7, 7, 2, 0, 3], [8, 8, 1, 6, 2], [2, 7]]

@@ -292,7 +292,6 @@ def test_an_interrupt_loses_nothing(check, monkeypatch):
         (["--drafter", "lookup", "--drafter", "ngram", "--draft-policy", "svip"], ["reads the drafter's"]),
         (["--draft-policy", "egag"], ["reads the drafter's distribution"]),
         (["--drafter", "self:layers=9"], ["layers"]),
-        (["--costs", "x.json", "--gamma", "2"], ["has no option --costs"]),
     ],
 )
 def test_what_cannot_be_is_refused(check, arguments, fragments):

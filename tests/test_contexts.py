@@ -25,8 +25,7 @@ from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
-from specbench.policies import AutoLength, parse_costs
-from specbench.policies.costs import GivenCosts
+from specbench.policies import AutoLength, GivenCosts
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.requests import context_curves
 from specbench.results.results import load_results
@@ -182,12 +181,9 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     ]
     costs = pass_costs([*lines, *longer], by_context=True)
     assert [costs.at(x).later_s["d"] for x in (100, 300)] == pytest.approx([0.05, 0.25])
-    given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
-    again = parse_costs(given.to_dict())
-    again.begin(NewPrompt(300))
-    assert (again.first_s, again.later_s) == pytest.approx((0.3, 0.25))
-    with pytest.raises(UsageError, match="drafter_later_pass_s"):
-        parse_costs({**given.to_dict(), "drafter_later_pass_s": "x"})
+    given = GivenCosts(costs, "d")
+    given.begin(NewPrompt(300))
+    assert (given.first_s, given.later_s) == pytest.approx((0.3, 0.25))
     alone = pass_costs(lines[:3], by_context=True)
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 
@@ -206,15 +202,10 @@ def test_the_reading_of_a_context_has_its_own_costs():
     known = costs.reading_s["d"]
     assert [reading_seconds(known, n) for n in (0, 50, 100, 150, 300)] == [0.0, 0.75, 1.5, 2.75, 6.5]
     assert reading_seconds({}, 50) == 0.0
-    given = parse_costs(msgspec.to_builtins(costs, str_keys=True), "d")
-    given.begin(NewPrompt(300, 150))
-    assert given.reading_s == 2.75
-    again = parse_costs(given.to_dict())
-    again.begin(NewPrompt(300, 300))
-    assert again.reading_s == 6.5
-    for wrong in ({"x": 1.0}, {"5": -1.0}, 3):
-        with pytest.raises(UsageError, match="drafter_reading_s"):
-            parse_costs({**given.to_dict(), "drafter_reading_s": wrong})
+    given = GivenCosts(costs, "d")
+    for unread, seconds in ((150, 2.75), (300, 6.5)):
+        given.begin(NewPrompt(300, unread))
+        assert given.reading_s == seconds
 
 
 def plain_step(position: int, verify_s: float) -> Step:
@@ -322,10 +313,8 @@ def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     assert costs is not None
     assert (costs.context, set(costs.context_s), len(costs.drafter_context_s)) == (32, {1, 2, 3}, 1)
     assert results.run.options["context_text"].startswith("documentation.txt ")
-    name = next(iter(costs.drafter_s))
-    policy = parse_costs({**json.loads(Path("run/run.json").read_text())["costs"]}, name)
-    assert policy.to_dict()["target_context_s"].keys() == {"1", "2", "3"}
-    assert policy.to_dict()["drafter_reading_s"].keys() == {"32", "64"}, "a model reads the context"
+    (reading,) = costs.reading_s.values()
+    assert reading.keys() == {32, 64}, "a model reads the context"
     assert cli(*words, "--resume").code == 0
 
 

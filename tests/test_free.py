@@ -18,6 +18,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
@@ -26,12 +27,12 @@ from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.costs import parse_costs
+from specbench.policies.costs import GivenCosts
 from specbench.policies.trees import DynamicTree, StaticTree
 from specbench.specs.drafters import Suffix, parse_drafter
 from specbench.specs.policies import parse_policy
 
-COSTS = {"drafter_pass_s": 0.01, "target_pass_s": {"1": 1.0, "9": 1.1}}
+COSTS = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.01})
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
     "dynamic": lambda: DynamicTree(2, 4, 3),
@@ -206,7 +207,7 @@ def test_so_it_is_with_a_model(word, rule):
     prompt = [5, 6, 7, 5, 6, 8, 5, 6]
     plain = speculative_generate(prompt, target, None, max_new_tokens=40, ignore_eos=True)
     drafter = load_drafter(word, target)
-    given = {"costs": parse_costs(COSTS)} if rule.startswith("auto") else {}  # no clock has a say
+    given = {"costs": GivenCosts(COSTS, "d")} if rule.startswith("auto") else {}  # no clock has a say
     for _ in range(2):
         policy = build_policy(rule, **given)
         found = speculative_generate(

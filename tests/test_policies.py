@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +35,6 @@ from specbench.policies import (
     HeuristicLength,
     SvipLength,
     build_policy,
-    load_costs,
-    parse_costs,
 )
 from specbench.policies.acceptance import OnlineLogistic
 from specbench.policies.base import confidence, entropy, is_guess, normalized_entropy
@@ -467,52 +464,6 @@ def test_a_steep_beginning_never_makes_a_pass_free():
     assert min(map(still.verify_s, range(1, 18))) > 0.0
 
 
-def test_costs_come_back_as_they_went(tmp_path):
-    given = parse_costs({"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}})
-    assert given.to_dict() == {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}
-    measured = MeasuredCosts()
-    for gamma in (2, 0, 3):
-        measured.observe(timed(gamma, 0.1 * gamma, 1.0 + gamma))
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"costs": measured.to_dict()}), encoding="utf-8")
-    again = parse_costs(load_costs(file))
-    for gamma in (2, 0, 3, 5):
-        again.observe(timed(gamma, 77.0, 77.0))
-    assert again.first_s == measured.first_s
-    assert again.verify_s(9) == measured.verify_s(9)
-
-
-def test_the_costs_of_a_sweep_are_told_apart_by_drafter():
-    data = {"drafter_pass_s": {"a": 0.1, "b": 0.2}, "target_pass_s": {"1": 1.0}, "context_tokens": 256}
-    assert parse_costs(data, "b").first_s == 0.2
-    assert parse_costs({**data, "drafter_pass_s": {"a": 0.1}}).first_s == 0.1
-    for drafter in (None, "c"):
-        with pytest.raises(UsageError, match="The costs are of a, b, not of"):
-            parse_costs(data, drafter)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        [],
-        {},
-        {"target_pass_s": {}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"1": 1.0}},
-        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": -1},
-        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": True},
-        {"target_pass_s": {"0": 1.0}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"one": 1.0}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"1": -1e-9}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"1": math.inf}, "drafter_pass_s": 0.1},
-        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": [[1.0]]},
-        {"target_pass_s": {"1": 1.0}, "drafter_pass_s": 0.1, "steps": "no"},
-    ],
-)
-def test_costs_of_another_form_are_refused(data):
-    with pytest.raises(UsageError, match="The costs do not have the expected form"):
-        parse_costs(data)
-
-
 # -- auto --------------------------------------------------------------------------------------------
 
 V_FLAT = [0.0, *[1.0] * 40]
@@ -660,22 +611,6 @@ def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
         policy.observe(replace(step, times=StepTimes(draft_s=0.65 * gamma * slow, verify_s=1.0)))
     assert gammas.count(0) <= 20
     assert 0 not in gammas[-20:]
-
-
-@pytest.mark.parametrize("drafter", [good_model, LookupDrafter, NGramDrafter])
-def test_a_sampled_run_can_be_repeated_with_its_costs(drafter):
-    def run(policy: DraftPolicy, seed: int) -> tuple[list[int], list[Step]]:
-        clock = UnsteadyClock(seed, 30)
-        return decode(policy, drafter(), random=Randomness(3), clock=clock, max_new_tokens=80)
-
-    policy = AutoLength()
-    tokens, steps = run(policy, 1)
-    assert any(run(AutoLength(), seed)[0] != tokens for seed in range(2, 8)), "these clocks never mattered"
-    again = AutoLength(costs=parse_costs(json.loads(json.dumps(policy.costs()))))
-    repeated, steps_again = run(again, 9)
-    assert repeated == tokens
-    assert [step.drafted for step in steps_again] == [step.drafted for step in steps]
-    assert again.costs() == policy.costs()
 
 
 # -- values ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,11 @@ import pytest
 from cli_runs import Cli, Result, write_prompts
 from scripted_engine import grid_of, specs_of
 from stored_runs import run_json
-from test_policies import UnsteadyClock
 from tiny import tiny_language_model, tiny_tokenizer
 
 import specbench.drafters.model
 import specbench.generate
 from specbench.base.errors import UsageError
-from specbench.base.record import to_dict
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepOptions
@@ -29,8 +26,7 @@ from specbench.models.drafters import load_drafter, wrap_drafter
 from specbench.models.prepare import LoadedDrafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
-from specbench.policies import build_policy, load_costs, parse_costs
-from specbench.results.lines import StepLists
+from specbench.policies import build_policy
 from specbench.results.results import load_results
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, parse_policy, policy_words
@@ -191,47 +187,6 @@ class Ticks:
         return self.time
 
 
-def row_of(outcome: Outcome) -> dict[str, Any]:
-    return {"steps": to_dict(StepLists.of(outcome.steps))}
-
-
-def test_a_result_holds_the_times_that_auto_took(engine, tmp_path, monkeypatch):
-    """A sampled generation whose γ hung on the clock can be repeated with a line of the results."""
-    seeds = iter(range(1, 100))
-    monkeypatch.setattr(specbench.generate, "clock_for", lambda device: UnsteadyClock(next(seeds), 30))
-    config = config_from_recipe("small", "auto", temperature=1.0)
-
-    def lengths(outcome: Outcome) -> list[int]:
-        return [step.gamma for step in outcome.steps]
-
-    outcome = decode(engine, config, max_new_tokens=60)
-    others = [decode(engine, config, max_new_tokens=60) for _ in range(6)]
-    assert any(lengths(other) != lengths(outcome) for other in others), "these clocks never mattered"
-    row = row_of(outcome)
-    assert len(row["steps"]["policy"]["rest_s"]) == len(outcome.steps)
-    (tmp_path / "line.json").write_text(json.dumps(row))
-    again = ModelEngine(engine.target, engine.drafters, costs=load_costs(tmp_path / "line.json"))
-    repeated = decode(again, config, max_new_tokens=60)
-    assert repeated.token_ids == outcome.token_ids
-    assert lengths(repeated) == lengths(outcome)
-
-
-def test_given_costs_are_those_of_the_drafter(engine):
-    costs = {
-        "target_pass_s": {"1": 1.0, "17": 1.01},
-        "drafter_pass_s": {"small": 50.0, "self:layers=1": 1e-6},
-    }
-    given = ModelEngine(engine.target, engine.drafters, costs=costs)
-    slow, fast = (decode(given, config_from_recipe(name, "auto")) for name in ("small", "self:layers=1"))
-    assert sum(step.gamma for step in slow.steps) == 0
-    assert all(step.policy["too_slow"] for step in slow.steps[:-1])
-    assert sum(step.gamma for step in fast.steps) > 20
-    assert set(fast.steps[0].policy) == {"rate", "survival", "probe"}
-    with pytest.raises(UsageError, match="not of lookup"):
-        decode(given, config_from_recipe("lookup", "auto"))
-    assert decode(given, config_from_recipe("lookup", "fixed")).token_ids == fast.token_ids
-
-
 # -- from one prompt to the next ----------------------------------------------------------------------
 
 
@@ -248,7 +203,6 @@ def test_nothing_is_carried_to_the_next_prompt(rule, monkeypatch):
 
     first, _, third = courses()
     assert first == third
-    assert all("rest_s" in policy for course in (first, third) for _, policy in course) == (rule == "auto")
 
 
 # -- the commands ------------------------------------------------------------------------------------
@@ -288,7 +242,6 @@ def test_generate_with_each_rule(call, arguments, name):
     assert found["options"]["draft_policy"] == name
     assert found["options"]["gamma"] == (int(name[-1]) if name.startswith("fixed") else None)
     assert found["token_ids"] == plain["token_ids"]
-    assert (found["costs"] is not None) == name.startswith("auto")
     longest = re.search(r"(?:max|fixed:gamma)=(\d+)", name)
     assert max(found["gammas"]) <= (int(longest[1]) if longest else 40)
 
@@ -308,9 +261,6 @@ def test_a_sampled_output_hangs_on_no_clock_by_default(call):
         (("--draft-policy", "egag"), ("egag reads the drafter's distribution", "Choose auto, fixed,")),
         (("--draft-policy", "svip:max=3", "--drafter", "ngram"), ("policy svip reads", "and ngram has none")),
         (("--draft-policy", "best"), ("no draft policy 'best'", "Choose auto, fixed, egag")),
-        (("--draft-policy", "heuristic", "--costs", "x.json"), ("heuristic has no option --costs", "belongs to auto")),
-        (("--draft-policy", "auto", "--costs", "x.json"), ("The costs cannot be read",)),
-        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("do not have the expected form",)),
         (("--draft-policy", "confidence:threshold=1.5"), ("1.5",)),
     ],
 )  # fmt: skip
@@ -320,18 +270,6 @@ def test_generate_refuses_what_the_rule_does_not_read(call, arguments, fragments
 
     monkeypatch.setattr("specbench.models.target.load_target", unwanted)
     call("generate", "the thing", "--drafter", "lookup", *arguments).refused(2, *fragments)
-
-
-def test_generate_gives_its_costs_and_takes_them_back(call, tmp_path, models):
-    sampled = ("the thing", "--drafter", models / "small", "--draft-policy", "auto", "-t", 1, "--json")
-    first = call("generate", *sampled).json()
-    (tmp_path / "first.json").write_text(json.dumps(first))
-    again = call("generate", *sampled, "--costs", "first.json").json()
-    assert again["options"]["costs"] == "given"
-    assert first["options"]["costs"] is None
-    assert (again["token_ids"], again["gammas"]) == (first["token_ids"], first["gammas"])
-    assert again["costs"] == first["costs"]
-    parse_costs(first["costs"])
 
 
 def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, models):
@@ -357,7 +295,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     assert {"1", "2", "3", "13"} <= described["costs"]["target_pass_s"].keys()  # as wide as the trees
     notes = frame.generations.set_index("config")["steps_policy"]
     assert {"H_norm", "H_ema", "gamma"} == set(notes["small (int8)@egag"])
-    assert {"rate", "survival", "probe", "drafter_pass_s", "rest_s"} == set(notes["lookup@auto"])
+    assert {"rate", "survival", "probe"} == set(notes["lookup@auto"])
     assert "small (int8) auto" in out
     # Everything that reads results can do without a γ.
     for arguments in (
@@ -377,9 +315,6 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
         (("--draft-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
         (("--draft-policy", "auto", "--draft-policy", "auto:max=16"), ("policy auto is given twice",)),
         (("--draft-policy", "egag"), ("policy egag reads the drafter's distribution, and lookup has none",)),
-        (("-t", 0.8, "--costs", "mine.jsonl"), ("--costs is for the policy auto", "Add --draft-policy auto")),
-        (("--draft-policy", "auto", "--costs", "mine.jsonl"), ("do not have the expected form",)),
-        (("--draft-policy", "auto", "--costs", "none.json"), ("The costs cannot be read",)),
     ],
 )  # fmt: skip
 def test_a_sweep_refuses_what_its_rules_do_not_read(call, arguments, fragments):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ RECIPES = {
         ModelSpec("folder", "/secret/place/big"),
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
-        Path("/secret/place/costs.json"),
         ModelOptions(dtype="int8", drafter_dtype="int4", device="balanced", allow_pickle=True),
         CacheOptions(cache="preallocated", bit_exact=True),
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
@@ -54,7 +52,7 @@ def test_words():
     drafter = "lookup:n=4,passes=2+/secret/place/small|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
-        "--costs", "/secret/place/costs.json", "--target", "/secret/place/big", "--dtype", "int8",
+        "--target", "/secret/place/big", "--dtype", "int8",
         "--device", "balanced", "--drafter-dtype", "int4", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
@@ -65,7 +63,7 @@ def test_words():
 
 def test_plainly():
     plain = RECIPES["folders"].plain
-    assert (plain.drafter.is_plain, plain.policy, plain.costs) == (True, None, None)
+    assert (plain.drafter.is_plain, plain.policy) == (True, None)
     assert (plain.models.dtype, plain.models.drafter_dtype) == ("int8", "auto")
 
 

@@ -131,8 +131,8 @@ class TestAnswer:
         [
             ({}, "--drafter d --gamma 3 --target y"),
             (
-                {"policy": parse_policy("auto"), "costs": Path("a.json")},
-                "--drafter d --draft-policy auto --costs a.json --target y",
+                {"policy": parse_policy("auto")},
+                "--drafter d --draft-policy auto --target y",
             ),
             (
                 {"drafter": CASCADE, "target": ModelSpec("folder", "/my models/big"), **INT8},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from specbench.base.errors import UsageError
 from specbench.bench.rows import BatchArrivals, Condition, LoadedName, OtherLibrary, Row, Server
@@ -50,7 +50,6 @@ class SweepOptions:
         transformers, assisted: Whether to add ``transformers``' own ``generate``; its assisted generation and prompt
             lookup.
         beams: Numbers of beams: for each, ``transformers``' beam search is added, at temperature 0.
-        costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
         batches: Batch sizes; empty for one prompt after the other.
         arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
             size.
@@ -77,7 +76,6 @@ class SweepOptions:
     transformers: bool = False
     assisted: bool = False
     beams: tuple[int, ...] = ()
-    costs: Mapping[str, Any] | None = None
     batches: tuple[int, ...] = ()
     arrivals: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
@@ -207,8 +205,7 @@ def build_rows(
 
 
 def _drafting(recipe: Recipe, policy: PolicySpec, gamma: int | None) -> Recipe:
-    costs = recipe.costs if policy.takes("costs") else None
-    return replace(recipe, policy=policy.with_options({"gamma": gamma}), costs=costs)
+    return replace(recipe, policy=policy.with_options({"gamma": gamma}))
 
 
 def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]) -> list[Row]:

@@ -21,7 +21,6 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
-    SharedPolicyOptions,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def chat(
     system: opt.SystemOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: SharedPolicyOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
@@ -51,7 +49,7 @@ def chat(
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers
 
-    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
+    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
     with ExitStack() as stack:
         with starting(quiet) as progress:
             from specbench.cli.setting import facts

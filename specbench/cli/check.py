@@ -18,7 +18,6 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
-    SharedPolicyOptions,
     group,
 )
 from specbench.specs.drafters import parse_drafter
@@ -64,7 +63,6 @@ def check(
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
     drafting: opt.PoliciesOptions,
-    length: SharedPolicyOptions,
     decoding: Annotated[
         DecodingOptions,
         opt.Fields(
@@ -100,13 +98,12 @@ def check(
             caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
             base = Recipe(
                 parse_model(target),
-                costs=length.costs,
                 models=models,
                 caching=caching,
                 decoding=decoding,
                 sampling=sampling,
             )
-            recipes, notes = _requested(base, checked, drafting, length)
+            recipes, notes = _requested(base, checked, drafting)
         transforms = Sampling(**base.sampling.transforms)
         request = CheckRequest(
             ctx, base, checked.json_output, checked.quiet, chat, transforms, progress.console
@@ -128,7 +125,7 @@ def check(
 
 
 def _requested(
-    base: Recipe, checked: CheckedOptions, drafting: opt.PoliciesOptions, length: SharedPolicyOptions
+    base: Recipe, checked: CheckedOptions, drafting: opt.PoliciesOptions
 ) -> tuple[list[Recipe], list[str]]:
     """Return each drafter with each draft policy, and notes on policies that do not apply."""
     from specbench.bench.axes import parse_gammas
@@ -136,11 +133,10 @@ def _requested(
     drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))]
     policies = requested_policies(
         drafting.draft_policy,
-        length.costs,
         parse_gammas(drafting.gamma) if drafting.gamma is not None else [],
         greedy=base.sampling.temperature == 0,
     )
     for policy in policies:
-        replace(base, policy=policy, costs=None).check()
+        replace(base, policy=policy).check()
     notes = left_out(policies, [drafter for drafter in drafters if not drafter.is_plain])
     return recipes_of(base, drafters, policies), notes

@@ -19,7 +19,6 @@ from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.models.devices import check_options
 from specbench.models.target import load_target
-from specbench.options import SharedPolicyOptions
 from specbench.show.document import show
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class OutputsJob:
         request.note_unused(
             "on outputs that were made elsewhere",
             "drafter", "drafter_dtype", "drafter_device", "draft_policy", "gamma",
-            SharedPolicyOptions, "max_new_tokens", "stop", "bit_exact", "residual_adjustment",
+            "max_new_tokens", "stop", "bit_exact", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip
         self._lines = _read_lines(file, limit)

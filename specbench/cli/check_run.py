@@ -24,7 +24,7 @@ from specbench.cli.progress import StageProgress
 from specbench.cli.setting import drafter_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
-from specbench.loaded import LoadedRecipe, read_costs
+from specbench.loaded import LoadedRecipe, check_recipe
 from specbench.models.prepare import check_models, prepare
 from specbench.options import quantized
 from specbench.show.document import show
@@ -137,7 +137,8 @@ class DecodingJob:
         """
         request = self.request
         drafters = [*dict.fromkeys(recipe.drafter for recipe in self.recipes)]
-        costs = [read_costs(recipe) for recipe in self.recipes]
+        for recipe in self.recipes:
+            check_recipe(recipe)
         check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
         names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
         if request.sampling.greedy:
@@ -175,8 +176,8 @@ class DecodingJob:
         decoding = request.recipe.decoding
         plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
         by_spec = dict(zip(drafters, loaded_drafters, strict=True))
-        for recipe, known in zip(self.recipes, costs, strict=True):
-            ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter], known)
+        for recipe in self.recipes:
+            ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
             setup = DecodingSetup(
                 target=target.scorer,
                 drafter=ready.drafter,

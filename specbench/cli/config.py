@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
-from specbench.options import SharedPolicyOptions
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 NO_FILE = "none"
 """What ``--config`` takes in place of a file, to read none."""
 
-_LENGTH = {"draft_policy", "gamma", *(field.name for field in fields(SharedPolicyOptions))}
+_LENGTH = {"draft_policy", "gamma"}
 
 
 def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:

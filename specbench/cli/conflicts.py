@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.options import ModelOptions, SharedPolicyOptions
+from specbench.options import ModelOptions
 
 if TYPE_CHECKING:
     import typer
@@ -39,7 +39,7 @@ EXCLUDE = (
     Row("generate", ("show_accepted",), "json_output"),
     Row(
         "generate chat serve check",
-        ("drafter", "draft_policy", "gamma", SharedPolicyOptions),
+        ("drafter", "draft_policy", "gamma"),
         "recipe",
         "it has its own",
     ),
@@ -48,7 +48,7 @@ EXCLUDE = (
     Row(
         "sweep",
         ("drafter", "baseline", "gamma", "draft_policy", "cache",
-         "bit_exact", SharedPolicyOptions, ModelOptions, "model_defaults", "format"),
+         "bit_exact", ModelOptions, "model_defaults", "format"),
         "server",
         "it is for models",
     ),
@@ -58,7 +58,7 @@ EXCLUDE = (
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
-        ("baseline", "cache", "bit_exact", SharedPolicyOptions,
+        ("baseline", "cache", "bit_exact",
          ModelOptions, "format"),
         "engine",
         "it is for specbench's own decoding",

@@ -21,7 +21,6 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
-    SharedPolicyOptions,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ def generate(
     chat: opt.ChatOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: SharedPolicyOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
@@ -58,7 +56,7 @@ def generate(
     from specbench.bench.suites import choose_prompts
     from specbench.cli.summary import show_legend, show_notes
 
-    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
+    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
     if many.prompts:
         refuse_for_many(recipe)
         prompts, text = choose_prompts(many.prompts)[0], ""

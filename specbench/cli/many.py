@@ -118,5 +118,5 @@ def _print(prompt: Prompt, result: Generation | Exception, more: Mapping[str, An
     if isinstance(result, Exception):
         line["error"] = str(result)
     else:
-        line |= summary(result) | {"queued_s": result.prefill.queued_s, "costs": result.costs, **more}
+        line |= summary(result) | {"queued_s": result.prefill.queued_s, **more}
     write_json(line)

@@ -22,7 +22,6 @@ from specbench.cli.watchers import TextOutput, TraceOutput, Tracer, tokens_of
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.metrics import summary
 from specbench.loaded import LoadedRecipe
-from specbench.options import SharedPolicyOptions
 from specbench.policies import FixedLength
 from specbench.policies.auto import TOO_SLOW_NOTE
 from specbench.recipe import drafter_argument
@@ -85,7 +84,6 @@ class PromptJob(LoadedRecipe):
             "draft_policy": self.policy.name,
             "verification": self.policy.method(self.drafter) if named else None,
             "gamma": policy.gamma if isinstance(policy, FixedLength) else None,
-            "costs": "given" if self.recipe.costs else None,
             **opt.deciding(self.recipe, self.sampling, self.target.language_model),
         }
 
@@ -114,7 +112,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
         (
             drafter.is_plain,
             "with the drafter none",
-            ("draft_policy", "gamma", SharedPolicyOptions, "first_target"),
+            ("draft_policy", "gamma", "first_target"),
         ),
         (
             drafter.model_spec is None,
@@ -198,7 +196,6 @@ def decode(
     figures = summary(result) | {
         "options": job.options(),
         "device": str(job.target.scorer.device),
-        "costs": result.costs,
         "draftable_share": job.draftable_share(result.token_ids),
         "too_slow": any(TOO_SLOW_NOTE in step.policy for step in result.steps),
     }

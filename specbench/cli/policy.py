@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         DecodingOptions,
         ModelOptions,
         SamplingOptions,
-        SharedPolicyOptions,
     )
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
@@ -35,7 +34,6 @@ def parse_recipe(
     ctx: typer.Context,
     drafting: DraftingOptions,
     models: ModelOptions,
-    length: SharedPolicyOptions,
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
@@ -55,9 +53,7 @@ def parse_recipe(
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
     policy = policy.with_options({"gamma": drafting.gamma})
-    return Recipe(
-        target, drafter, policy, length.costs, models, replace(caching, cache=kind), decoding, sampling
-    )
+    return Recipe(target, drafter, policy, models, replace(caching, cache=kind), decoding, sampling)
 
 
 def row_recipe(
@@ -97,7 +93,6 @@ def row_recipe(
 
 def requested_policies(
     specs: Sequence[str],
-    costs: Path | None,
     gammas: Sequence[int],
     *,
     greedy: bool,
@@ -111,9 +106,8 @@ def requested_policies(
 
     starts: Sequence[int | None] = gammas or [None]
     words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
-    for name, value in {"gamma": gammas, "costs": costs}.items():
-        if value and not any(policy.takes(name) for policy in words):
-            words[0].require(name)
+    if gammas and not any(policy.takes("gamma") for policy in words):
+        words[0].require("gamma")
     policies = [
         policy.with_options({"gamma": gamma})
         for policy in words
@@ -129,7 +123,7 @@ def requested_policies(
 def recipes_of(base: Recipe, drafters: Sequence[DrafterSpec], policies: Sequence[PolicySpec]) -> list[Recipe]:
     """Return a recipe for each drafter with each policy that applies to it; any one where nothing is drafted."""
     return [
-        replace(base, drafter=drafter, policy=policy, costs=base.costs if policy.takes("costs") else None)
+        replace(base, drafter=drafter, policy=policy)
         for drafter in drafters
         for policy in (policies[:1] if drafter.is_plain else policies)
         if drafter.is_plain or policy.applies(drafter)

@@ -23,7 +23,6 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
-    SharedPolicyOptions,
     group,
 )
 
@@ -66,7 +65,6 @@ def serve(
     server: _ServerOptions,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    length: SharedPolicyOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
@@ -81,7 +79,7 @@ def serve(
     from specbench.cli.summary import show_notes
 
     _require_extra()
-    recipe = parse_recipe(ctx, drafting, models, length, decoding, caching, sampling)
+    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
     refuse_for_many(recipe)
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
@@ -101,7 +99,7 @@ def serve(
                 max_waiting=server.queue,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
-        policy_given = any((drafting.recipe, drafting.draft_policy, drafting.gamma, length.costs))
+        policy_given = any((drafting.recipe, drafting.draft_policy, drafting.gamma))
         defaults = RequestDefaults(
             policy=setting.policy if policy_given else None,
             sampling=recipe.sampling.transforms,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,18 +22,15 @@ from specbench.cli.sweep_options import (
     context_text,
     prompts_of_sweep,
 )
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SharedPolicyOptions
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.bench.engines.own import ModelEngine
     from specbench.bench.grid import SweepOptions
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
-    from specbench.specs.policies import PolicySpec
 
 
 def sweep(
@@ -57,7 +53,6 @@ def sweep(
             gamma="1..8",
         ),
     ],
-    length: SharedPolicyOptions,
     experiment: ExperimentOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
@@ -91,8 +86,8 @@ def sweep(
     from specbench.results.store import RunStore
 
     caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
-    base = Recipe(parse_model(target), costs=length.costs, models=models, caching=caching, decoding=decoding)
-    options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, length, base)
+    base = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding)
+    options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, base)
     with starting(quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
     text = context_text(compared)
@@ -112,11 +107,6 @@ def sweep(
     notes += left_out_prompts
 
     configs = engine.configs(options, base)
-    if options.costs is not None:
-        from specbench.policies import parse_costs
-
-        for each in engine.drafters:  # refused if they lack one
-            parse_costs(options.costs, each.name)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
     job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
     job.run(sources, start, notes)
@@ -127,7 +117,6 @@ def _compared_models(
     compared: ComparedOptions,
     experiment: ExperimentOptions,
     drafting: opt.PoliciesOptions,
-    length: SharedPolicyOptions,
     base: Recipe,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
     """Return a sweep's options, its drafters, and notes on policies that do not apply to them."""
@@ -140,7 +129,7 @@ def _compared_models(
     )  # `generate` takes auto at temperature 0
     policies = parse_policies(drafting.draft_policy or usual)
     for policy in policies:
-        replace(base, policy=policy, costs=None).check()
+        replace(base, policy=policy).check()
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")
@@ -166,7 +155,6 @@ def _compared_models(
         decoding=base.decoding,
         warmup=experiment.warmup,
         cache=base.caching.cache,
-        costs=None if length.costs is None else _costs(length.costs, policies),
         **parse_baselines(compared.baseline),
         **axes,
     )
@@ -182,18 +170,3 @@ def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
     notes += drafter_notes(each.outcome for each in engine.drafters)
     parting = opt.widths_differ(engine.target)
     return notes if parting is None else [*notes, parting]
-
-
-def _costs(path: Path, policies: Sequence[PolicySpec]) -> Any:
-    """Return the costs of a file, without the times of single steps, which belong to one generation."""
-    from specbench.policies import check_costs, load_costs
-
-    if not any(policy.takes("costs") for policy in policies):
-        raise UsageError(
-            "--costs is for the policy auto, which is not among the policies.", "Add --draft-policy auto."
-        )
-    data = load_costs(path)
-    if isinstance(data, dict):
-        data = {name: each for name, each in data.items() if name != "steps"}
-    check_costs(data)
-    return data

@@ -215,10 +215,6 @@ class DraftPolicy:
         """Return what to record about the current step, by name."""
         return {}
 
-    def costs(self) -> dict[str, Any] | None:
-        """Return the costs of forward passes it has used, as JSON (see ``parse_costs``); ``None`` if it needs none."""
-        return None
-
 
 class Scorer(Protocol):
     """A model with the KV cache of one context."""

@@ -293,7 +293,6 @@ class Generation:
         seed: The seed of all random draws.
         lossless: Whether the target's distribution is kept (False without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
-        costs: The costs that the policy used, if any, as ``--costs`` takes them.
 
     Example:
         >>> result.drafter, result.lossless
@@ -312,7 +311,6 @@ class Generation:
     seed: int
     lossless: bool
     policy: str = "none"
-    costs: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         text = self.text or ""

@@ -3,7 +3,7 @@
 from specbench.policies.auto import AutoLength
 from specbench.policies.base import FixedLength
 from specbench.policies.build import build_policy
-from specbench.policies.costs import CostTable, check_costs, load_costs, parse_costs
+from specbench.policies.costs import CostTable, GivenCosts
 from specbench.policies.entropies import EntropyBoundLength, EntropyGuidedLength, SvipLength
 from specbench.policies.outcomes import ConfidenceHeadLength, ConfidenceLength, HeuristicLength
 
@@ -15,10 +15,8 @@ __all__ = [
     "EntropyBoundLength",
     "EntropyGuidedLength",
     "FixedLength",
+    "GivenCosts",
     "HeuristicLength",
     "SvipLength",
     "build_policy",
-    "check_costs",
-    "load_costs",
-    "parse_costs",
 ]

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.base.record import Json
 from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import AcceptanceEstimator
@@ -273,6 +272,3 @@ class AutoLength(ChainPolicy):
         if self._steps and self.table.reading_s:
             notes[READING_NOTE] = self.table.reading_s
         return notes
-
-    def costs(self) -> Json:
-        return self.table.to_dict()

@@ -10,7 +10,6 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from specbench.base.record import Json
 from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import SLOPE, fit_line
 from specbench.policies.auto import AutoLength
@@ -259,12 +258,6 @@ class RequestCosts(CostTable):
         self._longest = max(self._longest, step.verified - 1)
         if self._reads:
             self._unread = 0 if passes_of(step) else self._unread + len(step.tokens)
-
-    def to_dict(self) -> Json:
-        return {
-            "drafter_pass_s": self.first_s if self.timings else None,
-            "target_pass_s": {str(n): self.verify_s(n) for n in range(1, self._longest + 2)},
-        }
 
 
 def share_costs(policy: DraftPlan, batch: BatchCosts, models: Sequence[object]) -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import Struct
-
-from specbench.base.errors import UsageError
-from specbench.base.record import Json, Seconds
 from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import (
     SLOPE,
@@ -27,9 +20,6 @@ from specbench.decoding.theory import (
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
-
-COST_NOTES = ("drafter_pass_s", "rest_s")
-"""The notes under which results keep the two samples that ``MeasuredCosts`` takes from each step."""
 
 READING_NOTE = "reading_s"
 """The note of the time that reading the context was expected to take, while the drafter had not read it."""
@@ -107,10 +97,6 @@ class CostTable:
     def observe(self, step: Step) -> None:
         """Measure a finished step."""
 
-    def to_dict(self) -> Json:
-        """Return the costs as ``parse_costs`` takes them."""
-        raise NotImplementedError
-
 
 class GivenCosts(CostTable):
     """Costs that stay as given; if they were timed at several lengths of context, they follow the context.
@@ -153,11 +139,6 @@ class GivenCosts(CostTable):
             self._verify_s[n] = max(self._at.target_pass_s(n), INSTANT)
         return self._verify_s[n]
 
-    def to_dict(self) -> Json:
-        made: Json = msgspec.to_builtins(self._costs, str_keys=True)
-        own = {name: made[name].get(self._drafter) for name in _BY_DRAFTER if name in made}
-        return {name: each for name, each in (made | own).items() if each is not None}
-
 
 class MeasuredCosts(CostTable):
     """Costs from the times of the steps of one output.
@@ -167,23 +148,14 @@ class MeasuredCosts(CostTable):
     nothing is drafted only the target's passes show that it has recovered.
 
     Until anything was timed, the target is assumed to read a token in no more than a pass over one.
-
-    Args:
-        history: Samples of an earlier run (``to_dict()["steps"]``) to use in place of this run's times. Steps after
-            its end are not measured.
-        reading_s: The time to read the prompt by which an earlier run decided.
     """
 
-    def __init__(
-        self, history: Sequence[Sequence[float | None]] | None = None, reading_s: float | None = None
-    ) -> None:
-        self._history, self._earlier_s = history, reading_s
+    def __init__(self) -> None:
         self.begin(NewPrompt())
 
     def begin(self, prompt: NewPrompt) -> None:
         self._unread, self._share = prompt.unread, prompt.prior.reading_share
         self._prefill_s = self._prompt_s = 0.0  # per token, and of what the drafter has to read
-        self._samples: list[tuple[float | None, float | None]] = []
         # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
         self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
         self._drafted = True  # in the last step
@@ -211,15 +183,11 @@ class MeasuredCosts(CostTable):
     def observe(self, step: Step) -> None:
         passes = passes_of(step)
         draft_s, rest_s = self._sample(step, passes)
-        self._samples.append((draft_s, rest_s))
         if self._unread:
-            expected_s = self._share * self._unread * self._prefill_s
-            self._prompt_s = expected_s if self._earlier_s is None else self._earlier_s
+            self._prompt_s = self._share * self._unread * self._prefill_s
         self._drafted = passes > 0
         if self._drafted:
             self._unread = 0
-        if rest_s is None:
-            return
         self._rest.add(step.verified, rest_s)
         if draft_s is not None:
             made = self._drafts.setdefault(passes, deque(maxlen=LATEST))
@@ -235,12 +203,8 @@ class MeasuredCosts(CostTable):
         }
         self.first_s, self.later_s = fit_drafts(scaled)
 
-    def _sample(self, step: Step, passes: int) -> tuple[float | None, float | None]:
-        """Return seconds per drafter's pass and of the rest of the step; ``None`` where the step does not tell."""
-        if self._history is not None:
-            place = len(self._samples)
-            draft_s, rest_s = self._history[place] if place < len(self._history) else (None, None)
-            return draft_s, rest_s
+    def _sample(self, step: Step, passes: int) -> tuple[float | None, float]:
+        """Return seconds per drafter's pass, ``None`` where the step does not tell, and of the rest of the step."""
         times = step.times
         rest_s = times.total_s - times.draft_s
         passes -= times.draft_prefill_s > 0  # the pass that read the prompt gave the first token too
@@ -251,14 +215,6 @@ class MeasuredCosts(CostTable):
         if not self._drafted and draft_s >= self.drafting_s(passes):
             return None, rest_s
         return draft_s / passes, rest_s
-
-    def to_dict(self) -> Json:
-        return {
-            "drafter_pass_s": self.first_s if self._drafts else None,
-            "target_pass_s": {str(n): self.verify_s(n) for n in self._rest.seen},
-            **({"drafter_reading_s": self._prompt_s} if self._prompt_s else {}),
-            "steps": [list(sample) for sample in self._samples],
-        }
 
 
 class PassTimes:
@@ -327,115 +283,3 @@ def fit_drafts(seconds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     more = max(0.0, (kk * t1 - k1 * kt) / (kk * ones - k1 * k1))
     later = (kt - more * k1) / kk
     return (more + later, later) if later >= 0.0 else (t1 / ones, 0.0)
-
-
-# -- files -------------------------------------------------------------------------------------------
-
-_BY_DRAFTER = ("drafter_pass_s", "drafter_later_pass_s", "drafter_context_s", "drafter_reading_s")
-"""The fields of ``PassCosts`` that a file may have of one drafter alone, or by drafter."""
-
-
-class _Samples(Struct):
-    """What a file has of one earlier output."""
-
-    steps: Sequence[tuple[Seconds | None, Seconds | None]]
-    drafter_reading_s: Seconds | None = None
-
-
-def load_costs(path: str | Path) -> object:
-    """Load costs from a JSON file without checking them.
-
-    The file holds them alone, or under ``costs`` (``run.json``, ``generate --json``), or is a line of
-    ``generations.jsonl``, whose steps have the times that the policy used.
-
-    Raises:
-        UsageError: There is no such file, or it is not JSON.
-    """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"The costs cannot be read: {error.strerror}.", "Name a JSON file.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError("The costs file is not JSON.", "Name a file that specbench wrote.") from error
-    if not isinstance(data, dict):
-        return data
-    if isinstance(data.get("costs"), dict):
-        return data["costs"]
-    steps = data.get("steps")
-    notes = steps.get("policy") if isinstance(steps, dict) else None
-    if isinstance(notes, dict) and all(isinstance(notes.get(name), list) for name in COST_NOTES):
-        known = [each for each in notes.get(READING_NOTE) or () if each]
-        samples = zip(*(notes[name] for name in COST_NOTES), strict=False)
-        return {
-            "steps": [*map(list, samples)],
-            **({"drafter_reading_s": known[-1]} if known else {}),
-        }
-    return data
-
-
-def check_costs(data: object) -> None:
-    """Raise what ``parse_costs`` raises for the costs of any drafter."""
-    drafters = data.get("drafter_pass_s") if isinstance(data, Mapping) else None
-    for drafter in drafters if isinstance(drafters, Mapping) and drafters else (None,):
-        parse_costs(data, drafter)
-
-
-def parse_costs(data: object, drafter: str | None = None) -> CostTable:
-    """Parse costs as ``to_dict`` returns them, or as a sweep measures them.
-
-    Args:
-        data: ``target_pass_s`` maps numbers of tokens to seconds; ``drafter_pass_s`` is seconds, or maps drafters'
-            names to seconds; see ``PassCosts``. ``steps``, the samples of an earlier run, repeat that run's decisions.
-        drafter: The drafter, if the costs are of several.
-
-    Raises:
-        UsageError: The costs have another form, or are not this drafter's.
-    """
-    if isinstance(data, Mapping) and data.get("steps") is not None:
-        samples = _converted(data, _Samples)
-        return MeasuredCosts(samples.steps, samples.drafter_reading_s)
-    fields: Any = data
-    if isinstance(data, Mapping):
-        name = drafter or _only_drafter(data) or "drafter"
-        fields = {
-            **data,
-            **{field: _named(field, data[field], name) for field in _BY_DRAFTER if data.get(field)},
-        }
-    costs = _converted(fields, PassCosts)
-    if not costs.target_s:
-        raise _bad("target_pass_s is empty")
-    if not costs.drafter_s:
-        raise _bad("there is no drafter_pass_s")
-    if name not in costs.drafter_s:
-        raise UsageError(
-            f"The costs are of {', '.join(costs.drafter_s)}, not of {drafter or 'one drafter'}.",
-            "Measure this drafter, or give its drafter_pass_s as a number.",
-        )
-    return GivenCosts(costs, name)
-
-
-def _only_drafter(data: Mapping[str, Any]) -> str | None:
-    times = data.get("drafter_pass_s")
-    return next(iter(times)) if isinstance(times, Mapping) and len(times) == 1 else None
-
-
-def _named(field: str, times: Any, drafter: str) -> Any:
-    """Return times by drafter, which a file may have of one drafter alone."""
-    by_drafter = isinstance(times, Mapping)
-    if field == "drafter_reading_s":  # times by number of tokens, alone or by drafter
-        by_drafter = by_drafter and all(isinstance(each, Mapping) for each in times.values())
-    return times if by_drafter else {drafter: times}
-
-
-def _converted(data: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(data, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _bad(str(error)) from error
-
-
-def _bad(what: str) -> UsageError:
-    return UsageError(
-        f"The costs do not have the expected form: {what}.",
-        'Give {"drafter_pass_s": 0.03, "target_pass_s": {"1": 0.12, "9": 0.13}}.',
-    )

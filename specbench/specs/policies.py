@@ -27,7 +27,6 @@ class PolicyKind:
         own: Its own options, named as the class's arguments.
         needs_logits: Whether it uses the drafter's distributions, which n-gram and lookup lack.
         tree: Whether it drafts trees rather than chains.
-        timed: Whether it uses times of forward passes, which can be given as a file (``costs``).
     """
 
     word: str
@@ -36,7 +35,6 @@ class PolicyKind:
     own: tuple[Option, ...]
     needs_logits: bool = False
     tree: bool = False
-    timed: bool = False
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -44,8 +42,8 @@ class PolicyKind:
         return (*self.own, _VERIFICATION)
 
     def takes(self, name: str) -> bool:
-        """Return whether it has an option of this name, or takes ``costs``, which are not part of a spec."""
-        return self.timed if name == "costs" else any(each.name == name for each in self.options)
+        """Return whether it has an option of this name."""
+        return any(each.name == name for each in self.options)
 
 
 _VERIFICATION = Option(
@@ -102,7 +100,6 @@ POLICIES: tuple[PolicyKind, ...] = (
         " decoding. Nothing to tune.",
         "auto:AutoLength",
         (_most(16),),
-        timed=True,
     ),
     PolicyKind(
         "fixed",

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +22,11 @@ from specbench.bench.rows import LoadedName, Row
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
-from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy
 from specbench.generate_many import GenerationRuns
 from specbench.loaded import LoadedRecipe
 from specbench.options import DecodingOptions, quantized
 from specbench.policies.batch_costs import BatchCosts
-from specbench.policies.costs import COST_NOTES
 from specbench.results.lines import CostLine, Pool
 from specbench.results.run import TargetModel
 from specbench.specs.drafters import DrafterSpec, SmallModel
@@ -55,7 +53,6 @@ class ModelEngine:
     Args:
         drafters: Drafters with different names. The error of one that could not be loaded is raised when it is used.
         reference, assistants: Target and drafter models as ``transformers`` loads them.
-        costs: Costs for ``auto``, in the format of ``parse_costs``; ``None`` measures them.
         rate_answers: Whether to compute the log-probability of outputs of greedy plain decoding and of beam search.
     """
 
@@ -66,13 +63,11 @@ class ModelEngine:
         *,
         reference: LanguageModel | None = None,
         assistants: Mapping[str, LanguageModel | SpecbenchError] | None = None,
-        costs: object = None,
         rate_answers: bool = False,
     ) -> None:
         self.target, self.drafters = target, tuple(drafters)
         self.reference, self.assistants = reference, dict(assistants or {})
         self.heads = {each.name: each.training for each in drafters if each.training is not None}
-        self._costs = costs
         self._batch_costs: dict[str, BatchCosts] = {}
         self._device = str(target.scorer.device)
         self._clock = clock_for(self._device)
@@ -192,7 +187,7 @@ class ModelEngine:
         recipe = replace(config.recipe, decoding=decoding)
         wanted = recipe.drafter, recipe.models.drafter_dtype
         loaded = next((each for each in self.drafters if (each.spec, each.requested_dtype) == wanted), None)
-        ready = LoadedRecipe.of(recipe, self.target, loaded, self._costs)
+        ready = LoadedRecipe.of(recipe, self.target, loaded)
         return ready.start(prompt, seed=seed)
 
     def _decode(self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Outcome:
@@ -209,7 +204,7 @@ class ModelEngine:
             ttft_s=times.ttft_s,
             decode_s=times.decode_s,
             first_tokens=min(1, len(generation.token_ids)),
-            steps=_with_costs(generation.steps, generation.costs),
+            steps=tuple(generation.steps),
         )
 
     def _decode_with_transformers(
@@ -300,21 +295,9 @@ def _request_outcome(result: BenchResult) -> Outcome:
         ttft_s=result.first_s - result.arrived_s,
         decode_s=result.last_s - result.first_s,
         first_tokens=result.first_tokens,
-        steps=_with_costs(generation.steps, generation.costs),
+        steps=tuple(generation.steps),
         arrived_s=result.arrived_s,
         queued_s=result.queued_s,
-    )
-
-
-def _with_costs(steps: Sequence[Step], costs: Mapping[str, Any] | None) -> tuple[Step, ...]:
-    """Return steps with the times that the draft policy measured, so that its choices can be replayed."""
-    samples = (costs or {}).get("steps")
-    if samples is None:
-        return tuple(steps)
-    # A policy that keeps its state has samples of earlier prompts too.
-    return tuple(
-        replace(step, policy={**step.policy, **dict(zip(COST_NOTES, sample, strict=True))})
-        for step, sample in zip(steps, samples[len(samples) - len(steps) :], strict=True)
     )
 
 
@@ -394,7 +377,6 @@ def load_engine(
         loaded,
         reference=reference,
         assistants=assistants,
-        costs=options.costs,
         rate_answers=bool(options.beams),
     )
 
