@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.decoding.request import DraftPlan
@@ -30,6 +30,7 @@ class LoadedRecipe:
         target, drafter: The models.
         policy: How much is drafted; it has not drafted anything yet.
         sampling: The transforms, with the model's own settings.
+        notes: What differs from the row of a run that the recipe is from, as sentences.
     """
 
     recipe: Recipe
@@ -37,6 +38,7 @@ class LoadedRecipe:
     drafter: Drafter
     policy: DraftPlan
     sampling: Sampling
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, target: Target, loaded: LoadedDrafter | None) -> LoadedRecipe:
@@ -105,4 +107,12 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
         bit_exact=recipe.caching.bit_exact,
         progress=progress,
     )
-    return LoadedRecipe.of(recipe, target, drafter)
+    loaded = LoadedRecipe.of(recipe, target, drafter)
+    weights = {target.name: target.language_model.fingerprint, drafter.name: drafter.weights}
+    pairs = zip(weights, weights.values(), recipe.measured_with, strict=False)
+    notes = [
+        f"{name} has other weights than in the run, or another dtype: outputs may differ from its."
+        for name, own, measured in pairs
+        if measured not in (None, own)
+    ]
+    return replace(loaded, notes=tuple(notes))

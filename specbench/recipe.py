@@ -51,6 +51,7 @@ class Recipe:
         drafter: The drafter; ``Plain`` for plain decoding.
         policy: The draft policy with the verification method; ``None`` for plain decoding.
         models, caching, decoding, sampling: Groups of options.
+        measured_with: Of a row of a run, fingerprints of the weights of target and drafter.
     """
 
     target: ModelSpec
@@ -60,6 +61,7 @@ class Recipe:
     caching: CacheOptions = field(default_factory=CacheOptions)
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    measured_with: tuple[str | None, str | None] = field(default=(None, None), compare=False)
 
     @property
     def chained(self) -> str | None:
@@ -85,18 +87,24 @@ class Recipe:
         """Return a stored recipe with the models that it names without their paths, which are in ``folder``.
 
         Raises:
-            UsageError: One is not there.
+            UsageError: One is not there, or is a program, which runs only where it is named.
         """
 
         def found(model: ModelSpec) -> ModelSpec:
-            if model.kind not in ("folder", "gguf") or not model.source.startswith(f"{PLACE}/"):
+            if not model.source.startswith(f"{PLACE}/"):
                 return model
-            if not (folder / model.name).exists():
+            if model.kind == "python":
                 raise UsageError(
-                    f"The run names the model {model.name} without its path, and it is not in this folder.",
+                    f"The row drafts with the program {model.name}.",
+                    "Name it with --drafter, without --recipe.",
+                )
+            path = folder / model.name
+            if not path.exists():
+                raise UsageError(
+                    f"The run names {model.name} without its path, and it is not in this folder.",
                     "Run the command in the folder that holds it.",
                 )
-            return replace(model, source=str(folder / model.name))
+            return replace(model, source=str(path))
 
         return self.with_models(found)
 

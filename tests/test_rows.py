@@ -10,10 +10,14 @@ from head_files import eagle_settings, eagle_tensors, write_head
 from stored_runs import read_lines, run_json
 from tiny import SPECIAL_TOKENS, save_tiny, tiny_llama, tiny_tokenizer
 
+from specbench.base.errors import UsageError
 from specbench.decoding.records import Step
 from specbench.generate import encode_prompt
 from specbench.loaded import load_recipe
+from specbench.recipe import Recipe
 from specbench.results.store import read_recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
 
 PROMPT = "Count the apples in the basket: one, two, one, two"
 
@@ -98,3 +102,25 @@ def test_python_reads_and_loads_a_row(cli, folder, tmp_path, monkeypatch):
     assert cli("generate", "--recipe", row, PROMPT, "--json", "-n", 3).json()["new_tokens"] == 3
     monkeypatch.chdir(tmp_path)
     cli("generate", "--recipe", row, PROMPT).refused(2, "target without its path", "folder that holds it")
+
+
+def test_other_weights_are_named(cli, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    run = tmp_path / "run"
+    asked = ("--target", "./target", "--drafter", "./small", "--gamma", 2, "--draft-policy", "fixed", "-n", 4)
+    cli("sweep", *asked, "--prompts", "./prompts.jsonl", "--out", run, "--repeats", 1, "--warmup", 0)
+    row = f"{run}:{read_lines(run)[-1]['config']}"
+    said = "small (int8) has other weights than in the run"
+    assert said not in cli("generate", "--recipe", row, PROMPT).err
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "target").symlink_to(folder / "target")
+    (elsewhere / "small").symlink_to(folder / "other")
+    monkeypatch.chdir(elsewhere)
+    assert cli("generate", "--recipe", row, PROMPT).err.count(said) == 1
+
+
+def test_a_row_with_a_program_runs_none(tmp_path):
+    recipe = Recipe(ModelSpec("builtin", "smollm2-135m"), parse_drafter("examples/recycle.py:Recycle"))
+    with pytest.raises(UsageError, match="drafts with the program"):
+        Recipe.from_json(recipe.to_json()).found_in(tmp_path)

@@ -72,7 +72,7 @@ def chat(
             notes = [
                 f"{setting.models}, {setting.policy.name}.",
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, recipe.decoding),
+                *facts(setting),
             ]
             notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
             from specbench.cli.summary import show_notes

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptJob(LoadedRecipe):
     """A prompt for a recipe, so that the speculative and the plain run differ in the drafter alone."""
 
@@ -123,7 +123,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
     for applies, why, names in ignored:
         if applies and (listed := given(ctx, *names)):
             lines.append(f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect {why}.")
-    lines += facts(job.target, job.drafter, job.recipe.decoding)
+    lines += facts(job)
     if not job.has_template and chat is not False:
         lines.append("The model has no chat template: the prompt is continued as raw text.")
     return lines

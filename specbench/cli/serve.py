@@ -112,7 +112,7 @@ def serve(
             where = f"[{address}]" if ":" in address else address
             notes = [
                 *setting.target.language_model.notes,
-                *facts(setting.target, setting.drafter, recipe.decoding),
+                *facts(setting),
             ]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")

@@ -20,13 +20,13 @@ from specbench.drafters.translate import TranslatingDrafter
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
-    from specbench.models.target import Target
-    from specbench.options import DecodingOptions
+    from specbench.loaded import LoadedRecipe
 
 
-def facts(target: Target, drafter: Drafter, decoding: DecodingOptions) -> list[str]:
+def facts(loaded: LoadedRecipe) -> list[str]:
     """Return what the user should know of the models before reading an output."""
-    lines = list(target.language_model.defaults.notes(applied=decoding.model_defaults))
+    target, drafter, decoding = loaded.target, loaded.drafter, loaded.recipe.decoding
+    lines = [*loaded.notes, *target.language_model.defaults.notes(applied=decoding.model_defaults)]
     lines += drafter_notes([drafter])
     if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
         lines.append("The drafter grammar has no effect without --format.")

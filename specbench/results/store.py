@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -433,10 +434,12 @@ def read_recipe(run: str | Path, name: str) -> Recipe:
         >>> str(read_recipe("results/smollm2-135m-head", "lookup auto").drafter)
         'lookup'
     """
-    config = find_config(read_run(Path(run)), name, str(run))
+    described = read_run(Path(run))
+    config = find_config(described, name, str(run))
     if config.recipe is None:
         raise UsageError(f"{name!r} in {run} was not decoded by specbench.", "Name another row.")
-    return Recipe.from_json(config.recipe)
+    weights = described.target.fingerprint, config.drafter_fingerprint
+    return replace(Recipe.from_json(config.recipe), measured_with=weights)
 
 
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:
