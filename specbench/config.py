@@ -57,7 +57,6 @@ class Config:
     draft_policy: str | None = None
     cache: str | None = None
     dtype: str | None = None
-    drafter_dtype: str | None = None
     provisional: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +92,6 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
         draft_policy=None if policy is None else str(policy),
         cache=recipe.caching.cache,
         dtype=None if models.dtype == "auto" else models.dtype,
-        drafter_dtype=None if models.drafter_dtype == "auto" else models.drafter_dtype,
         provisional=provisional,
     )
     try:
@@ -165,7 +163,7 @@ def _check_model(text: str) -> None:
 def _check_drafter(text: str) -> None:
     if _PATH.search(text):
         _check_model(text)  # refuses it
-    for model in parse_drafter(text).model_specs:
+    for model in (each.model for each in parse_drafter(text).models):
         _check_model(str(model) if model.kind == "hub" else model.source)
 
 
@@ -180,5 +178,4 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     "draft_policy": parse_policy,
     "cache": partial(_check_word, "cache", get_args(CacheKind)),
     "dtype": partial(_check_word, "dtype", get_args(DtypeName)),
-    "drafter_dtype": partial(_check_word, "dtype", get_args(DtypeName)),
 }

@@ -165,7 +165,7 @@ _decoding, _sampling = group(DECODING), group(SAMPLING)
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the target and the drafters' models are loaded."""
+    """How the target is loaded; a drafter's model has options of its own."""
 
     dtype: DtypeName = _model(
         "auto", "--dtype DTYPE", "Target dtype: auto, float32, bfloat16, float16, int8 or int4."
@@ -176,24 +176,13 @@ class ModelOptions:
         "Target device: auto, cpu, cuda, cuda:N or mps; or several, in accelerate's order: balanced, balanced_low_0 or"
         " sequential.",
     )
-    drafter_dtype: DtypeName = _model(
-        "auto", "--drafter-dtype DTYPE", "Drafter dtype; auto is int8 on a CPU."
-    )
-    drafter_device: str = _model("auto", "--drafter-device DEVICE", "Drafter device.")
     allow_pickle: bool = _model(
         False, "--allow-pickle", "Load pickled weights where there are no safetensors."
-    )
-    any_target: bool = _model(
-        False, "--any-target", "Use a trained head with other target weights than those it was trained for."
     )
 
     @property
     def target(self) -> LoadOptions:
         return LoadOptions(self.dtype, self.device)
-
-    @property
-    def drafter(self) -> LoadOptions:
-        return LoadOptions(self.drafter_dtype, self.drafter_device, any_target=self.any_target)
 
 
 @dataclass(frozen=True)

@@ -178,16 +178,25 @@ class Recipe:
 
 def with_models(drafter: DrafterSpec, change: Callable[[ModelSpec], ModelSpec]) -> DrafterSpec:
     """Return a drafter with each of its models and files replaced by ``change(model)``, in the order of the spec."""
+
+    def changed(part: SmallModel | Outside) -> SmallModel | Outside:
+        if isinstance(part, SmallModel):
+            return replace(part, model=change(part.model))
+        return part if part.file is None else replace(part, file=change(part.file))
+
+    return with_small_models(drafter, changed)
+
+
+def with_small_models(drafter: DrafterSpec, change: Callable[[Any], DrafterSpec]) -> DrafterSpec:
+    """Return a drafter with each part that is a model or from outside replaced by ``change(part)``."""
     if isinstance(drafter, Several):
-        return replace(drafter, drafters=tuple(with_models(each, change) for each in drafter.drafters))
+        return replace(drafter, drafters=tuple(with_small_models(each, change) for each in drafter.drafters))
     if isinstance(drafter, Cascade):
-        front, back = with_models(drafter.front, change), with_models(drafter.back, change)
+        front, back = with_small_models(drafter.front, change), with_small_models(drafter.back, change)
         return replace(drafter, front=front, back=back)  # type: ignore[arg-type]
     if isinstance(drafter, Grammar) and drafter.rest is not None:
-        return replace(drafter, rest=with_models(drafter.rest, change))  # type: ignore[arg-type]
-    if isinstance(drafter, Outside) and drafter.file is not None:
-        return replace(drafter, file=change(drafter.file))
-    return replace(drafter, model=change(drafter.model)) if isinstance(drafter, SmallModel) else drafter
+        return replace(drafter, rest=with_small_models(drafter.rest, change))  # type: ignore[arg-type]
+    return change(drafter) if isinstance(drafter, SmallModel | Outside) else drafter
 
 
 def model_argument(model: ModelSpec) -> str:

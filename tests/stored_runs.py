@@ -119,8 +119,7 @@ def recipe_of(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any] | N
     with suppress(UsageError, TypeError):
         recipe = Recipe(
             _model(options.get("target") or run["target"].get("name") or "model"),
-            models=ModelOptions(dtype=(options.get("target_options") or {}).get("dtype", "auto"),
-                                drafter_dtype="int4" if config["drafter"].endswith("(int4)") else "auto"),
+            models=ModelOptions(dtype=(options.get("target_options") or {}).get("dtype", "auto")),
             caching=CacheOptions(cache=config["cache"]),
             decoding=options_of(DecodingOptions, options),
             sampling=SamplingOptions(temperature=config["temperature"]),
@@ -128,9 +127,8 @@ def recipe_of(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any] | N
         if config["kind"] == "speculative":
             policy = parse_policy(config["draft_policy"])
             policy = policy if config["gamma"] is None else policy.with_options({"gamma": config["gamma"]})
-            recipe = replace(
-                recipe, drafter=_drafter(re.sub(r" \(\w+\)", "", config["drafter"])), policy=policy
-            )
+            name = re.sub(r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", config["drafter"])
+            recipe = replace(recipe, drafter=_drafter(name), policy=policy)
         return recipe.to_json()
     return None
 

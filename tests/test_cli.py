@@ -327,10 +327,6 @@ def test_a_full_disk_under_the_trace_costs_no_text(tiny):
         (("--top-p", 0.5, "--min-p", 0.1), "--top-p, --min-p have no effect at temperature 0"),
         (("--seed", 1), "--seed has no effect at temperature 0"),
         (("--drafter", "none", "--gamma", 3), "--gamma has no effect with the drafter none"),
-        (
-            ("--drafter-dtype", "float32"),
-            "--drafter-dtype has no effect with the drafter lookup, which is no model",
-        ),
     ],
 )
 def test_what_has_no_effect_is_said(tiny, arguments, note):

@@ -29,11 +29,10 @@ def written(folder: Path, *lines: str, version: int = 1) -> Path:
 
 FULL = Config(
     target="Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
-    drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct:dtype=int8",
     draft_policy="auto:max=12",
     cache="preallocated",
     dtype="bfloat16",
-    drafter_dtype="int8",
 )
 
 

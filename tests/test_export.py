@@ -215,7 +215,7 @@ def test_names_of_strangers_stay_words():
 
 def test_the_best_of_a_run_with_its_interval():
     found = RunSettings(load_results(kept_run("qwen2.5-coder-int4"))).all()[0]
-    assert str(found.drafter) == "qwen2.5-coder-0.5b"
+    assert str(found.drafter) == "qwen2.5-coder-0.5b:dtype=int4"
     assert (found.drafter_dtype, found.dtype, found.temperature) == ("int4", "bfloat16", 0.0)
     assert found.measured is not None
     assert found.measured.best

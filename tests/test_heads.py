@@ -932,4 +932,4 @@ def test_heads_on_the_command_line(cli, folder):
     shown = tiny("--drafter", eagle, "--debug", "-t", 1)
     assert shown.code == 0
     assert "eagle (int8)" in shown.err
-    tiny("--drafter", eagle, "--drafter-device", "cpu").refused(2, "always runs on its target's device")
+    tiny("--drafter", f"{eagle}:device=cpu").refused(2, "always runs on its target's device")

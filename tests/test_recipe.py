@@ -17,7 +17,7 @@ from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
 
-SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"))
+SMALL = SmallModel(ModelSpec("folder", "/secret/place/small"), dtype="int4")
 OTHER = SmallModel(ModelSpec("hub", "org/other", "v1"))
 RECIPES = {
     "plain": Recipe(ModelSpec("builtin", "smollm2-135m")),
@@ -25,7 +25,7 @@ RECIPES = {
         ModelSpec("folder", "/secret/place/big"),
         Several((Cascade(Lookup(n=4), SMALL, 2), OTHER, parse_drafter("self:int8"))),
         parse_policy("fixed:gamma=4,verification=block"),
-        ModelOptions(dtype="int8", drafter_dtype="int4", device="balanced", allow_pickle=True),
+        ModelOptions(dtype="int8", device="balanced", allow_pickle=True),
         CacheOptions(cache="preallocated", bit_exact=True),
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
@@ -49,11 +49,11 @@ def test_what_is_stored_is_read_again_without_paths(name):
 
 def test_words():
     assert RECIPES["plain"].arguments() == ["--drafter", "none", "--target", "smollm2-135m"]
-    drafter = "lookup:n=4,passes=2+/secret/place/small|org/other@v1|self:int8"
+    drafter = "lookup:n=4,passes=2+/secret/place/small:dtype=int4|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--target", "/secret/place/big", "--dtype", "int8",
-        "--device", "balanced", "--drafter-dtype", "int4", "--allow-pickle",
+        "--device", "balanced", "--allow-pickle",
         "--cache", "preallocated", "--bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def test_words():
 def test_plainly():
     plain = RECIPES["folders"].plain
     assert (plain.drafter.is_plain, plain.policy) == (True, None)
-    assert (plain.models.dtype, plain.models.drafter_dtype) == ("int8", "auto")
+    assert plain.models.dtype == "int8"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,6 @@ def small_run(drafter: str, **config: Any) -> Run:
     config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "draft_policy": "auto",
               "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
     options = {"target": "org/big@v2", "target_options": {"dtype": "float32"},
-               "drafter_options": {"dtype": "auto"}, "max_new_tokens": 48}  # fmt: skip
+               "max_new_tokens": 48}  # fmt: skip
     return run_of({"run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
                    "environment": {}, "prompts": [], "command": ["sweep", "--bit-exact"]})  # fmt: skip

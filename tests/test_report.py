@@ -88,8 +88,8 @@ OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decodin
     "transformers beside it": {"d@2": times(2.0), "transformers": times(0.6, 0.0)},
 }
 
-CASCADE = Cascade(Lookup(), SmallModel(ModelSpec("folder", "/a+b/small")))
-INT8 = {"models": ModelOptions(dtype="int8", drafter_dtype="int4"), "caching": CacheOptions(bit_exact=True)}
+CASCADE = Cascade(Lookup(), SmallModel(ModelSpec("folder", "/a+b/small"), dtype="int4"))
+INT8 = {"models": ModelOptions(dtype="int8"), "caching": CacheOptions(bit_exact=True)}
 
 
 @pytest.mark.usefixtures("unpictured")
@@ -136,11 +136,10 @@ class TestAnswer:
             ),
             (
                 {"drafter": CASCADE, "target": ModelSpec("folder", "/my models/big"), **INT8},
-                "--drafter lookup+/a+b/small --gamma 3 --target '/my models/big' --dtype int8 --drafter-dtype int4"
-                " --bit-exact",
+                "--drafter lookup+/a+b/small:dtype=int4 --gamma 3 --target '/my models/big' --dtype int8 --bit-exact",
             ),
             (
-                {"models": ModelOptions(drafter_dtype="int8"), "caching": CacheOptions(cache="static")},
+                {"caching": CacheOptions(cache="static")},
                 "--drafter none --target y --cache static",
             ),
         ],

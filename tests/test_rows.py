@@ -42,7 +42,7 @@ CASES = {
     "tree": ("./small", "--draft-policy", "dynamic-tree:nodes=6,depth=3"),
     "cascade": ("lookup:n=4+./small", "--gamma", "4"),
     "head": ("./head", "--gamma", "3"),
-    "int4": ("./small", "--gamma", "3", "--drafter-dtype", "int4"),
+    "int4": ("./small:dtype=int4", "--gamma", "3"),
     "int4 target": ("self:layers=1", "--gamma", "2", "--dtype", "int4"),
     "translated": ("./foreign", "--gamma", "3"),
     "several drafters": ("./small|./other", "--gamma", "2"),

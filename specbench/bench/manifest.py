@@ -77,7 +77,6 @@ def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, 
         "target": str(base.target),
         "drafters": [str(spec) for spec in drafters],
         "target_options": asdict(base.models.target),
-        "drafter_options": asdict(base.models.drafter),
     }
 
 

@@ -35,7 +35,7 @@ class OutputsJob:
         self.request = request
         request.note_unused(
             "on outputs that were made elsewhere",
-            "drafter", "drafter_dtype", "drafter_device", "draft_policy", "gamma",
+            "drafter", "draft_policy", "gamma",
             "max_new_tokens", "stop", "bit_exact", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip

@@ -49,7 +49,7 @@ def _left(config: Config, given: Collection[str]) -> Config:
     """Return the part of a configuration that applies; without its drafter, its draft policy does not apply either."""
     taken = {name for name in config.given if name in given}
     if "drafter" in given:
-        taken |= {"draft_policy", "drafter_dtype"}
+        taken |= {"draft_policy"}
     if not _LENGTH.isdisjoint(given):
         taken |= {"draft_policy"}
     return config.without(*taken)

@@ -86,9 +86,12 @@ NEED = (
 """The options have a meaning only with the other one."""
 
 MOVED = {
+    "--any-target": "--drafter HEAD:any-target",
     "--category": "--prompts",
     "--compile": "--cache compiled",
     "--device-map": "--device",
+    "--drafter-device": "--drafter MODEL:device=DEVICE",
+    "--drafter-dtype": "--drafter MODEL:dtype=DTYPE",
     "--grammar": "--format grammar=FILE",
     "--json-schema": "--format json-schema=FILE",
     "--max-servers": "--engine ENGINE:servers=N",

@@ -114,11 +114,6 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
             "with the drafter none",
             ("draft_policy", "gamma", "first_target"),
         ),
-        (
-            drafter.model_spec is None,
-            f"with the drafter {drafter.model_part.word}, which is no model of its own",
-            ("drafter_dtype", "drafter_device"),
-        ),
     ]
     for applies, why, names in ignored:
         if applies and (listed := given(ctx, *names)):

@@ -22,7 +22,7 @@ from specbench.results.results import Results
 from specbench.results.run import Run, RunConfig, find_config, stored_recipes
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
-from specbench.specs.drafters import DrafterSpec, parse_drafter
+from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
 from specbench.specs.policies import PolicySpec
 
@@ -194,6 +194,8 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     if gamma is not None and gamma != own:
         own, reason = gamma, "given by --gamma"
     assert own is not None
+    part = drafter.model_part
+    own_dtype = part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None
     setting = Setting(
         Model.of(parse_model(config.target)),
         drafter,
@@ -201,7 +203,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         int(own),
         reason,
         config.dtype,
-        config.drafter_dtype,
+        own_dtype,
     )
     model = drafter.model_spec
     if model is None:
@@ -259,7 +261,9 @@ class RunSettings:
 
     def _check_paths(self) -> None:
         stored = stored_recipes(self._run).values()
-        models = [model for each in stored for model in (each.target, *each.drafter.model_specs)]
+        models = [
+            model for each in stored for model in (each.target, *(own.model for own in each.drafter.models))
+        ]
         local = list(dict.fromkeys(one_line(each.name) for each in models if each.kind in ("folder", "gguf")))
         for name, path in self._paths.items():
             if name not in local:

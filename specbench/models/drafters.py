@@ -112,8 +112,8 @@ def load_drafter(
         spec: A drafter name with options after a colon (``ngram:order=3``, ``self:int8``; ``specbench drafters`` lists
             them), a model spec, or two drafters joined by a plus (``lookup+self:int8``).
         target: The target to draft for.
-        options: Dtype, device and device map of a drafter model. On a CPU "auto" means int8; "int4" is coarser, and
-            faster where there are native kernels.
+        options: Dtype and device of drafter models, in place of those that the spec has. On a CPU "auto" means int8;
+            "int4" is coarser, and faster where there are native kernels.
         cache: The kind of KV cache of a drafter model; self-drafters share the target's cache.
         progress, allow_pickle: See ``load_target``.
 
@@ -154,9 +154,9 @@ class DrafterLoader:
         cache: CacheKind = "dynamic",
         progress: Progress | None = None,
         allow_pickle: bool = False,
-        loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
+        loaded: dict[SmallModel, LanguageModel | TrainedHead] | None = None,
     ) -> None:
-        self._target, self._options, self._cache = target, options or LoadOptions(), cache
+        self._target, self._options, self._cache = target, options, cache
         self._progress, self._allow_pickle = progress, allow_pickle
         self.loaded = {} if loaded is None else loaded
         self._made: dict[DrafterSpec, Drafter | RunError] = {}
@@ -188,26 +188,32 @@ class DrafterLoader:
             return self_drafter(spec, self._target, progress=self._progress)
         if not isinstance(spec, SmallModel):
             return make_free(spec, self._target) if isinstance(spec, FreeSpec) else NoDraft()
-        if spec.model not in self.loaded:
-            check_options(self._options)
-            self.loaded[spec.model] = load_drafter_model(
+        options = self._options or loading(spec)
+        if spec not in self.loaded:
+            check_options(options)
+            self.loaded[spec] = load_drafter_model(
                 spec.model,
-                self._options,
+                options,
                 self._target.language_model,
                 progress=self._progress,
                 allow_pickle=self._allow_pickle,
             )
-        model = self.loaded[spec.model]
+        model = self.loaded[spec]
         if isinstance(model, TrainedHead):
-            self.loaded[spec.model] = replace(model, tensors={})  # its drafter has them
-            return wrap_head(model, self._target, self._options)
+            self.loaded[spec] = replace(model, tensors={})  # its drafter has them
+            return wrap_head(model, self._target, options)
         return wrap_drafter(
             model,
             self._target,
             cache=self._cache,
-            int8=self._options.dtype == "auto",
+            int8=options.dtype == "auto",
             progress=self._progress,
         )
+
+
+def loading(spec: SmallModel) -> LoadOptions:
+    """Return how the model of a drafter is loaded."""
+    return LoadOptions(spec.dtype, spec.device, any_target=spec.any_target)
 
 
 def load_drafter_model(

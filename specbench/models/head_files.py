@@ -186,7 +186,7 @@ class HeadFiles:
         if isinstance(made_for, str) and made_for != identity:
             raise UsageError(
                 f"The head {self.name} was trained for other weights than those of {name}.",
-                "Use it with the target it was trained for, or add --any-target.",
+                "Use it with the target it was trained for, or add the option any-target: --drafter HEAD:any-target.",
             )
 
     def check(self, target: PreTrainedConfig, name: str) -> None:

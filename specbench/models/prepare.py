@@ -11,13 +11,13 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
-from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model
+from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model, loading
 from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
-from specbench.options import CacheKind, DtypeName, ModelOptions
-from specbench.specs.drafters import DrafterSpec
+from specbench.options import CacheKind, ModelOptions
+from specbench.specs.drafters import DrafterSpec, SmallModel
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -31,14 +31,12 @@ class LoadedDrafter:
     Attributes:
         outcome: The drafter, or the error that loading it raised.
         models: The models loaded for it.
-        requested_dtype: The dtype that was requested for these.
     """
 
     name: str
     spec: DrafterSpec
     outcome: Drafter | SpecbenchError
     models: tuple[LanguageModel | TrainedHead, ...] = ()
-    requested_dtype: DtypeName = "auto"
 
     @property
     def drafter(self) -> Drafter:
@@ -70,8 +68,9 @@ def check_models(
 ) -> None:
     """Raise ``UsageError`` for an unusable device, dtype or drafter, before any weights are loaded."""
     check_options(options.target)
-    check_options(options.drafter)
     for spec in drafters:
+        for model in spec.models:
+            check_options(loading(model))
         check_drafter(spec, target, progress=progress)
 
 
@@ -105,12 +104,16 @@ def prepare(
     language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
     config = language_model.model.config
     kind = cache or default_cache(config, quantized=language_model.quantize is not None)
-    loaded: dict[ModelSpec, LanguageModel | TrainedHead] = {}
+    loaded: dict[SmallModel, LanguageModel | TrainedHead] = {}
     if before_packing is not None:
         make_cache(kind, config)  # refuses what it cannot hold
-        for spec in dict.fromkeys(model for drafter in drafters for model in drafter.model_specs):
+        for spec in dict.fromkeys(model for drafter in drafters for model in drafter.models):
             loaded[spec] = model = load_drafter_model(
-                spec, options.drafter, language_model, progress=progress, allow_pickle=options.allow_pickle
+                spec.model,
+                loading(spec),
+                language_model,
+                progress=progress,
+                allow_pickle=options.allow_pickle,
             )
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
@@ -135,7 +138,7 @@ def prepare_drafters(
     *,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
-    loaded: dict[ModelSpec, LanguageModel | TrainedHead] | None = None,
+    loaded: dict[SmallModel, LanguageModel | TrainedHead] | None = None,
 ) -> list[LoadedDrafter]:
     """Load drafters for a loaded target; for ``loaded`` see ``DrafterLoader``, for the other arguments ``prepare``.
 
@@ -144,7 +147,6 @@ def prepare_drafters(
     """
     loader = DrafterLoader(
         ready,
-        options.drafter,
         cache=cache or "dynamic",
         progress=progress,
         allow_pickle=options.allow_pickle,
@@ -160,6 +162,6 @@ def prepare_drafters(
         name = str(spec) if isinstance(outcome, RunError) else outcome.traits.name
         if any(name == other.name for other in found):
             raise UsageError(f"Two drafters are called {name!r}.", "Name each drafter once.")
-        models = tuple(loader.loaded[model] for model in spec.model_specs if model in loader.loaded)
-        found.append(LoadedDrafter(name, spec, outcome, models, options.drafter_dtype))
+        models = tuple(loader.loaded[model] for model in spec.models if model in loader.loaded)
+        found.append(LoadedDrafter(name, spec, outcome, models))
     return found

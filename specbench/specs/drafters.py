@@ -65,10 +65,14 @@ class DrafterSpec:
             each.check(getattr(self, each.name), self.word, self)
 
     def __str__(self) -> str:
+        return self.written(self.word)
+
+    def written(self, word: str) -> str:
+        """Return its options behind a word, without those at their defaults."""
         options = self.options()
         defaults = with_defaults({}, options, before_model=getattr(self, "before_model", False))
         values = [(each, getattr(self, each.name)) for each in options]
-        return join_spec(self.word, [o.write(value) for o, value in values if value != defaults[o.name]])
+        return join_spec(word, [o.write(value) for o, value in values if value != defaults[o.name]])
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -100,8 +104,9 @@ class DrafterSpec:
                 yield from part.all_parts()
 
     @property
-    def model_specs(self) -> tuple[ModelSpec, ...]:
-        return tuple(part.model for part in self.all_parts() if isinstance(part, SmallModel))
+    def models(self) -> tuple[SmallModel, ...]:
+        """Its parts with models of their own."""
+        return tuple(part for part in self.all_parts() if isinstance(part, SmallModel))
 
     @property
     def keeps_state(self) -> bool:
@@ -312,9 +317,23 @@ class SmallModel(DrafterSpec):
     trees = True
 
     model: ModelSpec
+    dtype: str = option(
+        "auto", "dtype=DTYPE", "in which it drafts (int8 on a CPU)", parse=str, expected="dtype"
+    )
+    device: str = option("auto", "device=DEVICE", "where it drafts", parse=str, expected="device")
+    any_target: bool = option(
+        False, "any-target", "of a trained head: drafts for other weights than those it was trained for"
+    )
 
     def __str__(self) -> str:
-        return self.model.name
+        return self.written(self.model.name)
+
+    @classmethod
+    def parse(cls, text: str) -> SmallModel:
+        """Parse a model with options; what exists as a path is one, whatever characters it has."""
+        exists = Path(text).exists()
+        name, given = (text, {}) if exists else (text.partition(":")[0], split_spec(text)[1])
+        return SmallModel(parse_model(name.strip()), **read_options(cls.word, given, cls.options()))
 
 
 @dataclass(frozen=True)
@@ -423,7 +442,7 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
         )
-    return SmallModel(parse_model(text))
+    return SmallModel.parse(text)
 
 
 def _parse_cascade(kind: type[FreeSpec], first: str, second: str) -> Cascade | Grammar:
@@ -464,7 +483,7 @@ def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None
     A name with an organization and an existing path count as correct.
     """
     name = text.partition(":")[0]
-    if "/" in text or text in BUILTIN_MODELS or text in PACKAGED_HEADS or Path(text).exists():
+    if "/" in text or name in BUILTIN_MODELS or name in PACKAGED_HEADS or Path(text).exists():
         return None
     if near := get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7):
         return near[0] + text[len(name) :]

@@ -438,7 +438,9 @@ def exports(results: Results, folder: Path, recipes: Mapping[str, Recipe] | None
         if measured is not None and measured.speedup.value > 1.0:
             words = ["specbench", "export", str(folder), "--to", name]
             recipe = (recipes or {}).get(measured.config)
-            for model in () if recipe is None else (recipe.target, *recipe.drafter.model_specs):
+            for model in (
+                () if recipe is None else (recipe.target, *(each.model for each in recipe.drafter.models))
+            ):
                 words += ["--model", model.source] if model.kind in ("folder", "gguf") else []
             command = shlex.join(map(one_line, words))
             found.append(Exported(name, command, setting, measured))

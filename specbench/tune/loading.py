@@ -17,7 +17,7 @@ from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
 from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
-from specbench.recipe import Recipe
+from specbench.recipe import Recipe, with_small_models
 from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import PACKAGED_HEADS, parse_model
 from specbench.tune.candidates import drafters_to_try, is_tried
@@ -74,10 +74,9 @@ def load_candidates(
             raise
         notes.append(f"Forms of the target are left out: {error.message}")
         drafters = load(candidates([]), models)
-    small = _small_models(drafters)
-    on_cpu = resolve_device(models.drafter_device).type == "cpu"
-    if small and models.drafter_dtype == "auto" and on_cpu and is_available():  # where int4 is fast
-        drafters += load(small, replace(models, drafter_dtype="int4"))
+    small = _in_int4(drafters)
+    if small and is_available():  # where int4 is fast
+        drafters += load(small, models)
     engine = ModelEngine(loaded, drafters)
     return LoadedCandidates(engine, kind, tuple(notes))
 
@@ -92,15 +91,26 @@ def _come_with(target: ModelSpec) -> list[DrafterSpec]:
     return [*heads, Mtp()] if mtp_layers_of(target) else heads
 
 
-def _small_models(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
-    """Return drafters with a model of their own, alone or in a cascade; not heads, which int4 does not speed up."""
-    return [
-        each.spec
-        for each in drafters
-        if isinstance(each.spec.model_part, SmallModel)
-        and each.training is None
-        and not isinstance(each.outcome, RunError)
-    ]
+def _as_int4(part: DrafterSpec) -> DrafterSpec:
+    return replace(part, dtype="int4") if isinstance(part, SmallModel) else part
+
+
+def _in_int4(drafters: Iterable[LoadedDrafter]) -> list[DrafterSpec]:
+    """Return drafters with a model of their own on a CPU, alone or in a cascade, in int4, unless they name a dtype; not
+    heads, which int4 does not speed up.
+    """
+    found = []
+    for each in drafters:
+        model = each.spec.model_part
+        if (
+            not isinstance(model, SmallModel)
+            or each.training is not None
+            or isinstance(each.outcome, RunError)
+        ):
+            continue
+        if model.dtype == "auto" and resolve_device(model.device).type == "cpu":
+            found.append(with_small_models(each.spec, _as_int4))
+    return found
 
 
 def _own_forms(models: ModelOptions, parameters: int) -> list[SelfForm]:

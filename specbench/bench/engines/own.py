@@ -90,10 +90,9 @@ class ModelEngine:
         """Return the grid of the drafters."""
         drafting: list[tuple[LoadedName, Recipe]] = []
         for each in self.drafters:
-            models = replace(base.models, drafter_dtype=each.requested_dtype)
             dtype = _dtype_of(each.drafter) if each.models and each.is_loaded else None
             name = LoadedName(each.name, dtype, each.weights if each.models else None)
-            drafting.append((name, replace(base, drafter=each.spec, models=models)))
+            drafting.append((name, replace(base, drafter=each.spec)))
         return build_rows(options, drafting, base)
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -185,8 +184,7 @@ class ModelEngine:
         """Return a run of the configuration's recipe, with a draft policy that has learned nothing."""
         assert config.recipe is not None
         recipe = replace(config.recipe, decoding=decoding)
-        wanted = recipe.drafter, recipe.models.drafter_dtype
-        loaded = next((each for each in self.drafters if (each.spec, each.requested_dtype) == wanted), None)
+        loaded = next((each for each in self.drafters if each.spec == recipe.drafter), None)
         ready = LoadedRecipe.of(recipe, self.target, loaded)
         return ready.start(prompt, seed=seed)
 
@@ -339,6 +337,7 @@ def load_engine(
         UsageError: See ``check_engine``, or a drafter does not fit the target.
         RunError: The target cannot be loaded.
     """
+    from specbench.models.drafters import loading
     from specbench.models.load import load_model
     from specbench.models.prepare import prepare
 
@@ -365,7 +364,7 @@ def load_engine(
                 _check_assistant(each.outcome)
                 assistants[each.name] = load_model(
                     each.spec.model,
-                    models.drafter,
+                    loading(each.spec),
                     progress=progress,
                     allow_pickle=models.allow_pickle,
                     tokenizer=False,
