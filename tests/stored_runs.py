@@ -127,7 +127,9 @@ def recipe_of(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any] | N
         if config["kind"] == "speculative":
             policy = parse_policy(config["draft_policy"])
             policy = policy if config["gamma"] is None else policy.with_options({"gamma": config["gamma"]})
-            name = re.sub(r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", config["drafter"])
+            name = re.sub(
+                r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", config["drafter"]
+            )
             recipe = replace(recipe, drafter=_drafter(name), policy=policy)
         return recipe.to_json()
     return None

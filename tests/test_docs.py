@@ -186,7 +186,12 @@ def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
     _, commands = commands_of("two-gpus.md")
     assert [each[0] for each in commands] == ["generate", "generate", "sweep", "tune"]
     for arguments in commands:
-        code = run([places.get(each, re.sub(r"cuda:\d", "cpu", each)) for each in _short(arguments)])
+        code = run(
+            [
+                re.sub(r"cuda:\d", "cpu", re.sub("org/(big|small)", lambda name: places[name[0]], each))
+                for each in _short(arguments)
+            ]
+        )
         captured = capsys.readouterr()
         if "--engine" in arguments:
             assert (code, "vllm: No such file or directory" in captured.err) == (1, True), captured.err
