@@ -39,26 +39,18 @@ _RELEARNING = 0.015
 """The share of the time since the last draft that reading a context to measure drafts again may take."""
 
 
-class _DraftedRound(NamedTuple):
-    """A pass of the target over more rows than requests."""
-
-    round: int
-    more_rows: int
-    seconds: float
-
-
-class _DraftPass(NamedTuple):
-    """A pass of a drafter's model.
+class _Sample(NamedTuple):
+    """The time of a pass.
 
     Attributes:
         round: Its round.
-        share_s: Its duration over the number of requests that drafted in it.
-        first: Whether it was the first of its round.
+        seconds: Its duration; of a drafter's pass, over the number of requests that drafted in it.
+        number: Of a target's pass the draft tokens, of a drafter's pass how many came before in its round.
     """
 
     round: int
-    share_s: float
-    first: bool
+    seconds: float
+    number: int
 
 
 class BatchCosts:
@@ -75,8 +67,8 @@ class BatchCosts:
     def __init__(self) -> None:
         self.size, self.rounds = 1, 0
         self._plain: dict[int, deque[float]] = {}  # seconds, by batch size
-        self._drafted: dict[int, deque[_DraftedRound]] = {}
-        self._drafts: WeakKeyDictionary[object, deque[_DraftPass]] = WeakKeyDictionary()
+        self._drafted: dict[int, deque[_Sample]] = {}
+        self._drafts: WeakKeyDictionary[object, deque[_Sample]] = WeakKeyDictionary()
         self._readings: WeakKeyDictionary[object, deque[float]] = WeakKeyDictionary()  # seconds per token
         self._target_readings: deque[float] = deque(maxlen=LATEST)
         self._in_round: Counter[object] = Counter()  # passes by model
@@ -97,7 +89,7 @@ class BatchCosts:
         elif max(new) <= _READING:
             passes = self._drafts.setdefault(made.model, deque(maxlen=4 * LATEST))
             share_s = made.seconds / len(made.requests)
-            passes.append(_DraftPass(self.rounds, share_s, not self._in_round[made.model]))
+            passes.append(_Sample(self.rounds, share_s, self._in_round[made.model]))
             self._in_round[made.model] += 1
             self._drafting_s += made.seconds
 
@@ -113,7 +105,7 @@ class BatchCosts:
         more_rows = sum(made.fed) - self.size
         if more_rows:
             rounds = self._drafted.setdefault(self.size, deque(maxlen=4 * LATEST))
-            rounds.append(_DraftedRound(self.rounds, more_rows, max(made.seconds, INSTANT)))
+            rounds.append(_Sample(self.rounds, max(made.seconds, INSTANT), more_rows))
         else:
             self._plain.setdefault(self.size, deque(maxlen=LATEST)).append(made.seconds)
 
@@ -122,7 +114,7 @@ class BatchCosts:
         """The mean time of the latest rounds over their batch size."""
         return fmean(self._rounds_s) if self._rounds_s else self.plain_s / self.size
 
-    def is_recent(self, made: _DraftedRound | _DraftPass) -> bool:
+    def is_recent(self, made: _Sample) -> bool:
         """Return whether a time still counts."""
         return made.round > self.rounds - _OLD
 
@@ -156,16 +148,16 @@ class BatchCosts:
             return median_low(self._target_readings) if self._target_readings else SLOPE * plain_s
         rounds = [each for each in self._drafted[size] if self.is_recent(each)]
         # By relative errors: a long time, as disturbed ones are, weighs little.
-        points = [(each.more_rows, each.seconds, each.seconds**-2) for each in rounds]
+        points = [(each.number, each.seconds, each.seconds**-2) for each in rounds]
         start_s, slope_s = fit_line([*points, (0, plain_s, plain_s**-2)])
         # That a round has drafts at all may cost something too. Its draft tokens share it.
-        tokens = median_low(each.more_rows for each in rounds)
+        tokens = median_low(each.number for each in rounds)
         return slope_s + max(0.0, start_s - plain_s) / tokens
 
     def _nearest(self, sizes: Iterable[int]) -> int | None:
         return min(sizes, key=lambda size: abs(size - self.size), default=None)
 
-    def draft_passes(self, model: object) -> Sequence[_DraftPass]:
+    def draft_passes(self, model: object) -> Sequence[_Sample]:
         """Return the latest passes of a drafter's model."""
         return self._drafts.get(model, ())
 
@@ -200,10 +192,10 @@ class RequestCosts(CostTable):
         self.begin(NewPrompt())
 
     def begin(self, prompt: NewPrompt) -> None:
-        self._reads, self._share = prompt.unread > 0, prompt.prior.reading_share
-        self._unread, self._longest = prompt.unread, 1
+        super().begin(prompt)
+        self._reads, self._longest = prompt.unread > 0, 1
 
-    def _passes(self) -> list[_DraftPass]:
+    def _passes(self) -> list[_Sample]:
         made = [each for model in self._models for each in self._batch.draft_passes(model)]
         return [each for each in made if self._batch.is_recent(each)]
 
@@ -213,20 +205,20 @@ class RequestCosts(CostTable):
 
     @property
     def first_s(self) -> float:  # type: ignore[override]
-        return self._draft_s(lambda each: each.first)
+        return self._draft_s(lambda each: each.number == 0)
 
     @property
     def later_s(self) -> float:  # type: ignore[override]
-        return self._draft_s(lambda each: not each.first)
+        return self._draft_s(lambda each: each.number > 0)
 
-    def _draft_s(self, wanted: Callable[[_DraftPass], bool]) -> float:
+    def _draft_s(self, wanted: Callable[[_Sample], bool]) -> float:
         if not self._models:
             return 0.0
         passes = self._passes()
         if not passes:
             return ASSUMED_C * self.verify_s(1)
         alike = [each for each in passes if wanted(each)] or passes
-        return median_low(each.share_s for each in alike[-LATEST:])
+        return median_low(each.seconds for each in alike[-LATEST:])
 
     @property
     def longest(self) -> float:  # type: ignore[override]
@@ -256,8 +248,9 @@ class RequestCosts(CostTable):
 
     def observe(self, step: Step) -> None:
         self._longest = max(self._longest, step.verified - 1)
-        if self._reads:
-            self._unread = 0 if passes_of(step) else self._unread + len(step.tokens)
+        super().observe(step)
+        if self._reads and not passes_of(step):
+            self._unread += len(step.tokens)
 
 
 def share_costs(policy: DraftPlan, batch: BatchCosts, models: Sequence[object]) -> None:

@@ -90,12 +90,15 @@ class CostTable:
 
     def begin(self, prompt: NewPrompt) -> None:
         """Start a prompt."""
+        self._unread, self._share = prompt.unread, prompt.prior.reading_share
 
     def time_prefill(self, seconds_per_token: float) -> None:
         """Note how long the target took to read the prompt."""
 
     def observe(self, step: Step) -> None:
         """Measure a finished step."""
+        if passes_of(step):
+            self._unread = 0
 
 
 class GivenCosts(CostTable):
@@ -108,8 +111,7 @@ class GivenCosts(CostTable):
 
     def __init__(self, costs: PassCosts, drafter: str) -> None:
         self._costs, self._drafter = costs, drafter
-        self._unread = 0
-        self._move(costs.context or 0)
+        self.begin(NewPrompt(costs.context or 0))
 
     def _move(self, context: int) -> None:
         """Take the costs at another length of context."""
@@ -119,12 +121,11 @@ class GivenCosts(CostTable):
         self._verify_s: dict[int, float] = {}
 
     def begin(self, prompt: NewPrompt) -> None:
-        self._unread = prompt.unread
+        super().begin(prompt)
         self._move(prompt.tokens)
 
     def observe(self, step: Step) -> None:
-        if passes_of(step):
-            self._unread = 0
+        super().observe(step)
         context = step.position + len(step.tokens)
         if self._costs.context_s and abs(context - self._context) > _NEAR * self._context:
             self._move(context)
@@ -154,7 +155,7 @@ class MeasuredCosts(CostTable):
         self.begin(NewPrompt())
 
     def begin(self, prompt: NewPrompt) -> None:
-        self._unread, self._share = prompt.unread, prompt.prior.reading_share
+        super().begin(prompt)
         self._prefill_s = self._prompt_s = 0.0  # per token, and of what the drafter has to read
         # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
         self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
@@ -186,8 +187,7 @@ class MeasuredCosts(CostTable):
         if self._unread:
             self._prompt_s = self._share * self._unread * self._prefill_s
         self._drafted = passes > 0
-        if self._drafted:
-            self._unread = 0
+        super().observe(step)
         self._rest.add(step.verified, rest_s)
         if draft_s is not None:
             made = self._drafts.setdefault(passes, deque(maxlen=LATEST))
@@ -269,17 +269,9 @@ def fit_drafts(seconds: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     A draft's first pass also reads what was accepted, and next to other programs finds its core taken.
     The two are drawn towards equal ones, which is what they are while all times are of one k.
     """
-    # Least squares of the relative errors of more + k · later; a long time, as disturbed ones are, weighs little.
-    ones = k1 = kk = t1 = kt = 0.0
-    for k, made in seconds.items():
-        median = max(median_low(made), INSTANT)
-        weight = len(made) / median**2
-        ones += weight
-        k1 += weight * k
-        kk += weight * k * k
-        t1 += weight * median
-        kt += weight * k * median
-    ones += _EQUAL * (kk / kt) ** 2
-    more = max(0.0, (kk * t1 - k1 * kt) / (kk * ones - k1 * k1))
-    later = (kt - more * k1) / kk
-    return (more + later, later) if later >= 0.0 else (t1 / ones, 0.0)
+    medians = {k: max(median_low(made), INSTANT) for k, made in seconds.items()}
+    # Least squares of relative errors; a long time, as disturbed ones are, weighs little.
+    points = [(k, time, len(seconds[k]) / time**2) for k, time in medians.items()]
+    equal_s = sum(w * k * time for k, time, w in points) / sum(w * k * k for k, _, w in points)
+    more_s, later_s = fit_line([*points, (0, 0.0, _EQUAL / equal_s**2)])
+    return (more_s + later_s, later_s) if more_s > 0 else (equal_s, equal_s)
