@@ -10,7 +10,7 @@ from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import AcceptanceEstimator
 from specbench.policies.base import ChainPolicy, is_guess
-from specbench.policies.costs import READING_NOTE, CostTable, MeasuredCosts, passes_of
+from specbench.policies.costs import CostTable, MeasuredCosts, passes_of
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
@@ -270,5 +270,5 @@ class AutoLength(ChainPolicy):
         if self._too_slow:
             notes[TOO_SLOW_NOTE] = 1.0
         if self._steps and self.table.reading_s:
-            notes[READING_NOTE] = self.table.reading_s
+            notes["reading_s"] = self.table.reading_s
         return notes

@@ -21,9 +21,6 @@ from specbench.decoding.theory import (
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
-READING_NOTE = "reading_s"
-"""The note of the time that reading the context was expected to take, while the drafter had not read it."""
-
 LATEST = 9
 """How many of the latest times of one kind of pass count."""
 
@@ -156,7 +153,7 @@ class MeasuredCosts(CostTable):
 
     def begin(self, prompt: NewPrompt) -> None:
         super().begin(prompt)
-        self._prefill_s = self._prompt_s = 0.0  # per token, and of what the drafter has to read
+        self._prefill_s = 0.0  # per token
         # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
         self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
         self._drafted = True  # in the last step
@@ -175,17 +172,12 @@ class MeasuredCosts(CostTable):
 
     @property
     def reading_s(self) -> float:
-        if not self._unread:
-            return 0.0
-        if not self._rest.seen:
-            return self._share * self._unread * self._rest.first_s
-        return self._prompt_s
+        token_s = self._prefill_s if self._rest.seen else self._rest.first_s
+        return self._share * self._unread * token_s
 
     def observe(self, step: Step) -> None:
         passes = passes_of(step)
         draft_s, rest_s = self._sample(step, passes)
-        if self._unread:
-            self._prompt_s = self._share * self._unread * self._prefill_s
         self._drafted = passes > 0
         super().observe(step)
         self._rest.add(step.verified, rest_s)
