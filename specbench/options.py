@@ -124,7 +124,7 @@ def arguments_of(group: Any) -> list[str]:
     found: list[str] = []
     for each in fields(group):
         value = getattr(group, each.name)
-        if value == each.default:
+        if value == each.default or not each.metadata:
             continue
         written = flag(type(group), each.name, on=value is not False)
         for one in value if isinstance(value, tuple) else (value,):
@@ -208,10 +208,8 @@ class DecodingOptions:
         (), "--stop TEXT", "Text or special token that ends the output; repeatable."
     )
     ignore_eos: bool = _decoding(False, "--ignore-eos", "Continue after end tokens.")
-    first_target: bool = _decoding(
-        True,
-        "--first-target/--no-first-target",
-        "Let the target emit the first token before anything is drafted.",
+    first_target: bool = (
+        True  # for Python alone: whether the target emits the first token before anything is drafted
     )
     residual_adjustment: bool = _decoding(
         True,

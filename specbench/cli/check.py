@@ -66,7 +66,7 @@ def check(
     decoding: Annotated[
         DecodingOptions,
         opt.Fields(
-            without=("min_new_tokens", "first_target"),
+            without=("min_new_tokens", "stop"),
             max_new_tokens=64,
             words={
                 "residual_adjustment": "Draw correction tokens from the residual distribution. NOT LOSSLESS without"

@@ -112,7 +112,7 @@ def notes_of(ctx: typer.Context, job: PromptJob, chat: bool | None) -> list[str]
         (
             drafter.is_plain,
             "with the drafter none",
-            ("draft_policy", "gamma", "first_target"),
+            ("draft_policy", "gamma"),
         ),
     ]
     for applies, why, names in ignored:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from specbench.options import CacheKind
     from specbench.recipe import Recipe
 
-DEMONSTRATED = ("min_new_tokens", "first_target", "residual_adjustment")
-"""Fields of ``DecodingOptions`` that are only for `generate` and `check`."""
+DEMONSTRATED = ("min_new_tokens", "residual_adjustment")
+"""Options of decoding that `chat` and `serve` lack."""
 
 NOT_SWEPT = ("stop", *DEMONSTRATED)
-"""Fields of ``DecodingOptions`` that hold for all that a sweep or a race compares."""
+"""Options of decoding that a sweep and a race lack."""
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
@@ -94,7 +94,9 @@ def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=hint))
             continue
         taken = next((each for each in extra if isinstance(each, Fields)), Fields())
-        known = {field.name: field for field in fields(kind) if field.name not in taken.without}
+        known = {
+            field.name: field for field in fields(kind) if field.metadata and field.name not in taken.without
+        }
         chosen = [known[name] for name in taken.names or known]
         groups[parameter.name] = kind, chosen
         parameters += _single(kind, chosen, taken)
