@@ -167,14 +167,11 @@ _decoding, _sampling = group(DECODING), group(SAMPLING)
 class ModelOptions:
     """How the target is loaded; a drafter's model has options of its own."""
 
-    dtype: DtypeName = _model(
-        "auto", "--dtype DTYPE", "Target dtype: auto, float32, bfloat16, float16, int8 or int4."
-    )
+    dtype: DtypeName = _model("auto", "--dtype DTYPE", "auto, float32, bfloat16, float16, int8, int4.")
     device: str = _model(
         "auto",
         "--device DEVICE",
-        "Target device: auto, cpu, cuda, cuda:N or mps; or several, in accelerate's order: balanced, balanced_low_0 or"
-        " sequential.",
+        "auto, cpu, cuda, cuda:N, mps; balanced or sequential.",
     )
     allow_pickle: bool = _model(
         False, "--allow-pickle", "Load pickled weights where there are no safetensors."
@@ -214,19 +211,17 @@ class DecodingOptions:
     residual_adjustment: bool = _decoding(
         True,
         "--residual-adjustment/--no-residual-adjustment",
-        "Draw correction tokens from the residual distribution. NOT LOSSLESS without it, for demonstration:"
-        " they are drawn from p.",
+        "Draw corrections from p. NOT LOSSLESS, for demonstration.",
     )
     model_defaults: bool = _decoding(
         True,
         "--model-defaults/--no-model-defaults",
-        "Apply the model's generation_config.json (suppressed tokens and the like), except for sampling.",
+        "Leave out the rules of generation_config.json.",
     )
     format: str | None = _decoding(
         None,
         "--format FORMAT",
-        "Only output text of a format: json-schema=FILE, regex=REGEX, or grammar=FILE as llguidance reads it (Lark). In"
-        " place of a file: the schema or grammar itself.",
+        "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark); in place of a file the text.",
         callback=_read_format,
     )
 
@@ -289,15 +284,13 @@ class CacheOptions:
     cache: CacheKind = _decoding(
         "dynamic",
         "--cache KIND",
-        "KV cache: dynamic (grown), preallocated (written by index; default of an int8 or int4 target), static (fixed"
-        " shapes; CUDA graphs on a GPU), compiled (static, and forward passes by torch.compile, each size at its first"
-        " use), or none (all is recomputed).",
+        "KV cache: dynamic; preallocated (default of int8 and int4 targets); static, with CUDA graphs on a GPU;"
+        " compiled, which is static with torch.compile; none.",
     )
     bit_exact: bool = _decoding(
         False,
         "--bit-exact",
-        "Make logits bitwise equal in forward passes of any size, so that greedy outputs are those of plain"
-        " decoding even at ties; an error where that is not possible. Uses the preallocated cache.",
+        "Logits bitwise equal in passes of any size, or an error; uses the preallocated cache.",
     )
 
 
@@ -310,10 +303,10 @@ class SamplingOptions:
     top_p: float = _sampling(
         1.0,
         "--top-p P",
-        "Keep the most probable tokens whose probabilities add up to P; above 0 and at most 1.",
+        "Keep the most probable tokens that add up to P.",
     )
     min_p: float = _sampling(
-        0.0, "--min-p P", "Drop tokens less probable than P times the most probable one.", min=0.0, max=1.0
+        0.0, "--min-p P", "Drop tokens less probable than P times the best.", min=0.0, max=1.0
     )
     repetition_penalty: float = _sampling(
         1.0, "--repetition-penalty X", "Repetition penalty above 0; 1 for none."

@@ -29,8 +29,8 @@ def test_help_is_complete_and_fits(cli, monkeypatch, command):
     assert max(map(len, out.splitlines())) <= 100
     for parameter in COMMANDS[command].params:
         assert parameter.help, parameter.name
-        for flag in () if parameter.param_type_name == "argument" else parameter.opts:
-            assert f" {flag}" in out
+        if parameter.param_type_name != "argument":
+            assert any(f" {flag}" in out for flag in (*parameter.opts, *parameter.secondary_opts))
 
 
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
@@ -39,6 +39,12 @@ def test_help_opens_with_command_lines_that_are_understood(cli, line):
     assert line in cli(command, "--help").out.partition("\n\n")[0]
     context = typer.Context(COMMANDS[command], info_name=command)
     COMMANDS[command].make_parser(context).parse_args(words)  # an unknown option would be an error
+
+
+@pytest.mark.parametrize("command", ["generate", "sweep", "plot"])
+def test_the_help_of_the_first_commands_fits_two_screens(cli, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(cli(command, "--help").out.splitlines()) <= 80
 
 
 def test_the_ten_most_used_options_come_first(cli):

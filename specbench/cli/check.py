@@ -69,8 +69,7 @@ def check(
             without=("min_new_tokens", "stop"),
             max_new_tokens=64,
             words={
-                "residual_adjustment": "Draw correction tokens from the residual distribution. NOT LOSSLESS without"
-                " it: above temperature 0 the check must fail."
+                "residual_adjustment": "Draw corrections from p: above temperature 0 the check must fail."
             },
         ),
     ],

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 from specbench.cli.config import defaults_from_config
 from specbench.cli.conflicts import refuse_conflicts
 from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET, default_drafter
+from specbench.options import OUTPUT
 
 MOST_USED = (
     "target", "drafter", "server", "prompts", "max_new_tokens", "temperature", "draft_policy", "gamma", "dtype",
@@ -97,7 +98,12 @@ class GroupedCommand(TyperCommand):
             parameter = parameters[name]
             record = parameter.get_help_record(ctx)
             if record is not None:
-                heading = getattr(parameter, "rich_help_panel", None) or "Options"
+                if parameter.secondary_opts and parameter.default is True:
+                    record = (
+                        parameter.secondary_opts[0],
+                        str(getattr(parameter, "help", "")),
+                    )  # what is on needs no word
+                heading = getattr(parameter, "rich_help_panel", None) or OUTPUT
                 if parameter.param_type_name == "argument":
                     heading = "Arguments"
                 elif name in first and "Most used options" in groups:

@@ -29,8 +29,7 @@ class ManyOptions:
     """Prompts that are decoded in batches."""
 
     prompts: tuple[str, ...] = opt.prompts_field(
-        help="Prompts instead of PROMPT: the first turns of a built-in set, of 'all', or of a JSON Lines file;"
-        " repeatable."
+        help="In place of PROMPT, repeatable: first turns of a built-in set, all, or a .jsonl file."
     )
     batch: int | None = _prompts(None, "--batch N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
 

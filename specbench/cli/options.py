@@ -51,7 +51,7 @@ stored run shows ahead of it (docs/training.md)."""
 _DEFAULT_DRAFTERS = ", ".join(
     [
         DEFAULT_DRAFTER,
-        "mtp for targets whose checkpoint has MTP layers",
+        "mtp where the checkpoint has MTP layers",
         *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items()),
     ]
 )
@@ -158,23 +158,22 @@ def default_drafter(target: str) -> str:
 output = panel(OUTPUT)
 _policy = group(POLICY)
 
-_DRAFTER = f"a word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
+_DRAFTER = f"A word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 _TARGET = (
     "--target MODEL",
-    "Target model: a hub id (org/name@revision), a folder, a .gguf file, or smollm2-135m.",
+    "Hub id (org/name@rev), folder or .gguf file.",
 )
 
 
-def drafters_field(heading: str, help: str = f"Drafter: {_DRAFTER} Repeatable.") -> Any:  # noqa: A002
+def drafters_field(heading: str, help: str = f"Repeatable. {_DRAFTER}") -> Any:  # noqa: A002
     """Return the field of a group for ``--drafter`` that may be repeated."""
     return group(heading)((), "--drafter DRAFTER", help)
 
 
 def prompts_field(
     heading: str = PROMPT,
-    help: str = "Prompts: a built-in set, 'all', a public benchmark (spec-bench, gsm8k, ...) or a JSON Lines file;"  # noqa: A002
-    " repeatable. Default: all.",
+    help: str = "Repeatable: a built-in set, all, a public benchmark (gsm8k, ...) or a .jsonl file. Default: all.",  # noqa: A002
 ) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
     return group(heading)((), "--prompts -p SET", help)
@@ -185,8 +184,7 @@ def recipe_field() -> Any:
     return group(POLICY)(
         None,
         "--recipe RUN:NAME",
-        "Everything as a row of a stored run has it: the folder of the run, and the row's name in the tables or its id."
-        " Options beside it replace the row's. Models that are folders or files are looked for in this folder.",
+        "As a row of a stored run was decoded, by its name in the tables; options beside it change it.",
     )
 
 
@@ -212,20 +210,18 @@ class DraftingOptions:
     """Target, drafter and draft policy, for commands that decode with one of each."""
 
     target: str = group(MODELS)(DEFAULT_TARGET, *_TARGET)
-    drafter: str = group(MODELS)(
-        DEFAULT_DRAFTER, "--drafter DRAFTER", f"Drafter: {_DRAFTER}", show_default=False
-    )
+    drafter: str = group(MODELS)(DEFAULT_DRAFTER, "--drafter DRAFTER", _DRAFTER, show_default=False)
     draft_policy: str | None = _policy(
         None,
         "--draft-policy RULE",
-        "Draft policy: auto, fixed, egag, confidence, confidence-head, entropy-bound, svip, heuristic, or for draft"
-        " trees static-tree or dynamic-tree; options follow a colon: dynamic-tree:nodes=12. Default: auto at"
-        " temperature 0; fixed above it (a seed then repeats a run) and with --gamma.",
+        "auto (default when greedy), fixed (default when sampling, and with --gamma), egag, confidence,"
+        " confidence-head, entropy-bound, svip, heuristic, or trees: static-tree, dynamic-tree. Options follow a colon:"
+        " egag:scale=0.5.",
     )
     gamma: int | None = _policy(
         None,
         "--gamma -g N",
-        "Draft length γ: tokens drafted in each step (fixed), or in the first one (heuristic). Default: 5.",
+        "Draft length γ: tokens drafted in a step. Default: 5.",
         min=1,
     )
     recipe: str | None = recipe_field()
@@ -235,7 +231,7 @@ ChatOption = Annotated[
     bool | None,
     panel(PROMPT)(
         "--chat/--raw",
-        "Apply the chat template, or continue the raw text. Default: chat if the model has one.",
+        "With the chat template (the default if there is one), or as it is.",
     ),
 ]
 SystemOption = Annotated[str | None, panel(PROMPT)("--system TEXT", "System message.")]
@@ -250,7 +246,7 @@ class ConfigOptions:
     config: Path | None = group(OUTPUT)(
         None,
         "--config FILE",
-        "File of defaults for options that are not given, or none. Default: ./specbench.toml.",
+        "Defaults of options, or none. Default: ./specbench.toml.",
     )
 
 

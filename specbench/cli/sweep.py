@@ -45,10 +45,8 @@ def sweep(
         opt.PoliciesOptions,
         opt.Fields(
             words={
-                "gamma": "Draft lengths γ of the policy fixed: 1..8, 2..16..2 (with a step) or 1,2,4.",
-                "draft_policy": "Draft policy; repeatable: auto, fixed (with each γ), egag, confidence,"
-                " confidence-head, entropy-bound, svip or heuristic; options follow a colon: egag:scale=0.5. Default:"
-                " fixed, and at temperature 0 auto too.",
+                "gamma": "Draft lengths γ of fixed: 1..8, 2..16..2 or 1,2,4.",
+                "draft_policy": "Repeatable. Default: fixed with each γ, and auto when greedy.",
             },
             gamma="1..8",
         ),
@@ -61,8 +59,7 @@ def sweep(
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
-    Every configuration decodes every prompt, interleaved in random order, and each generation is stored as it ends.
-    --resume continues an interrupted sweep. With --server or --engine, servers are measured instead.
+    Every configuration decodes every prompt, in random order; each generation is stored as it ends (--resume).
     """
     from specbench.results.load import load_snapshot
 

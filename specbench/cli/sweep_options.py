@@ -23,9 +23,8 @@ _DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
 _GROUPS = 3  # of prompts side by side that an interval takes at least
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
-_what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group("Results")
-_servers = group("Servers instead of models")
-_engines = group("Another engine")
+_what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group(OUTPUT)
+_servers = _engines = group("Servers instead of models")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 
 
@@ -40,27 +39,22 @@ class ComparedOptions:
     baseline: tuple[str, ...] = _what(
         (),
         "--baseline NAME",
-        "Other baseline; repeatable: transformers (its own generate), assisted (its speculative decoding: prompt"
-        " lookup and, for drafter models, assisted generation) or beam:N (its beam search with N beams, which gives"
-        " other outputs).",
+        "Repeatable: transformers, assisted (its speculation), beam:N.",
     )
     batch: str | None = _what(
         None,
         "--batch RANGE",
-        "Batch sizes: 1,2,4,8 or a range as in --gamma. Plain decoding of the same batch is the baseline. Default:"
-        " one prompt after the other.",
+        "Batch sizes, such as 1,2,4,8. Default: one prompt after the other.",
     )
     arrivals: tuple[str, ...] = _what(
         (),
         "--arrivals KIND",
-        "Workload of --batch; repeatable. closed:N: N clients that wait for their answers (default: as many as the"
-        " batch); poisson:RATE: random arrivals, RATE per second.",
+        "Workload of --batch, repeatable: closed:N or poisson:RATE.",
     )
     context: str | None = _what(
         None,
         "--context LENGTHS",
-        "Lengths of prompts in tokens: 256,1024,4096,8192. Text stands in front of each question. Plain decoding of"
-        " the same length is the baseline. Default: the prompts as they are.",
+        "Lengths of prompts in tokens, such as 256,1024: text in front of each.",
     )
 
     def axes(self, experiment: ExperimentOptions) -> dict[str, Any]:
@@ -93,19 +87,18 @@ class ServerOptions:
 
     server: tuple[str, ...] = _servers(
         (),
-        "--server NAME=URL[#MODEL]",
-        "Server to measure by the OpenAI protocol; repeatable, the first is the baseline. Default of MODEL: the one"
-        " it lists. --target names the model for its tokenizer. Keys are read from SPECBENCH_KEY_NAME in the"
-        " environment.",
+        "--server NAME=URL",
+        "OpenAI server to measure; repeatable, the first is the baseline. --target names its tokenizer, #MODEL behind"
+        " the URL one of several models, SPECBENCH_KEY_NAME in the environment holds its key.",
     )
     api: Literal["chat", "completions"] = _servers(
-        "chat", "--api WHAT", "Endpoint: chat (the server applies its template) or completions."
+        "chat", "--api WHAT", "chat (with the server's template) or completions."
     )
-    timeout: float = _servers(300.0, "--timeout SECONDS", "Timeout for each streamed chunk.", min=0.1)
+    timeout: float = _servers(300.0, "--timeout SECONDS", "Timeout of a chunk.", min=0.1)
     prompt_cache: Literal["avoid", "keep"] = _servers(
         "avoid",
         "--prompt-cache WHAT",
-        "Prompt caches of servers: avoid, or keep those of earlier turns in a conversation. keep sends all turns.",
+        "avoid or keep (all turns are sent).",
     )
 
 
@@ -116,15 +109,13 @@ class EngineOptions:
     engine: str | None = _engines(
         None,
         "--engine ENGINE",
-        "Start servers of an engine, one for each setting, and measure them: vllm, sglang or llama.cpp, with"
-        " :servers=N for how many run at a time (default: as many as fit into memory) and start-timeout=SECONDS (600)."
-        " Options for the engine follow --.",
+        "Start servers of vllm, sglang or llama.cpp, one per setting; options for all follow --. Behind a colon:"
+        " servers=N that run at a time (as many as fit), start-timeout=SECONDS (600).",
     )
     engine_command: str = _engines(
         "",
         "--engine-command COMMAND",
-        "Command that starts the engine's server in place of its usual one, such as docker or ssh; {port} stands"
-        " for the port.",
+        "Starts a server in place of the usual command; {port} is its port.",
     )
 
 
@@ -142,27 +133,22 @@ class ExperimentOptions:
     limit: int | None = _experiment(
         None,
         "--limit N",
-        "Number of prompts, in turn from the categories, or of a public benchmark as many of each task, by --seed."
-        f" Default: all of the named sets, {_DEFAULT_LIMIT} of a public benchmark or if none is named.",
+        f"Number of prompts. Default: all, or {_DEFAULT_LIMIT} if no set is named.",
         min=1,
     )
     turns: int | None = _experiment(
         None,
         "--turns N",
-        "Maximum number of turns of each conversation. Default: all; with servers 1, without --prompt-cache keep.",
+        "Most turns of a conversation. Default: all; with servers 1.",
         min=1,
     )
     repeats: int = _experiment(2, "--repeats -r N", "Repeats of each generation.")
-    warmup: int = _experiment(
-        1, "--warmup N", "Warm-up generations of each configuration, short and not counted."
-    )
+    warmup: int = _experiment(1, "--warmup N", "Warm-ups of each configuration, not counted.")
     seed: int = _experiment(0, "--seed N", "Seed of the random order and of sampling.", min=0)
     until: str | None = _experiment(
         None,
         "--until WIDTH",
-        "Stop as soon as the answer is known: sure (the verdict on the fastest configuration) or 5% (its interval"
-        " reaches at most 5% to each side). --limit and --repeats are then upper limits; the default of --limit is"
-        " all prompts.",
+        "Stop when the fastest is known (sure), or within ±5% (or another share).",
     )
     minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
@@ -175,13 +161,12 @@ class ResultsOptions:
     resume: bool = _results(
         False,
         "--resume",
-        "Continue the run in --out, or begin one there. Without --out: the newest unfinished run of this sweep in"
-        " results/.",
+        "Continue the run in --out, or the newest unfinished one of this sweep.",
     )
     accept_changes: bool = _results(
         False,
         "--accept-changes",
-        "With --resume, continue even if the machine, versions or options have changed.",
+        "With --resume: continue although machine, versions or options changed.",
     )
     retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")

@@ -34,12 +34,12 @@ class ShownOptions:
     compare: bool = _output(
         False,
         "--compare",
-        "Also decode plainly, in turn, and show the speedup with its interval and any difference in the output.",
+        "Also decode plainly, in turn, and show the speedup with its interval.",
     )
     repeats: int | None = _output(
         None,
         "--repeats N",
-        "Number of pairs of generations for --compare. Default: 3, and up to 12 within 10 s.",
+        "Pairs of --compare. Default: 3, and up to 12 within 10 s.",
         min=1,
     )
     show_accepted: bool = _output(
