@@ -114,8 +114,10 @@ class LoadOptions:
 
 
 def flag(group: Any, name: str, *, on: bool = True) -> str:
-    """Return the first flag of a field, such as ``--max-new-tokens``; without ``on`` the one that switches it off."""
-    first = next(each.metadata["flags"] for each in fields(group) if each.name == name).split()[0]
+    """Return the first flag of a field, such as ``--max-new-tokens``, without ``on`` the one that switches it off; of a
+    field that Python alone has its name.
+    """
+    first = next(each.metadata.get("flags", name) for each in fields(group) if each.name == name).split()[0]
     return str(first.split("/")[0 if on else 1])
 
 

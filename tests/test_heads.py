@@ -923,7 +923,7 @@ def test_heads_on_the_command_line(cli, folder):
     plain = tiny("--drafter", "none", "--json").json()["text"]
     eagle, medusa = folder / "eagle", folder / "medusa"
     for drafter in (eagle, medusa, f"lookup+{eagle}"):
-        figures = tiny("--drafter", drafter, "--json").json()
+        figures = tiny("--drafter", drafter, "--gamma", 2, "--json").json()
         assert figures["text"] == plain
         assert figures["drafted"] > 0
     assert tiny("--drafter", f"{eagle}|{medusa}", "--gamma", 2, "--json").json()["text"] == plain
