@@ -31,6 +31,12 @@ class LoadedRecipe:
         policy: How much is drafted; it has not drafted anything yet.
         sampling: The transforms, with the model's own settings.
         notes: What differs from the row of a run that the recipe is from, as sentences.
+
+    Example:
+        >>> loaded = load_recipe(read_recipe("results/smollm2-135m-head", "plain"))
+        >>> run = loaded.start([19556, 28])
+        >>> sum(1 for record in run) == len(run.result().token_ids)
+        True
     """
 
     recipe: Recipe
@@ -94,8 +100,8 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
 
     Example:
-        >>> loaded = load_recipe(read_recipe("results/smollm2-135m-head", "plain"))
-        >>> run = loaded.start([19556, 28])
+        >>> load_recipe(read_recipe("results/smollm2-135m-head", "plain")).models
+        'smollm2-135m (..., cpu), drafter none'
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none
     check_recipe(recipe)
