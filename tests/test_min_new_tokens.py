@@ -128,13 +128,6 @@ def test_generate(cli, folder):
     assert (len(figures["token_ids"]), figures["options"]["min_new_tokens"]) == (1, None)
 
 
-def test_check(cli, folder):
-    code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 2, "--json")
-    assert (code, json.loads(out)["verdict"]) == (0, "identical")
-    code, out, _ = cli("check", "--target", folder, *COMMON, "--limit", 1, "--temperature", 1.5, "--json")
-    assert code == 0, out
-
-
 def test_a_tokenizers_end_token_is_held_back_too():
     target = wrap_target(model_with(), tiny_tokenizer(), pack=False)
     result = speculative_generate("the thing", target, None, max_new_tokens=NEW, min_new_tokens=NEW)
