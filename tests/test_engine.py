@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 import specbench.models.drafters
 import specbench.models.prepare
 from specbench.base.errors import RunError, UsageError
+from specbench.bench.axes import parse_baselines
 from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepOptions
 from specbench.bench.passes import pass_costs
@@ -56,8 +58,8 @@ def engine_of(**asked: Any) -> ModelEngine:
     )
 
 
-def grid(temperature: float = 0.0, **options: Any) -> list[Row]:
-    made = SweepOptions(gammas=(3,), temperatures=(temperature,), transformers=True, assisted=True, **options)
+def grid(temperature: float = 0.0, others: Sequence[str] = ("transformers", "assisted")) -> list[Row]:
+    made = SweepOptions(gammas=(3,), temperatures=(temperature,), others=parse_baselines(others))
     return grid_of(made, "lookup", "self:int8", "small", small="f")
 
 
@@ -89,7 +91,7 @@ def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
     assert engine.reference is not None
     whole: Any = engine.reference.model
     greedy = run(engine, grid()[0])
-    (config,) = (config for config in grid(beams=(3,)) if config.kind == "beam")
+    (config,) = (config for config in grid(others=("transformers", "beam:3")) if config.kind == "beam")
     searched = run(engine, config)
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
@@ -257,7 +259,7 @@ def test_loading_by_specs(tmp_path):
     engine = load_engine(
         Recipe(parse_model(str(target)), models=ModelOptions("float32")),
         (Lookup(), parse_drafter(str(small))),
-        SweepOptions(assisted=True),
+        SweepOptions(others=parse_baselines(["assisted"])),
     )
     assert [each.name for each in engine.drafters] == ["lookup", "small (int8)"]
     assert (

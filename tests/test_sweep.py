@@ -31,6 +31,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
+from specbench.bench.rows import OtherLibrary
 from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
@@ -83,7 +84,7 @@ def test_ranges_of_gamma_that_are_none(text, message):
         ({"warmup": -1}, "warm-ups is -1"),
         ({"turns": 0}, "turns is 0"),
         ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),
-        ({"temperatures": (0.5,), "beams": (4,)}, "Beam search needs temperature 0"),
+        ({"temperatures": (0.5,), "others": parse_baselines(["beam:4"])}, "Beam search needs temperature 0"),
     ],
 )
 def test_options_outside_their_range(options, message):
@@ -103,7 +104,10 @@ def test_a_sweep_takes_names_and_no_objects(tmp_path, given, what):
 
 def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
-        gammas=(2, 4), temperatures=(0.0, 0.7), transformers=True, assisted=True, cache="preallocated"
+        gammas=(2, 4),
+        temperatures=(0.0, 0.7),
+        others=parse_baselines(["transformers", "assisted"]),
+        cache="preallocated",
     )
     configs = grid_of(options, "none", "lookup", "small (int8)", **{"small (int8)": "f1"})
     assert [config.id for config in configs[:8]] == [
@@ -122,9 +126,12 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        ([], (False, False, ())),
-        (["beam:4", "assisted"], (False, True, (4,))),
-        (["beam:8", "transformers", "beam:2", "transformers"], (True, False, (2, 8))),
+        ([], ()),
+        (["beam:4", "assisted"], (OtherLibrary("assisted"), OtherLibrary("beam", 4))),
+        (
+            ["beam:8", "transformers", "beam:2", "transformers"],
+            (OtherLibrary("transformers"), OtherLibrary("beam", 2), OtherLibrary("beam", 8)),
+        ),
         (["beam"], "no baseline 'beam'"),
         (["Transformers"], "no baseline 'Transformers'"),
         (["beam:1"], "has 1 beam"),
@@ -136,11 +143,11 @@ def test_baselines(names, found):
         with pytest.raises(UsageError, match=found):
             parse_baselines(names)
     else:
-        assert tuple(parse_baselines(names).values()) == found
+        assert parse_baselines(names) == found
 
 
 def test_other_answers_of_beam_search_are_no_differences(tmp_path):
-    sweep = make_sweep(prompts(8), repeats=1, beams=(4,))
+    sweep = make_sweep(prompts(8), repeats=1, others=parse_baselines(["beam:4"]))
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
     with new_store(tmp_path, sweep) as store:
         result = run_sweep(sweep, store, engine, snapshot=quiet)

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
+from specbench.bench.rows import OtherLibrary
 from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
 
 
-def parse_baselines(names: Sequence[str]) -> dict[str, Any]:
+def parse_baselines(names: Sequence[str]) -> tuple[OtherLibrary, ...]:
     """Parse additional baselines: ``transformers``, ``assisted`` and ``beam:N``.
-
-    Returns:
-        ``transformers``, ``assisted`` and ``beams`` of ``SweepOptions``.
 
     Raises:
         UsageError: A name is none of these, or a number of beams is too small or too large.
     """
-    beams: set[int] = set()
-    for name in names:
+    words = [OtherLibrary(word) for word in ("transformers", "assisted") if word in names]
+    beams = set[int]()
+    for name in {*names} - {"transformers", "assisted"}:
         found = re.fullmatch(r"beam:(\d{1,9})", name, re.ASCII)
-        if found is None and name not in ("transformers", "assisted"):
+        if found is None:
             raise UsageError(f"There is no baseline {name!r}.", "Choose transformers, assisted or beam:N.")
-        if found is not None:
-            beams.add(int(found[1]))
+        beams.add(int(found[1]))
     for count in beams:
         if not 2 <= count <= MAX_BEAMS:
             raise UsageError(f"The beam search has {counted(count, 'beam')}.", f"Give 2 to {MAX_BEAMS}.")
-    words = {name: name in names for name in ("transformers", "assisted")}
-    return {**words, "beams": tuple(sorted(beams))}
+    return (*words, *(OtherLibrary("beam", count) for count in sorted(beams)))
 
 
 def parse_gammas(text: str) -> list[int]:

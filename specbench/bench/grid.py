@@ -47,9 +47,8 @@ class SweepOptions:
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
-        transformers, assisted: Whether to add ``transformers``' own ``generate``; its assisted generation and prompt
-            lookup.
-        beams: Numbers of beams: for each, ``transformers``' beam search is added, at temperature 0.
+        others: What is measured of ``transformers`` too: its own ``generate``; its assisted generation, with each
+            drafter that is a model, and prompt lookup; beam searches, at temperature 0.
         batches: Batch sizes; empty for one prompt after the other.
         arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
             size.
@@ -73,9 +72,7 @@ class SweepOptions:
     turns: int | None = None
     seed: int = 0
     cache: str = "dynamic"
-    transformers: bool = False
-    assisted: bool = False
-    beams: tuple[int, ...] = ()
+    others: tuple[OtherLibrary, ...] = ()
     batches: tuple[int, ...] = ()
     arrivals: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
@@ -108,7 +105,7 @@ class SweepOptions:
         no_batch = "Leave it out, or leave --batch out."
         for wrong, what, hint in (
             (
-                self.beams and 0.0 not in self.temperatures,
+                any(each.beams for each in self.others) and 0.0 not in self.temperatures,
                 "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
             ),
@@ -129,18 +126,13 @@ class SweepOptions:
                 no_batch,
             ),
             (
-                self.batches and self.uses_transformers,
+                self.batches and self.others,
                 "transformers decodes one prompt after the other.",
                 "Leave out --batch, or --baseline.",
             ),
         ):
             if wrong:
                 raise UsageError(what, hint)
-
-    @property
-    def uses_transformers(self) -> bool:
-        """Whether ``transformers`` decodes with the target in addition to specbench."""
-        return self.transformers or self.assisted or bool(self.beams)
 
     @property
     def policy_specs(self) -> tuple[PolicySpec, ...]:
@@ -186,16 +178,15 @@ def build_rows(
         if policy.applies(recipe.drafter)
         for gamma in (options.gammas if policy.word == "fixed" else (None,))
     ]
-    if options.transformers:
-        decoders.append((OtherLibrary("transformers"), None))
-    if options.assisted:
-        decoders.append((OtherLibrary("assisted"), None))
+    for other in options.others:
+        decoders.append((other, None))
         decoders += [
-            (OtherLibrary("assisted"), name)
+            (other, name)
             for name, recipe in drafting
-            if name.fingerprint is not None and recipe.drafter.model_part is recipe.drafter
+            if other.kind == "assisted"
+            and name.fingerprint is not None
+            and recipe.drafter.model_part is recipe.drafter
         ]
-    decoders += [(OtherLibrary("beam", count), None) for count in options.beams]
     return [
         Row(decoder, at, name)
         for at in conditions(options)

@@ -152,7 +152,7 @@ def _compared_models(
         decoding=base.decoding,
         warmup=experiment.warmup,
         cache=base.caching.cache,
-        **parse_baselines(compared.baseline),
+        others=parse_baselines(compared.baseline),
         **axes,
     )
     return options, drafters, left_out(policies, drafters)

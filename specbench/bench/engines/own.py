@@ -18,7 +18,7 @@ from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
 from specbench.bench.passes import time_passes, time_shared_passes
-from specbench.bench.rows import LoadedName, Row
+from specbench.bench.rows import LoadedName, OtherLibrary, Row
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
@@ -316,7 +316,7 @@ def check_engine(
 
     check_models(base.target, drafters, base.models, progress=progress)
     rounded = quantized(base.models.dtype)
-    if rounded is not None and options is not None and options.uses_transformers:
+    if rounded is not None and options is not None and options.others:
         raise UsageError(
             f"The target is {rounded}, and transformers would decode with the unquantized model.",
             f"Leave out --dtype {rounded}, or --baseline.",
@@ -353,13 +353,13 @@ def load_engine(
         progress=progress,
     )
     reference = None
-    if options.uses_transformers:
+    if options.others:
         reference = load_model(
             base.target, models.target, progress=progress, allow_pickle=models.allow_pickle
         )
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in loaded:
-        if options.assisted and isinstance(each.spec, SmallModel) and each.models:
+        if OtherLibrary("assisted") in options.others and isinstance(each.spec, SmallModel) and each.models:
             try:
                 _check_assistant(each.outcome)
                 assistants[each.name] = load_model(
@@ -376,7 +376,7 @@ def load_engine(
         loaded,
         reference=reference,
         assistants=assistants,
-        rate_answers=bool(options.beams),
+        rate_answers=any(each.beams for each in options.others),
     )
 
 
