@@ -6,7 +6,7 @@ Results show it, and it contains the hash of the head's weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -68,10 +68,6 @@ class _TrainingFile(Record):
     measured: list[TrainingMeasurement]
 
 
-class _Weights(Record):
-    sha256: str | None = None
-
-
 def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
     try:
@@ -89,9 +85,10 @@ def read_metadata(folder: Path) -> TrainingMetadata | None:
 
 def _hash_of_weights(folder: Path) -> str | None:
     try:
-        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=_Weights).sha256
+        found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=dict[str, Any]).get("sha256")
     except (OSError, ValueError, RecursionError):
         return None
+    return found if isinstance(found, str) else None
 
 
 def check_weights(folder: Path, name: str) -> None:

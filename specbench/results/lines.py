@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from specbench.base.record import (
     Count,
@@ -351,11 +351,7 @@ class Measurement:
         return None
 
 
-class _Kind(Struct):
-    requests: msgspec.Raw = msgspec.Raw()
-
-
-_LINE, _KIND = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Kind)
+_LINE, _FIELDS = msgspec.json.Decoder(Line), msgspec.json.Decoder(dict[str, msgspec.Raw])
 _GENERATION, _GROUP = msgspec.json.Decoder(Generation), msgspec.json.Decoder(Group)
 
 
@@ -371,7 +367,7 @@ def _parse(line: bytes) -> Measurement:
     head = _LINE.decode(line)
     if head.status == "failed":
         return Measurement(head, None)
-    decoder = _GROUP if bytes(_KIND.decode(line).requests) else _GENERATION
+    decoder = _GROUP if "requests" in _FIELDS.decode(line) else _GENERATION
     return Measurement(head, decoder.decode(line))
 
 

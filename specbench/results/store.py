@@ -362,11 +362,6 @@ def measured_configs(path: str | Path) -> set[str]:
     }
 
 
-class _Version(msgspec.Struct):
-    kind: Any = None
-    schema: Any = None
-
-
 def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     """Read ``run.json`` in a folder.
 
@@ -380,7 +375,7 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     file = Path(path) / RUN
     try:
         text = file.read_bytes()
-        version = msgspec.json.decode(text, type=_Version)
+        version = msgspec.json.decode(text, type=dict[str, Any])
     except FileNotFoundError:
         raise UsageError(
             f"There are no results in {str(path)!r}: it has no {RUN}.", "Name another folder."
@@ -388,14 +383,14 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     except OSError as error:
         raise UsageError(f"{str(file)!r} cannot be read ({reason(error)}).") from error
     except msgspec.ValidationError:
-        version = _Version()
+        version = {}
     except (ValueError, RecursionError):
         raise UsageError(
             f"{str(file)!r} is damaged: it is not JSON.", "Restore it, or measure again."
         ) from None
-    if version.kind != KIND:
+    if version.get("kind") != KIND:
         raise UsageError(f"{str(file)!r} does not describe a specbench sweep.", "Name another folder.")
-    _check_version(version.schema, file)
+    _check_version(version.get("schema"), file)
     try:
         whole = msgspec.json.decode(text)
         if problems is None:

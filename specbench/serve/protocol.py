@@ -260,22 +260,13 @@ class Tool(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-class _NamedFunction(BaseModel):
-    name: str
-
-
-class _NamedTool(BaseModel):
-    type: Literal["function"]
-    function: _NamedFunction
-
-
 class ChatRequest(BaseRequest):
     """A conversation to answer."""
 
     messages: _List[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: _List[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
 
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -286,7 +277,7 @@ class ChatRequest(BaseRequest):
         names = [tool.function.name for tool in self.tools or ()]
         if len({*names}) < len(names):
             raise PydanticCustomError("tools", "tools: two functions have the same name")
-        if isinstance(self.tool_choice, _NamedTool) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, Tool) and self.tool_choice.function.name not in names:
             raise PydanticCustomError("tools", "tool_choice: tools has no such function")
         if self.tool_choice == "required" and not names:
             raise PydanticCustomError("tools", "tool_choice: there are no tools")
@@ -301,7 +292,7 @@ class ChatRequest(BaseRequest):
         """Return the grammar of the answers that these tools allow; ``None`` for any text."""
         tools, choice = self.offered, self.tool_choice
         several = self.parallel_tool_calls is not False
-        if isinstance(choice, _NamedTool):
+        if isinstance(choice, Tool):
             named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
             return form.grammar(named, several=False)
         if choice == "required":
