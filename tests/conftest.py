@@ -50,6 +50,14 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a model called ``tiny``, which nobody changes."""
+    from tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
 @pytest.fixture(scope="module")
 def small_pages() -> Iterator[None]:
     """Large weights load in a third of the time where nobody lays them into huge pages."""

@@ -25,6 +25,18 @@ static float *numbers(int64_t count) {
     return made;
 }
 
+/* Random entries of a cache or queries, in float32 or bfloat16. */
+static char *entries_of(size_t count, int is_bfloat16) {
+    const size_t entry = is_bfloat16 ? 2 : 4;
+    char *made = malloc(count * entry);
+    for (size_t i = 0; i < count; i++) {
+        const float value = number();
+        const uint16_t half = to_bfloat16(value);
+        memcpy(made + i * entry, is_bfloat16 ? (const void *)&half : (const void *)&value, entry);
+    }
+    return made;
+}
+
 static Matrix matrix(int outputs, int inputs, int bits, int biased, int level) {
     Matrix made = {.outputs = outputs, .inputs = inputs, .bits = bits, .width = PANEL, .depth = padded_to_groups(inputs)};
     const int64_t count = (int64_t)outputs * inputs;
@@ -105,14 +117,7 @@ static int same(const Model *model, int level) {
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < keys; k++) mask[r * keys + k] = k == past + r || (k < past + r && drawn(3) > 0);
     char *first[2 * LAYERS];
-    for (int i = 0; i < 2 * LAYERS; i++) {
-        first[i] = malloc(held);
-        for (size_t j = 0; j < held / entry; j++) {
-            const float value = number();
-            const uint16_t half = to_bfloat16(value);
-            memcpy(first[i] + j * entry, is_bfloat16 ? (const void *)&half : (const void *)&value, entry);
-        }
-    }
+    for (int i = 0; i < 2 * LAYERS; i++) first[i] = entries_of(held / entry, is_bfloat16);
     const int64_t numbers_of_heads = (int64_t)rows * HEADS * SIZE;
     float *logits[2], *states[2], *attended[2], *queries = numbers(numbers_of_heads);
     char *entries[2][2 * LAYERS];
@@ -175,15 +180,7 @@ static int same_prompt(int level) {
     const int is_bfloat16 = (int)drawn(2);
     const size_t entry = is_bfloat16 ? 2 : 4, asked = (size_t)(rows * HEADS * size) * entry, held = (size_t)(SHARED * keys * size) * entry;
     char *given[3], *out[2];
-    for (int i = 0; i < 3; i++) {
-        const size_t bytes = i ? held : asked;
-        given[i] = malloc(bytes);
-        for (size_t j = 0; j < bytes / entry; j++) {
-            const float value = number();
-            const uint16_t half = to_bfloat16(value);
-            memcpy(given[i] + j * entry, is_bfloat16 ? (const void *)&half : (const void *)&value, entry);
-        }
-    }
+    for (int i = 0; i < 3; i++) given[i] = entries_of((i ? held : asked) / entry, is_bfloat16);
     for (int run = 0; run < 2; run++) {
         out[run] = calloc(1, asked);
         const Prompt prompt = {

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
-from test_policies import UnsteadyClock, given
+from test_policies import UnsteadyClock, a_step, given
 
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt
-from specbench.decoding.records import SharedPass, Step, StepTimes
+from specbench.decoding.records import SharedPass, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.schedule import Scheduler, loaded_of
@@ -298,14 +298,6 @@ def made(
     return SharedPass(model, target, numbers, fed, tuple(drafted), 0.0, seconds, len(drafted), 0)
 
 
-def step(verified: int, tokens: int = 1) -> Step:
-    return Step(
-        index=0, position=1, drafted=(0,) * (verified - 1), accepted=tokens - 1, tested=tokens - 1,
-        tokens=(0,) * tokens, closing="target", expected_acceptance=(), times=StepTimes(0, 0, 0, 0, 0, 0),
-        finish_reason=None, policy={},
-    )  # fmt: skip
-
-
 def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 20) -> None:
     """Let it see passes of that batch with 0, 1, 2 and 3 drafts each."""
     for _, drafts in itertools.product(range(rounds), range(4)):
@@ -377,13 +369,13 @@ def test_what_the_drafter_has_not_read_is_weighed():
     assert costs.reading_s == pytest.approx(0.2 * 100), "a share of the target's time"
     batch_costs.observe(made(40.0, [0, 0], target=False, model=Model, read=100))
     assert costs.reading_s == pytest.approx(20.0)
-    costs.observe(step(1, 5))
+    costs.observe(a_step(0, 4))
     assert costs.reading_s == pytest.approx(21.0)
-    costs.observe(step(2, 1))
+    costs.observe(a_step(1, 0))
     assert costs.reading_s == 0.0
     own = RequestCosts(batch_costs, [Model])
     own.begin(NewPrompt(100))
-    own.observe(step(1, 50))
+    own.observe(a_step(0, 49))
     assert own.reading_s == 0.0, "it drafts with the target's cache"
 
 

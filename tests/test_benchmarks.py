@@ -12,7 +12,6 @@ import aa
 import auto_regret
 import gpu
 import overhead
-import parts
 import passes
 import pytest
 import vs_transformers
@@ -82,20 +81,6 @@ def test_passes_are_measured_against_memory(models, capsys, monkeypatch):
     good = result["share_of_memory_traffic"] >= passes.SHARE and result["longest_over_allowed"] <= 1.0
     assert code == (0 if good else 1)
     assert all(value > 0 for value in (*result["pass_ms"].values(), *result["bandwidth_gb_s"].values()))
-
-
-# --- Parts ----------------------------------------------------------------------------------------
-
-
-def test_parts_are_kept_and_a_line_cut_short_is_dropped(tmp_path):
-    file = tmp_path / "parts.jsonl"
-    parts.Parts(file, {"seed": 1}).add({"n": 1})
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write('{"n": 2')
-    again = parts.Parts(file, {"seed": 1})
-    assert again.done == [{"n": 1}]
-    again.add({"n": 3})
-    assert parts.Parts(file, {"seed": 1}).done == [{"n": 1}, {"n": 3}]
 
 
 # --- A/A ------------------------------------------------------------------------------------------

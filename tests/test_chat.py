@@ -11,12 +11,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cli_runs import Cli, Result
 from forked import Descriptor, Forked, specbench
-from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import UsageError, load_drafter, speculative_generate, wrap_target
 from specbench.cli import run
@@ -28,11 +27,6 @@ pytestmark = pytest.mark.timeout(180)  # whatever a terminal is waited for
 NEW = 12
 PATIENCE_S = 60.0
 AGAIN_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -175,13 +175,6 @@ def test_what_no_draw_has_exercised_is_tested_too(table):
     assert result_of(replace(setup, residual_adjustment=True)).verdict == "identical"
 
 
-@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.9)], ids=["greedy", "sampled"])
-def test_without_drafts_nothing_is_tested(sampling):
-    result = result_of(setup_of(sampling=sampling, policy=FixedLength(3), max_new_tokens=1))
-    assert (result.verdict, result.tested) == ("nothing tested", 0)
-    assert result.to_dict(None)["verdict"] == "nothing tested"
-
-
 TAMPERINGS: dict[str, Callable[[list[int]], list[int]]] = {
     "the last is another": lambda tokens: [*tokens[:-1], (tokens[-1] + 1) % 3],
     "the first is another": lambda tokens: [(tokens[0] + 1) % 3, *tokens[1:]],
@@ -618,15 +611,6 @@ def test_every_tampered_output_is_found(tampering):
     assert found > 2
 
 
-def test_an_output_behind_its_end_is_wrong():
-    output = greedy_output(9)
-    result = check_output(scripted_target(), given(output), PROMPT, Greedy(), end_ids=[output[3]])
-    assert result.after_end == output.index(output[3])
-    assert result.verdict == "wrong"
-    last = check_output(scripted_target(), given(output[:4]), PROMPT, Greedy(), end_ids=[output[3]])
-    assert last.after_end is None or output.index(output[3]) < 3
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -659,6 +643,3 @@ def test_lines_are_read_as_described():
         ExternalOutput(3, "7", (1,), (3,)),
     ]
     assert len(list(read_outputs([b"", *lines], limit=2))) == 2
-
-
-# --- The whole ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cli_runs import Result
-from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 
 import specbench.check.run
 from specbench.backends.torch.kernels import native
@@ -34,11 +34,6 @@ def only(figures: dict[str, Any]) -> dict[str, Any]:
     """With what is said of the configuration, if there is one only."""
     found = figures.get("configurations", [])
     return {**figures, **found[0]} if len(found) == 1 else figures
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -418,4 +413,3 @@ def test_files_that_are_none_are_refused(check, outputs, tmp_path):
     check("--outputs", tmp_path / "missing.jsonl").refused(2, "cannot be read")
     check("--outputs", tmp_path).refused(2, "cannot be read")
     check("--outputs", outputs(b"", b"  ")).refused(2, "There are no outputs")
-    check("--outputs", outputs(b"{}"), "--prompts", "chat").refused(2, "has its own prompts")

@@ -146,16 +146,6 @@ def test_closed_standard_streams(folder, closed, words, code):
     assert child.stderr.count(b"\n") == (code and "2>" not in closed)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_under_the_output():
-    with Path("/dev/full").open("w") as full:
-        child = subprocess.run(
-            [*COMMAND, "drafters"], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
-        )
-    assert child.returncode == 1
-    assert child.stderr == b"specbench: the output cannot be written: No space left on device.\n"
-
-
 @pytest.mark.parametrize("what", ["a closed pipe", "a full device"])
 def test_a_sweep_whose_table_nobody_takes_is_whole_in_its_folder(folder, tmp_path, what):
     words = ["--target", str(folder), "--prompts", "chat", "--limit", "1", "-n", "4", "--gamma", "1"]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from scripted import ScriptedScorer, Ticking, random_table
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
+from test_policies import a_step
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_contexts
@@ -20,7 +21,7 @@ from specbench.bench.prompts import Prompt
 from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DrafterPrior, NewPrompt
-from specbench.decoding.records import Step, StepTimes
+from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
@@ -208,13 +209,6 @@ def test_the_reading_of_a_context_has_its_own_costs():
         assert given.reading_s == seconds
 
 
-def plain_step(position: int, verify_s: float) -> Step:
-    return Step(
-        index=1, position=position, drafted=(), accepted=0, tested=0, tokens=(1,), closing="target",
-        expected_acceptance=(), times=StepTimes(verify_s=verify_s),
-    )  # fmt: skip
-
-
 def begins(policy: AutoLength, budget: int) -> bool:
     return policy.begin_step(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
 
@@ -238,12 +232,12 @@ def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_
         policy.begin(NewPrompt(8000, 8000))
         policy.time_prefill(5.0 / 8000)
         assert not begins(policy, tokens - 1)
-        policy.observe(plain_step(8000, 0.04))
+        policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
     policy.begin(NewPrompt(8000, 8000, DrafterPrior(0.05)))  # of the target's time, by its size
     policy.time_prefill(5.0 / 8000)
-    policy.observe(plain_step(8000, 0.04))
+    policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
     assert policy.notes()["reading_s"] == pytest.approx(0.25)
 
 

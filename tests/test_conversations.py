@@ -197,16 +197,3 @@ def test_servers_that_are_alike_are_not_named():
 )
 def test_broken_answers(text, expects, broken):
     assert is_broken(text, expects) is broken
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--prompt-cache", "keep"], "without --server"),
-        (["--prompt-cache", "keep", "--batch", "2", "--server", "a=http://h"], "does not go with"),
-    ],
-)
-def test_what_is_refused(cli: Cli, words, said):
-    done = cli("sweep", "--prompt-cache", "keep", *words)
-    assert done.code == 2
-    assert said in done.err

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbench.base.errors import UsageError
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.suffix import SuffixDrafter
+from specbench.specs.drafters import Lookup, NGram, Suffix, parse_drafter
 from specbench.specs.notation import (
     dashed,
     join_spec,
@@ -131,3 +135,40 @@ def test_control_characters_are_not_echoed():
     with pytest.raises(UsageError) as caught:
         read_options("x", {"\x1b[31m": True}, ())
     assert "\x1b" not in str(caught.value)
+
+
+FREE: dict[type, type] = {Lookup: LookupDrafter, NGram: NGramDrafter, Suffix: SuffixDrafter}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3", "ngram",
+        "ngram:order=2,max=3,window=5,keep,top-k=4,sample", "suffix", "suffix:n=8,min=2,keep", "suffix+self:int8",
+        "suffix:min=1+self:int8", "lookup:n=any|lookup+self:int8|org/small", "grammar", "grammar+lookup",
+        "grammar+lookup:n=5,passes=2+self:int8",
+    ],
+)  # fmt: skip
+def test_a_drafter_is_named_as_it_is_written(text):
+    spec = parse_drafter(text)
+    assert str(spec) == text
+    assert spec.keeps_state == ("keep" in text)
+    if type(spec) in FREE:
+        assert FREE[type(spec)](spec).traits.name == text
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [
+        ("lookup", "n=0 n=65 min=0 min=65,n=any min=4 n n=many min=any order=3"),
+        ("ngram", "order=1 order=17 order order=two max=0 window=-1 top-k=0 keep=yes gamma=4"),
+        ("suffix", "n=0 n=65 min=5,n=4 min=0 order=3"),
+    ],
+)
+def test_options_that_a_drafter_has_not_are_named(word, options):
+    for each in options.split():
+        with pytest.raises(UsageError, match=each.partition("=")[0]):
+            parse_drafter(f"{word}:{each}")
+    for text in ("lookup|none", "lookup|lookup", "lookup|"):
+        with pytest.raises(UsageError):
+            parse_drafter(text)

@@ -28,7 +28,6 @@ from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions, Format
 from specbench.results.lines import StepLists
 from specbench.results.trace import step_event
-from specbench.specs.drafters import parse_drafter
 
 table: Any = importlib.import_module("distributions")
 
@@ -356,8 +355,3 @@ def test_own_settings_that_ban_what_the_format_demands_are_an_error(target, monk
             speculative_generate(
                 PROMPT, target, "none", format="regex=aaa", sampling=Sampling(temperature=temperature)
             )
-
-
-@pytest.mark.parametrize("text", [*DRAFTERS, f"grammar+lookup:n=5,passes=2+{MODEL}"])
-def test_specs_are_written_as_they_are_read(text):
-    assert str(parse_drafter(text)) == text

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scripted import ScriptedScorer, random_table
 from tiny import tiny_llama
 
-from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
@@ -229,20 +228,3 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
     )  # fmt: skip
     assert {step.passes for step in steps} == {0, 2, 4}, "each alone, and both in one draft"
     assert all(step.accepted == 4 for step in steps if step.passes == 4), "the model is the target"
-
-
-# Specs.
-
-
-@pytest.mark.parametrize(
-    "name", ["suffix", "suffix:n=8,min=2,keep", "suffix+self:int8", "suffix:min=1+self:int8"]
-)
-def test_the_names_are_those_of_the_command_line(name):
-    assert str(parse_drafter(name)) == name
-    assert parse_drafter(name).keeps_state == ("keep" in name)
-
-
-@pytest.mark.parametrize("options", ["n=0", "n=65", "min=5,n=4", "min=0", "order=3"])
-def test_bad_options(options):
-    with pytest.raises(UsageError, match=options.partition("=")[0]):
-        parse_drafter(f"suffix:{options}")

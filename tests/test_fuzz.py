@@ -25,16 +25,6 @@ def test_random_cases_find_nothing(seed, cases, capsys):
     assert result["refused"] < cases / 4, "what is refused shows nothing"
 
 
-def test_a_case_is_the_same_every_time_and_alone(capsys):
-    assert fuzz.draw(CASE) == fuzz.draw(CASE)
-    seen = []
-    for _ in range(2):
-        assert fuzz.main(["--seed", str(CASE), "--cases", "1"]) == 0
-        seen.append(capsys.readouterr().out)
-    assert seen[0] == seen[1]
-    assert json.loads(seen[0].splitlines()[-1])["cases"] == 1
-
-
 def test_a_wrong_token_is_found(monkeypatch, capsys):
     honest = fuzz.generated
 

@@ -176,15 +176,7 @@ def test_ill_typed_results(stored, name):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("specbench",), MISSING),
-        (("configs", 0, "label"), MISSING),
         (("configs", 1, "gamma"), "2"),
-        (("configs", 1, "temperature"), "0"),
-        (("prompts", 0), 7),
-        (("prompts", 0, "turns"), "1"),
-        (("changes",), [7]),
-        (("changes", 0, "environment"), 7),
-        (("differences", 0), 7),
         (("differences", 0, "config"), "x"),
         (("differences", 0, "gap"), None),
         (("costs",), 7),

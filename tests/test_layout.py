@@ -128,11 +128,6 @@ def test_a_table_of_old_results_needs_no_torch(name):
     assert not closure(name, nested=True) & {"torch", "transformers"}
 
 
-def test_the_command_line_starts_without_anything_heavy():
-    """``specbench --help`` imports what stands outside of functions."""
-    assert not closure("cli", nested=False) & HEAVY
-
-
 def test_only_the_command_line_prints():
     for name in sorted(modules()):
         if name == "cli" or name.startswith("cli."):

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ngram import Counting
 
-from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.policies import FixedLength
-from specbench.specs.drafters import Lookup, parse_drafter
+from specbench.specs.drafters import Lookup
 
 
 def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
@@ -81,13 +80,6 @@ def test_a_new_prompt_leaves_no_earlier_places_of_the_last():
     context = [*range(100, 116), 5, 6, 7, 8, 50, 113, 5, 6, 7, 8]
     drafter.begin(context)
     assert draft(drafter, context, gamma=1).tokens == [50]
-
-
-def test_longer_matches_are_looked_for_at_the_most_recent_places_only():
-    long, short = [9, 1, 2, 3, 4], [1, 2, 3, 4]
-    for others, expected in ((31, 7), (32, 6)):
-        context = [*long, 7, *([*short, 6] * others), *long]
-        assert drafted(context, max_match=None) == [expected]
 
 
 @pytest.mark.parametrize("max_match", [3, None])
@@ -157,24 +149,6 @@ def test_agrees_with_a_search(context, max_match, min_match, data):
         emitted = data.draw(st.integers(1, len(context) - end))
         end += emitted
         drafter.update(StepOutcome(context[:end], emitted, torch.zeros(emitted, 4)))
-
-
-# Options.
-
-
-@pytest.mark.parametrize("name", ["lookup", "lookup:n=2", "lookup:n=any", "lookup:n=5,min=2", "lookup:min=3"])
-def test_the_name_is_that_of_the_command_line(name):
-    spec = parse_drafter(name)
-    assert isinstance(spec, Lookup)
-    assert LookupDrafter(spec).traits.name == str(spec) == name
-
-
-@pytest.mark.parametrize(
-    "options", ["n=0", "n=65", "min=0", "min=65,n=any", "min=4", "n", "n=many", "min=any", "order=3"]
-)
-def test_bad_options(options):
-    with pytest.raises(UsageError, match=options.partition("=")[0]):
-        parse_drafter(f"lookup:{options}")
 
 
 # -- asked token by token ------------------------------------------------------------------------------

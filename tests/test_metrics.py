@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from specbench.decoding.metrics import (
-    acceptance_by_position,
-    acceptance_rate,
     mean_expected_acceptance,
     summary,
     time_split,
     tokens_per_second,
-    tokens_per_step,
 )
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 
@@ -48,29 +45,6 @@ STEPS = (step(4, 4), step(4, 2), step(0, 0), step(3, 1, stopped=True))
 # -- tokens and acceptance ------------------------------------------------------------------------
 
 
-def test_tokens_per_step():
-    assert tokens_per_step(STEPS) == (5 + 3 + 1 + 1) / 4
-    assert tokens_per_step([step(4, 4)]) == 5
-    assert tokens_per_step([step(0, 0), step(0, 0)]) == 1
-    assert tokens_per_step([]) is None
-
-
-def test_acceptance_rate_counts_every_drafted_token():
-    assert acceptance_rate(STEPS) == 7 / 11
-    assert acceptance_rate([step(4, 0)]) == 0
-    assert acceptance_rate([step(0, 0)]) is None
-    assert acceptance_rate([]) is None
-
-
-def test_acceptance_by_position_counts_tested_tokens():
-    assert acceptance_by_position(STEPS) == [
-        3 / 3,
-        2 / 2,
-        1 / 2,
-        1 / 1,
-    ]  # a stop came before one of the second
-
-
 def test_alpha_is_the_mean_over_tested_positions_of_all_steps():
     steps = [
         step(2, 2, expected_acceptance=(0.9, 0.6)),
@@ -83,16 +57,6 @@ def test_alpha_is_the_mean_over_tested_positions_of_all_steps():
 
 
 # -- time -----------------------------------------------------------------------------------------
-
-
-def test_time_split_with_a_first_target_pass():
-    split = time_split(Prefill(10, token=3, time_s=7.0), [step(4, 4), step(4, 2)])
-    assert split.ttft_s == 7
-    assert split.decode_s == 2 * 3.875
-    parts = (split.draft_s, split.verify_s, split.accept_s, split.rollback_s, split.other_s)
-    assert parts == (2, 4, 0.5, 1, 0.25)
-    assert split.decode_s == sum(parts)
-    assert split.draft_prefill_s == 1.5  # a part of the drafting, not one more
 
 
 def test_time_split_without_a_first_target_pass():

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import Ticking
 
-from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.ngram import NGramDrafter
 from specbench.policies import FixedLength
-from specbench.specs.drafters import NGram, parse_drafter
+from specbench.specs.drafters import NGram
 
 GREEDY = Sampling()
 SAMPLING = Sampling(temperature=0.7, top_k=1)
@@ -220,26 +219,6 @@ def test_agrees_with_a_recount(run, order, window, keep, top_k, first_target, ch
             drafter.update(
                 StepOutcome(context, len(step), ranking([*rankings, range(vocabulary)], vocabulary))
             )
-
-
-# Options.
-
-
-def test_the_name_is_that_of_the_command_line():
-    everything = "ngram:order=2,max=3,window=5,keep,top-k=4,sample"
-    spec = parse_drafter(everything)
-    assert spec == NGram(order=2, max=3, window=5, keep=True, top_k=4, sample=True)
-    assert NGramDrafter(spec).traits.name == everything
-    assert NGramDrafter().traits.name == "ngram"
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["order=1", "order=17", "order", "order=two", "max=0", "window=-1", "top-k=0", "keep=yes", "gamma=4"],
-)
-def test_bad_options(option):
-    with pytest.raises(UsageError, match=option.partition("=")[0]):
-        parse_drafter(f"ngram:{option}")
 
 
 def test_the_reading_of_the_prompt_is_timed_once():

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
 from stored_runs import change_lines, finished, steps_of, write_exact
 
-from specbench.results.lines import StepLists
-from specbench.results.results import load_results, step_columns
+from specbench.results.results import load_results
 
 DRAFT_S, FIRST = 0.25, 1
 WISE = "d@99"
@@ -55,19 +52,6 @@ def measured(
     return finished(sum(draft) + sum(rest), tokens, lists)
 
 
-def row_of(
-    steps: Sequence[tuple[int, int, int]], tokens: Sequence[int], gamma: float = math.nan
-) -> dict[str, Any]:
-    """The same as ``load_results`` gives it."""
-    line = measured(steps, tokens)
-    return {**line, **columns_of(line), "gamma": gamma}
-
-
-def columns_of(line: dict[str, Any]) -> dict[str, Any]:
-    """The steps of a line as ``load_results`` gives them."""
-    return step_columns(StepLists(**line.pop("steps")))
-
-
 def random_right(seed: int, length: int = 14, share: float = 0.7) -> list[bool]:
     chance = random.Random(seed)
     return [chance.random() < share for _ in range(length)]
@@ -89,49 +73,6 @@ def test_no_course_is_faster(seed, room_for_all):
         for gammas in itertools.product(range(5), repeat=7)
     )
     assert seconds_of(reached) == pytest.approx(everything)
-
-
-# -- what the steps say ------------------------------------------------------------------------------
-
-
-def test_steps_tell_what_was_tested():
-    right = [True, True, False, True, True, True, False, True]
-    tokens = list(range(len(right)))
-    row = row_of(course_of(right, itertools.repeat(2)), tokens, 2)
-    # Two drafts from token 1: one accepted, one not. Two from token 3, both accepted: token 5 was drawn untested.
-    assert oracle.right_drafts([row], tokens) == [None, True, False, True, True, None, False, None]
-    longer = row_of(course_of(right, itertools.repeat(4)), tokens, 4)
-    assert oracle.right_drafts([row, longer], tokens) == [None, True, False, True, True, True, False, None]
-
-
-def test_a_drafter_that_finds_nothing_has_no_draft_there():
-    tokens = [0, 1, 2, 3]
-    nothing = [(0, 0, 1)] * 3
-    assert oracle.right_drafts([row_of(nothing, tokens, 4)], tokens) == [
-        None,
-        False,
-        False,
-        None,
-    ]  # no room at last
-    assert oracle.right_drafts([row_of(nothing, tokens)], tokens) == [None] * 4, "a rule may have wanted none"
-    found = row_of([(2, 2, 3)], tokens, 4)
-    for rows in ([row_of(nothing, tokens, 4), found], [found, row_of(nothing, tokens, 4)]):
-        assert oracle.right_drafts(rows, tokens) == [None, True, True, None], "elsewhere it found something"
-
-
-# -- costs -------------------------------------------------------------------------------------------
-
-
-def test_costs_are_medians_on_a_line_that_never_falls():
-    tokens = list(range(60))
-    rows = [row_of([(0, 0, 1)] * 3, tokens), row_of([(2, 1, 2)] * 3, tokens), row_of([(6, 1, 2)] * 3, tokens)]
-    rows[1]["steps_verify_s"] = np.array([1.25, 9.0, 1.25])  # once disturbed
-    rows[0]["steps_verify_s"] = np.array([1.5, 1.5, 1.5])  # one token cannot take longer than three
-    costs = oracle.step_costs(rows, 9)
-    assert costs.draft_s == DRAFT_S
-    assert costs.rest_s[1:4] == [1.25, 1.25, 1.25]
-    assert costs.rest_s[5] == pytest.approx((1.25 + 2.0) / 2)
-    assert costs.rest_s[7:] == pytest.approx([2.0, 2.0 + 0.75 / 4, 2.0 + 2 * 0.75 / 4])
 
 
 # -- a whole run -------------------------------------------------------------------------------------

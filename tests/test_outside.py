@@ -21,7 +21,6 @@ from specbench import (
     wrap_target,
 )
 from specbench.config import Config
-from specbench.decoding.protocols import Drafter
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
@@ -206,9 +205,3 @@ def test_an_installed_package_makes_its_drafter_known_by_name(run, cli, folder, 
     finally:
         monkeypatch.undo()
         specbench.specs.drafters.installed_drafters.cache_clear()
-
-
-def test_a_drafter_has_seven_members():
-    assert sorted(name for name in vars(Drafter) if not name.startswith("_")) == [
-        "begin", "epoch", "fork", "propose", "unread", "update",
-    ]  # fmt: skip  # and its traits

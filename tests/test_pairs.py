@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from scripted import Ticking
 
 from specbench.bench.pairs import MAX_PAIRS, MIN_PAIRS, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
@@ -53,17 +54,6 @@ def generation(seconds: float, *, plain: bool = False, steps: int = 20, disturbe
     )
 
 
-class Clock:
-    """Moves on by so many seconds whenever it is read."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.time = seconds, 0.0
-
-    def now(self) -> float:
-        self.time += self.seconds
-        return self.time
-
-
 def pairs_of(repeats: int | None = None, clock_s: float = 0.0, **options: float) -> tuple[Pairs, list[bool]]:
     order: list[bool] = []
 
@@ -71,7 +61,7 @@ def pairs_of(repeats: int | None = None, clock_s: float = 0.0, **options: float)
         order.append(plain)
         return generation(1.0 if plain else 1.5, plain=plain)
 
-    pairs = Pairs(decode, repeats, clock=Clock(clock_s))
+    pairs = Pairs(decode, repeats, clock=Ticking(clock_s))
     pairs.measure()
     return pairs, order
 

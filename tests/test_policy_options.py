@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cli_runs import Cli, Result, write_prompts
+from scripted import Ticking
 from scripted_engine import grid_of, specs_of
 from stored_runs import run_json
 from tiny import tiny_language_model, tiny_tokenizer
@@ -174,25 +175,12 @@ def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule
     assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
 
 
-# -- costs -------------------------------------------------------------------------------------------
-
-
-class Ticks:
-    """A clock that moves on by the same time at every look, without any rounding."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        self.time += 2**-10
-        return self.time
-
-
 # -- from one prompt to the next ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["auto", "egag:beta=0.9,scale=1", "heuristic", "entropy-bound"])
 def test_nothing_is_carried_to_the_next_prompt(rule, monkeypatch):
-    clock = Ticks()
+    clock = Ticking(2**-10)
     for module in (specbench.generate, specbench.drafters.model):
         monkeypatch.setattr(module, "clock_for", lambda device: clock)
 

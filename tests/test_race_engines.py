@@ -44,31 +44,6 @@ def test_a_race_is_measured_once_and_ours_is_set_against_the_others(sides, model
     assert (again["single"], again["first_token_ms"]) == (found["single"], found["first_token_ms"])
 
 
-def test_a_side_that_fails_is_named_with_its_error(sides, models, tmp_path, capsys):
-    made, _ = race.sides_of(None)
-    made["broken"] = lambda port: [sys.executable, "-c", "raise SystemExit('no such model')"]
-    asked = ["--out", str(tmp_path), "--target", str(models / "target"), "--limit", "1", "-n", "4"]
-    assert race.main([*asked, "--lengths", "--batch", "0"]) == 0
-    said = capsys.readouterr().out
-    assert "broken failed: broken: the server ended with code 1: no such model" in said
-    assert json.loads(said.splitlines()[-1])["failed"].keys() == {"broken"}
-
-
-def test_a_missing_target_is_said_in_a_sentence(tmp_path, capsys):
-    assert race.main(["--out", str(tmp_path), "--target", str(tmp_path / "none"), "--limit", "1"]) == 2
-    assert "There is no such file or folder" in capsys.readouterr().err
-
-
-def test_prompts_have_the_length_and_begin_differently(models):
-    prompts = race.prompts_of_length(str(models / "target"), (16, 64), 2)
-    tokenizer = race.load_tokenizer(race.parse_model(str(models / "target")))
-    lengths = [len(tokenizer.encode(prompt.turns[0])) for prompt in prompts]
-    assert all(abs(length - wanted) <= 6 for length, wanted in zip(lengths, (16, 64, 16, 64), strict=True)), (
-        lengths
-    )
-    assert len({prompt.turns[0][:12] for prompt in prompts}) == 4
-
-
 def test_the_sides_of_a_command_line(tmp_path):
     given = race.argparse.Namespace(
         target="smollm2-135m", drafter=None, dtype="bfloat16", gguf=None, draft_gguf=None,

@@ -521,17 +521,8 @@ def test_one_that_never_fits_says_so():
     assert house.room.taken == 0
 
 
-class Set:
-    """A clock that somebody sets."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-
 def test_times_are_those_of_the_batch_without_the_consumer_s():
-    clock, house = Set(), House()
+    clock, house = Ticking(0.0), House()
     honest = house.target.score
 
     def slow(asked: Sequence[ForwardRequest]) -> list[ForwardOutput]:

@@ -274,15 +274,8 @@ def test_a_file_that_a_model_names_stays_in_its_folder(name):
         assert os.path.commonpath([folder, whole]) == folder
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache folder of the test's own."""
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.parametrize("how", ["a link", "a name"])
-def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(tmp_path, cache, how):
+def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(tmp_path, own_cache, how):
     gguf = write_gguf(tmp_path / "tiny.gguf")
     folder = prepare_gguf(gguf)
     outside = tmp_path / "outside.json"
@@ -299,7 +292,7 @@ def test_a_cache_entry_that_leads_out_of_its_folder_is_made_again(tmp_path, cach
     assert not (folder / "generation_config.json").is_symlink()
     assert "generation_config.json" in json.loads((folder / "manifest.json").read_text())["files"]
     assert outside.exists()
-    assert left_in(cache) == [folder.name]
+    assert left_in(own_cache) == [folder.name]
 
 
 # -- links in the folder of somebody's run ---------------------------------------------------------

@@ -17,7 +17,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -25,7 +24,7 @@ import openai
 import psutil
 import pytest
 from cli_runs import Result
-from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
 from specbench.backends.torch.pools import CacheSize
@@ -548,11 +547,6 @@ def test_a_server_that_ends_lets_answers_end_or_says_why_not():
 # -- the command -------------------------------------------------------------------------------------
 
 Cli = Callable[..., Result]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

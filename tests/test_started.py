@@ -479,12 +479,8 @@ def test_sweep_measures_a_grid_in_groups(cli, models):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (["tune", "--engine-command", "x"], ["--engine-command is given without --engine"]),
         (["tune", "--engine", "vllm:servers=0"], ["option 'servers' of vllm", "Give at least 1"]),
         (["sweep", "--engine", "vlm"], ["no engine 'vlm'", "Choose vllm"]),
-        (["tune", "--engine", "vllm", "--cache", "static"], ["--cache does not go with --engine"]),
-        (["sweep", "--engine", "vllm", "--server", "a=http://x"], ["--engine does not go with --server"]),
-        (["sweep", "--", "--tp", "2"], ["is given without --engine"]),
         (["tune", "--engine", "llama.cpp"], ["llama.cpp reads GGUF files", "smollm2-135m"]),
         (["tune", "--engine", "vllm", "--target", "none/there.gguf"], ["There is no such file"]),
     ],

@@ -10,6 +10,7 @@ import interval_coverage
 import numpy as np
 import pytest
 from cli_runs import refusal
+from scripted import Ticking
 from scripted_engine import ScriptedEngine, make_sweep, new_store
 from stored_runs import read_lines, run_json
 
@@ -18,7 +19,6 @@ from specbench.bench.prompts import Prompt, shuffled
 from specbench.bench.rows import Row
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.stopping import looks
-from specbench.decoding.clocks import Clock
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
 from specbench.results.store import RunStore
@@ -26,17 +26,6 @@ from specbench.results.summary import summarize
 from specbench.specs.stopping import parse_until
 
 PROMPTS = [Prompt(f"p{i}", f"kind {i % 3}", (f"text {i}",)) for i in range(20)]
-
-
-class Ticks(Clock):
-    """A clock that goes on by a second at each reading."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        self.seconds += 1.0
-        return self.seconds
 
 
 class Scattered(ScriptedEngine):
@@ -108,7 +97,7 @@ def test_a_width_is_reached_later_where_prompts_differ_more(tmp_path):
 
 
 def test_time_ends_between_prompts_and_resuming_goes_on(tmp_path):
-    assert measure(tmp_path, "1%", 0.5, 2.0, clock=Ticks(), minutes=0.25).measured % 2 == 0
+    assert measure(tmp_path, "1%", 0.5, 2.0, clock=Ticking(), minutes=0.25).measured % 2 == 0
     assert run_json(tmp_path)["stopping"]["ended"] == "time"
     before = len(read_lines(tmp_path))
     assert 0 < before < 40

@@ -5,15 +5,11 @@ import math
 import os
 import random
 import signal
-import sys
-import time
 from collections import Counter
 from typing import Any
 
-import killed_sweep
 import pandas as pd
 import pytest
-from forked import Forked
 from scripted_engine import (
     ScriptedEngine,
     cost_lines,
@@ -411,28 +407,3 @@ def test_command_lines_lose_their_paths(tmp_path, monkeypatch):
         "sweep", "--target", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "--drafter", "mine", "--drafter=self:layers=4",
         "--out=x", "--prompts", "own.jsonl", "--prompts", "own.jsonl", "me", "-g", "1..8", "model", "org/model@main",
     ]  # fmt: skip
-
-
-# -- killed ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_set(tmp_path):
-    expected = [cell.key for cell in killed_sweep.sweep().plan()]
-    lines = tmp_path / "run" / "generations.jsonl"
-    moments = random.Random(1)
-    for share in (0.0, 0.3, 0.7):
-        child = Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2)
-        wanted = share * len(expected)
-        while child.is_alive() and (lines.read_bytes().count(b"\n") if lines.exists() else -1) < wanted:
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.01))
-        child.kill(signal.SIGKILL)
-        if lines.exists():
-            load_results(tmp_path / "run")
-    assert Forked(killed_sweep.main, tmp_path / "run", stdout=1, stderr=2).wait() == 0
-    frame = load_results(tmp_path / "run")
-    assert frame.problems == []
-    rows = read_lines(tmp_path / "run")
-    assert [(r["config"], r["prompt"], r["turn"], r["repeat"], r["warmup"]) for r in rows] == expected
-    assert run_json(tmp_path / "run")["finished"] is not None

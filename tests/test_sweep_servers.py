@@ -398,9 +398,6 @@ def test_servers_that_are_none(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        (["--gamma", "3"], "--gamma does not go with --server"),
-        (["--dtype", "float32"], "--dtype does not go with --server"),
-        (["--prompt-cache", "keep", "--batch", "2"], "--batch does not go with --prompt-cache"),
         (["--batch", "8"], "There are only 4 prompts"),
         (["--server", "nonsense"], "no name or no address"),
     ],

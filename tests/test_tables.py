@@ -325,16 +325,6 @@ class TestRendering:
         assert "verdict" in text
         assert text.count("fastest") == 1
 
-    def test_names_are_data(self):
-        name = "[bold]\x1b[31m|<b>&`*_$\n#x"
-        frame = summarize(frame_of(*beside_plain(10.0, 10.0, label=name)))
-        text = shown(frame, 120)
-        assert "[bold]\\x1b[31m|<b>&`*_$ #x" in text
-        markdown = document.to_markdown(sheet(frame))
-        line = next(line for line in markdown.splitlines() if "bold" in line)
-        assert line.startswith(r"| \[bold\]\\x1b\[31m\|&lt;b&gt;&amp;\`\*\_\$ \#x | ")
-        assert "\x1b" not in markdown
-
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""

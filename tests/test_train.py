@@ -52,6 +52,8 @@ from specbench.train.state import read_state, write_state
 from specbench.train.students import Metrics, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 DEPTH = 3
 DRAFTED = torch.arange(0, 280, 2)
 PLAIN = LoadOptions(dtype="float32")
@@ -65,11 +67,6 @@ QUICK = TrainingSettings(
     tokens=200, answer_tokens=24, epochs=3, depth=DEPTH, batch_tokens=96, held_out=2, measured_tokens=16, measures=3,
     vocab=200,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECBENCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -195,16 +192,6 @@ def test_cross_entropy_and_its_gradient_are_torchs():
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-4)
     assert torch.equal(right, (hidden @ head.T).argmax(-1) == p[rows].argmax(-1))
-
-
-def test_padding_teaches_nothing(model):
-    student = make_student("eagle", model, Teacher(model).head, DEPTH, 0)
-    student.every = 1  # which of the others go on hangs on the batch
-    short, long = made_up(9, 30)
-    together = student(lesson_of(model, student, [short, long], None))
-    apart = [student(lesson_of(model, student, [text], None)) for text in (short, long)]
-    sums = sum(metrics.losses.detach() * metrics.counted for metrics in apart)
-    torch.testing.assert_close(together.losses.detach() * together.counted, sums, atol=1e-3, rtol=1e-4)
 
 
 def test_a_head_that_does_more_than_a_product_is_asked_itself(model):

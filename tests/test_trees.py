@@ -28,7 +28,6 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import DynamicTree, StaticTree, best_shapes
-from specbench.specs.drafters import parse_drafter
 
 VOCAB = 3
 PROMPT = [1, 2, 0]
@@ -258,15 +257,6 @@ def test_no_way_to_verify_keeps_more_than_can_be(name):
         shares.append(kept / most)
     best = method.chains_only or name in ("naive", "greedy-draft")
     assert min(shares) > (1 - 1e-5 if best else 0.8)
-
-
-def test_several_are_written_with_a_bar():
-    assert str(parse_drafter(" lookup:n=any | lookup+self:int8|org/small")) == (
-        "lookup:n=any|lookup+self:int8|org/small"
-    )
-    for text in ("lookup|none", "lookup|lookup", "lookup|"):
-        with pytest.raises(UsageError):
-            parse_drafter(text)
 
 
 def test_specinfer_keeps_p_where_a_certain_candidate_follows_from_a_draw():

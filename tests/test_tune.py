@@ -21,7 +21,6 @@ from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.rows import Row
-from specbench.config import Config as Configuration
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts
@@ -37,7 +36,6 @@ from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import parse_policy
 from specbench.tune.answer import (
     answer_parts,
     as_json,
@@ -54,7 +52,6 @@ from specbench.tune.candidates import (
     Probe,
     Selection,
     drafters_to_try,
-    is_tried,
     predict,
     rules_to_try,
     select,
@@ -88,16 +85,6 @@ def test_what_is_tried():
         [parse_drafter("lookup"), parse_drafter("lookup+self:int8")], [SelfForm(int8=True)]
     )
     assert len(named_twice) == len(set(named_twice)) == 5
-
-
-def test_above_temperature_0_a_chain_may_be_verified_together():
-    greedy, sampled = (rules_to_try(greedy=each, chained=False) for each in (True, False))
-    (more,) = {*sampled} - {*greedy}
-    rule = parse_policy(more)
-    assert rule.options["verification"] == "block"
-    assert is_tried(rule, parse_drafter("self:int8"))
-    assert is_tried(rule, parse_drafter("lookup+self:int8"))
-    assert not is_tried(rule, parse_drafter("lookup"))
 
 
 # -- predictions -----------------------------------------------------------------------------------
@@ -379,16 +366,6 @@ def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[An
     clock, sweep = FakeClock(), grid("d", "e")
     found = search(folder, TimedEngine(speeds, clock), sweep, clock, **options)
     return find_answer(found, sweep.configs, load_results(folder)), found
-
-
-def test_where_speculation_does_not_pay_the_answer_is_plain_decoding(tmp_path):
-    slow = dict.fromkeys(("d@auto", "d@8", "d@heuristic", "d@dynamic-tree"), 0.8)
-    answer, found = answered(tmp_path, slow)
-    assert found.race.verdict == "plain"
-    assert answer.headline.startswith("Speculation does not pay here: the best drafter is d ")
-    assert answer.winner.kind == "plain"
-    config, note = config_from_recipe(Recipe(parse_model("smollm2-135m")).plain)
-    assert (config, note) == (Configuration(target="smollm2-135m", drafter="none", cache="dynamic"), "")
 
 
 def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
