@@ -12,12 +12,9 @@ from tiny import tiny_llama
 from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.backends.torch.caches import PreallocatedKVCache
 from specbench.backends.torch.kernels import attention
 from specbench.backends.torch.kernels.attention import (
     FOLDED,
-    KEY_BLOCK,
-    LONGEST_PASS,
     causal_attention,
     fold_attention,
     folded_attention,
@@ -169,40 +166,3 @@ def test_causal_attention_can_be_learned_through():
     causal_attention(query, key, value)[0, 5].sum().backward()
     assert value.grad is not None
     assert [bool(value.grad[0, 0, i].any()) for i in (0, 5, 6)] == [True, True, False]
-
-
-@pytest.mark.parametrize("start", [440, KEY_BLOCK - 3, 2 * KEY_BLOCK - 20])
-@pytest.mark.parametrize("groups", [1, 2, 3, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_position_comes_out_bitwise_the_same_in_every_pass(groups, dtype, start):
-    generator = torch.Generator().manual_seed(groups)
-    room = 3 * KEY_BLOCK
-    query = torch.randn(1, 2 * groups, LONGEST_PASS, 64, generator=generator).to(dtype)
-    key, value = (torch.randn(1, 2, room, 64, generator=generator).to(dtype) for _ in range(2))
-
-    def rows(first: int, length: int) -> torch.Tensor:
-        end = start + first + length
-        positions = -(-end // KEY_BLOCK) * KEY_BLOCK
-        seen = torch.arange(positions)[None, :] <= start + torch.arange(first, first + length)[:, None]
-        mask = None if length == 1 and end == positions else seen[None, None]  # as models leave it out
-        keys, values = key[:, :, :positions], value[:, :, :positions]
-        part = query[:, :, first : first + length]
-        return folded_attention(Layer(groups), part, keys, values, mask, scaling=0.125)[0]
-
-    alone = [rows(i, 1)[:, 0] for i in range(LONGEST_PASS)]
-    for length in range(2, LONGEST_PASS + 1):
-        together = rows(0, length)
-        assert all(torch.equal(together[:, i], alone[i]) for i in range(length))
-
-
-def test_a_single_query_does_not_see_the_padding():
-    model = tiny_llama()
-    fold_attention(model)
-    ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(2))
-    whole = model(input_ids=ids).logits
-    cache = PreallocatedKVCache(model.config, block=64)
-    model(input_ids=ids[:, :19], **cache.model_kwargs())
-    cache.rollback(12)  # what was rolled back lies behind the end
-    for i in range(12, 20):
-        found = model(input_ids=ids[:, i : i + 1], **cache.model_kwargs()).logits
-        torch.testing.assert_close(found, whole[:, i : i + 1], rtol=1e-4, atol=1e-5)

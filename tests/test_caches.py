@@ -149,26 +149,18 @@ def held(layer: Any) -> int:
 # -- decoding as it goes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [1, 30])
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_drafts_in_the_first_pass(family, kind, prompt):
-    """Without a first-target pass the prompt and the first drafts reach an empty cache together."""
-    for seed in range(2):
-        walk = Walk(Scorer(tiny(family), kind), prompt, seed)
-        for drafts in (12, 3, 0, 7):
-            walk.step(drafts)
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_a_cache_serves_one_context_after_the_other(family, kind):
+    """Also where the prompt and the first drafts reach an empty cache together, without a first-target pass."""
     scorer = Scorer(tiny(family), kind)
     for seed, empty in enumerate((scorer.begin, lambda: scorer.rollback(0), scorer.cache.reset)):
-        empty()
-        assert scorer.cache.length == 0
-        walk = Walk(scorer, 15, seed)
-        for drafts in (0, 3, 1, 9, 0, 0, 12, 5):
-            walk.step(drafts)
+        for prompt, course in ((15, (0, 3, 1, 9, 0, 0, 12, 5)), (1, (12, 3, 0, 7)), (30, (12, 3, 0, 7))):
+            empty()
+            assert scorer.cache.length == 0
+            walk = Walk(scorer, prompt, seed)
+            for drafts in course:
+                walk.step(drafts)
 
 
 @pytest.mark.parametrize("kind", KINDS)

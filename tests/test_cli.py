@@ -357,25 +357,6 @@ def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch
             assert any(line.startswith(f"{' ' * 10}{option.syntax} ") for line in block), option
 
 
-# --- Text that is not harmless --------------------------------------------------------------------
-
-NASTY = [
-    "[red]not markup[/]",
-    "\x1b[31mred\x1b[0m \x1b]0;title\x07",
-    "שלום \u202eevil",
-    "lone \udcff \ud800 surrogates",
-]
-
-
-@pytest.mark.parametrize("text", NASTY)
-def test_any_text_can_be_a_prompt_and_none_steers_the_terminal(tiny, text):
-    result = tiny(text, "-n", 4, "--debug", "--system", text, "--stop", text, "--drafter", "self:layers=1")
-    assert result.code == 0, result.err
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", result.err)
-    if text.startswith("["):
-        assert text in result.err
-
-
 # --- Bad input ------------------------------------------------------------------------------------
 
 
@@ -430,6 +411,9 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
 def test_unknown_commands_and_options(cli, word):
     cli(word).refused(2, word, "See `specbench --help`.")
     cli("generate", "hi", "--gamma").refused(2, "Option '--gamma' requires an argument.")
+    cli("generat", "hi").refused(
+        2, "No such command 'generat'. Did you mean 'generate'? See `specbench --help`.\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -464,12 +448,6 @@ def test_folders_and_files_that_are_no_model(cli, tmp_path):
     cli("generate", "hi", "--target", file).refused(2, "is neither a model folder nor a .gguf file.")
 
 
-def test_encoder_decoder_models(cli, tiny, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
-    cli("generate", "hi", "--target", tmp_path).refused(2, "is an encoder-decoder model")
-    tiny("hi", "--drafter", tmp_path).refused(2, "is an encoder-decoder model")
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -483,11 +461,6 @@ def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(tiny, folder, mo
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(specbench.models.target, "load_target", lambda *_, **__: pytest.fail("loaded"))
     tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
-
-
-def test_a_mistyped_command_is_suggested(cli):
-    asked = cli("generat", "hi")
-    asked.refused(2, "No such command 'generat'. Did you mean 'generate'? See `specbench --help`.\n")
 
 
 # --- What goes wrong in the middle ----------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from cli_runs import write_prompts
 from scripted import ScriptedScorer, Ticking, random_table
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 from test_policies import a_step
@@ -283,12 +283,7 @@ def test_the_figure_of_contexts(falls, tmp_path):
 
 def test_our_own_decoder_measures_contexts(cli, models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.jsonl").write_text(
-        "".join(
-            json.dumps({"id": f"p{i}", "category": "chat", "turns": [f"Question {i}?"]}) + "\n"
-            for i in range(2)
-        )
-    )
+    write_prompts(Path("mine.jsonl"), {f"chat-{i}": [f"Question {i}?"] for i in range(2)})
     words = [
         "sweep", "--target", models / "target", "--drafter", models / "small", "--prompts", "./mine.jsonl",
         "--gamma", 2, "--draft-policy", "fixed", "-n", 6, "--repeats", 1, "--context", "32,64", "--out", "run",

@@ -28,7 +28,7 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import DrafterTimes, ReadingTimes, TreeTimes
-from specbench.specs.drafters import Lookup, NGram, parse_drafter
+from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
@@ -254,28 +254,8 @@ def test_conversations_go_through_the_chat_template(engine):
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def test_loading_by_specs(tmp_path):
-    target, small = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "small", seed=1, layers=1)
-    engine = load_engine(
-        Recipe(parse_model(str(target)), models=ModelOptions("float32")),
-        (Lookup(), parse_drafter(str(small))),
-        SweepOptions(others=parse_baselines(["assisted"])),
-    )
-    assert [each.name for each in engine.drafters] == ["lookup", "small (int8)"]
-    assert (
-        list(engine.assistants) == ["small (int8)"] == [each.name for each in engine.drafters if each.models]
-    )
-    described = engine.describe_target(DECODING)
-    assert (described.name, described.dtype, described.device) == ("target", "float32", "cpu")
-    assert str(tmp_path) not in str(described)
-
-
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path):
     target = parse_model(str(save_tiny(tmp_path / "target")))
-    with pytest.raises(UsageError, match="remembers its own answers"):
-        check_engine(Recipe(target), (NGram(keep=True),))
-    with pytest.raises(UsageError, match="no option"):
-        parse_drafter("lookup:nonsense")
     with pytest.raises(UsageError, match="Unknown dtype"):
         check_engine(Recipe(target, models=ModelOptions("float8")), (Lookup(),))
     with pytest.raises(UsageError, match="Two drafters are called"):

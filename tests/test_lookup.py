@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_ngram import Counting
+from test_ngram import Counting, draft
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import StepPlan, run_to_end
@@ -15,10 +15,6 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.policies import FixedLength
 from specbench.specs.drafters import Lookup
-
-
-def draft(drafter: LookupDrafter, context: Sequence[int], room: int = 100, gamma: int = 5) -> Draft:
-    return run_to_end(drafter.propose(context, StepPlan(room, FixedLength(gamma), Sampling(), Randomness(0))))
 
 
 def drafted(

@@ -77,6 +77,3 @@ def test_painted_text_is_the_text_without_power_when_stripped():
             assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", shown)) is (color and origin != "target")
     assert len({painted("x", origin, color=False) for origin in ORIGINS}) == len(ORIGINS)
     assert painted("", "accepted") == ""
-
-
-# -- the rule that Python takes ------------------------------------------------------------------------

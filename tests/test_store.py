@@ -143,7 +143,21 @@ def test_a_packed_run_that_is_damaged_is_refused(tmp_path, content, said):
         load_results(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"\0" * 40, b"{}", b"\xff\xfe", b"[" * 100_000, b""])
+NO_MEASUREMENTS: list[dict[str, Any]] = [
+    {"steps": {**row()["steps"], "drafted": [1]}},
+    {"ttft_s": "soon"},
+    {"status": "perhaps"},
+    {"turn": True},
+]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\0" * 40, b"{}", b"\xff\xfe", b"[" * 100_000, b"",
+        *(json.dumps(row(repeat=9, **changed)).encode() for changed in NO_MEASUREMENTS),
+    ],
+)  # fmt: skip
 def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path, damage):
     fill(tmp_path)
     whole = lines(tmp_path)
@@ -152,23 +166,6 @@ def test_damaged_lines_in_the_middle_cost_nothing_but_themselves(tmp_path, damag
     assert len(frame.generations) == 3
     (problem,) = frame.problems
     assert "Line 2" in problem
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"steps": {**row()["steps"], "drafted": [1]}},
-        {"ttft_s": "soon"},
-        {"status": "perhaps"},
-        {"turn": True},
-    ],
-)
-def test_lines_that_are_json_and_no_measurement_are_reported(tmp_path, changed):
-    fill(tmp_path, 1)
-    append_raw(tmp_path, row(repeat=1, **changed))
-    frame = load_results(tmp_path)
-    assert len(frame.generations) == 1
-    assert len(frame.problems) == 1
 
 
 def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path):

@@ -235,13 +235,6 @@ def test_round_trip(trace_file):
     assert path.read_bytes().isascii()
 
 
-def test_events_are_written_at_once(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        write_event(file, header())
-        assert list(read_trace(path)) == [header()]
-
-
 def test_a_last_line_cut_short_is_reported_after_the_rest(trace_file):
     path = trace_file(header(), prefill(), rest=as_line(event(REJECTION))[:100])
     events = read_trace(path)
