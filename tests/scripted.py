@@ -7,13 +7,14 @@ rollback, a missing catch-up or keys and values of another model show up as wron
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
+from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verdict, verification_of
 
@@ -256,6 +257,17 @@ class Ticking:
     def now(self) -> float:
         self.time += self.seconds
         return self.time
+
+
+def tokens_of(records: Iterable[Prefill | Step]) -> list[int]:
+    """The output of a generation with these records."""
+    tokens: list[int] = []
+    for record in records:
+        if isinstance(record, Step):
+            tokens += record.tokens
+        elif record.token is not None:
+            tokens.append(record.token)
+    return tokens
 
 
 def judge(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table
+from scripted import ScriptedCache, ScriptedScorer, Ticking, fixed_script, random_table, tokens_of
 from tiny import tiny_language_model, tiny_llama
 
 from specbench.base.errors import UsageError
@@ -82,10 +82,7 @@ def decode(
 
 
 def output(first: Prefill, steps: list[Step]) -> list[int]:
-    return [
-        *([] if first.token is None else [first.token]),
-        *(token for step in steps for token in step.tokens),
-    ]
+    return tokens_of([first, *steps])
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 8])

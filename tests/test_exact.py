@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Multinomial, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
@@ -68,8 +67,7 @@ def loop_distribution(
 ) -> dict[tuple[int, ...], float]:
     def run(random: object) -> tuple[int, ...]:
         target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-        tokens: list[int] = []
-        for record in decode_steps(
+        records = decode_steps(
             PROMPT,
             target,
             build(target),
@@ -79,12 +77,8 @@ def loop_distribution(
             max_new_tokens=new,
             stops=StopRules(end_ids),
             **options,
-        ):
-            if isinstance(record, Prefill):
-                tokens += [] if record.token is None else [record.token]
-            else:
-                tokens += record.tokens
-        return tuple(tokens)
+        )
+        return tuple(tokens_of(records))
 
     return enumerate_outcomes(run, new)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, random_table
+from scripted import Careful, ScriptedCache, ScriptedScorer, fixed_script, random_table, tokens_of
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.guesses import Guesses
@@ -68,24 +68,20 @@ def decode(
     if not guesses:
         model.guesses = None
     target = ScriptedScorer(TARGET, VOCAB, cache=cache)
-    tokens: list[int] = []
-    steps = []
-    for record in decode_steps(
-        PROMPT,
-        target,
-        made,
-        policy=build_policy(policy),
-        sampling=sampling,
-        random=Randomness(seed),
-        max_new_tokens=40,
-        **options,
-    ):
-        if isinstance(record, Step):
-            steps.append(record)
-            tokens += record.tokens
-        elif isinstance(record, Prefill) and record.token is not None:
-            tokens.append(record.token)
-    return tokens, steps, len(model.scorer.passes)  # type: ignore[attr-defined]
+    records = [
+        *decode_steps(
+            PROMPT,
+            target,
+            made,
+            policy=build_policy(policy),
+            sampling=sampling,
+            random=Randomness(seed),
+            max_new_tokens=40,
+            **options,
+        )
+    ]
+    steps = [record for record in records if isinstance(record, Step)]
+    return tokens_of(records), steps, len(model.scorer.passes)  # type: ignore[attr-defined]
 
 
 # -- the same drafts -----------------------------------------------------------------------------------

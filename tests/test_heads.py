@@ -38,6 +38,7 @@ from head_files import (
     speculators_settings,
     write_head,
 )
+from scripted import tokens_of
 from scripted_drafters import scripted_target, small_scorer
 from tiny import save_tiny, tiny_language_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
@@ -51,7 +52,7 @@ from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
-from specbench.decoding.records import Generation, Prefill, SharedPass, Step
+from specbench.decoding.records import Generation, SharedPass, Step
 from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
@@ -542,10 +543,7 @@ def outputs(
 ) -> tuple[list[int], list[Step]]:
     options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 20}
     prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
-    assert isinstance(prefill, Prefill)
-    found = [] if prefill.token is None else [prefill.token]
-    done = [step for step in steps if isinstance(step, Step)]
-    return [*found, *(token for step in done for token in step.tokens)], done
+    return tokens_of([prefill, *steps]), [step for step in steps if isinstance(step, Step)]
 
 
 @cache

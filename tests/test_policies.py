@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scripted import ScriptedScorer, enumerate_outcomes, fixed_script, random_table
+from scripted import ScriptedScorer, enumerate_outcomes, fixed_script, random_table, tokens_of
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
@@ -106,8 +106,7 @@ def decode(
         random=random or Randomness(0), **settings,
     )  # fmt: skip
     assert isinstance(first, Prefill)
-    tokens = [] if first.token is None else [first.token]
-    return tokens + [token for step in steps for token in step.tokens], steps
+    return tokens_of([first, *steps]), steps
 
 
 def experienced(rule: str) -> DraftPlan:

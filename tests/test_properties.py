@@ -93,13 +93,7 @@ SAMPLINGS = st.builds(
 
 
 def emitted(draft_of: Any, p: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
-    """The exact distribution of the first token a step emits, [vocabulary], in float64.
-
-    Args:
-        draft_of: Makes the draft of a token.
-        p: [1, vocabulary].
-        proposal: What the token is drawn from, [vocabulary].
-    """
+    """The exact distribution of the first token a step emits, if the drafted one is drawn from ``proposal``."""
     result = torch.zeros(p.shape[-1], dtype=torch.float64)
     for token, chance in enumerate(proposal.double().tolist()):
         if chance == 0.0:

@@ -9,7 +9,7 @@ from random import Random
 import architectures as survey
 import pytest
 import torch
-from scripted import ScriptedScorer, enumerate_outcomes, random_table
+from scripted import ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.batch import RequestFactory
@@ -21,7 +21,6 @@ from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
@@ -81,16 +80,11 @@ def outcomes(model, drafter, sampling, gamma, first_target=True):
     target = Scorer(model)
 
     def run(random):
-        tokens = []
-        for record in decode_steps(
+        records = decode_steps(
             PROMPT, target, drafter, policy=FixedLength(gamma), sampling=sampling, random=random, max_new_tokens=NEW,
             first_target=first_target,
-        ):  # fmt: skip
-            if isinstance(record, Prefill):
-                tokens += [] if record.token is None else [record.token]
-            else:
-                tokens += record.tokens
-        return tuple(tokens)
+        )  # fmt: skip
+        return tuple(tokens_of(records))
 
     return enumerate_outcomes(run, NEW)
 

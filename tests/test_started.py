@@ -241,15 +241,8 @@ def test_keys_are_not_stored():
 
 
 class TimedEngine(ScriptedEngine):
-    """Servers whose speeds are known, on a clock that only they move.
-
-    Args:
-        clock: The clock.
-        settings: The settings.
-        step_s: Seconds of a step, and of each draft token in it.
-        rate: Probability that a draft token is accepted, if those before it were, by family.
-        limit: Servers that fit at a time; ``None`` for all.
-        drift: Slowdown of everything in a wave over time.
+    """Servers whose speeds are known, on a clock that only they move: ``rate`` is the acceptance of a draft token by
+    family, ``limit`` how many servers fit at a time, and ``drift`` slows everything down in a wave over time.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table
+from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 from tiny import tiny_llama
 
 from specbench.backends.torch.kernels.surgery import first_layers
@@ -73,17 +73,11 @@ def test_several_on_caches_of_their_own_decode_greedily():
 def greedy(
     policy: DraftPlan, target: Scorer, drafter: Any, sampling: Sampling
 ) -> tuple[list[int], list[Step]]:
-    tokens: list[int] = []
-    steps: list[Step] = []
-    for record in decode_steps(
+    records = decode_steps(
         [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=24
-    ):  # fmt: skip
-        if isinstance(record, Step):
-            steps.append(record)
-            tokens += record.tokens
-        elif record.token is not None:
-            tokens.append(record.token)
-    return tokens, steps
+    )  # fmt: skip
+    first, *steps = records
+    return tokens_of([first, *steps]), [step for step in steps if isinstance(step, Step)]
 
 
 @pytest.mark.parametrize(

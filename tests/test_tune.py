@@ -192,13 +192,7 @@ def test_who_is_raced(predicted, options, raced, left_out):
 
 
 class TimedEngine(ScriptedEngine):
-    """Plain decoding takes 0.01 s a token, everything else what is said, and each prompt a little more or less.
-
-    Args:
-        speeds: By id, how many times as fast.
-        clock: Moves on by what everything takes.
-        noise: By how much longer a generation may take.
-    """
+    """Plain decoding takes 0.01 s a token, everything else what is said, and each prompt a little more or less."""
 
     def __init__(
         self, speeds: dict[str, float], clock: FakeClock, noise: float = 0.01, **options: Any
