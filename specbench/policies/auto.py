@@ -39,7 +39,7 @@ _STEPS = 50
 _PRIOR_STEPS = 3.0
 """The weight of the expected rate, in steps."""
 
-_REQUIRED = 0.97
+_REQUIRED = 0.98
 """The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""
 
 
