@@ -274,17 +274,14 @@ def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]
     return candidates + (["pytorch_model.bin", "pytorch_model.bin.index.json"] if allow_pickle else [])
 
 
-class _Index(Record):
-    weight_map: Annotated[dict[str, str], Meta(min_length=1)]
-
-
 def shard_names(index: Path, name: str) -> list[str]:
     """Return the files that an index of weights names, sorted."""
     try:
-        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        found = msgspec.json.decode(index.read_bytes(), type=dict[str, Any]).get("weight_map")
+        shards = msgspec.convert(found, Annotated[dict[str, str], Meta(min_length=1)])
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"The file {str(index)!r} is damaged: it is no index of weights.") from error
-    return sorted({plain_name(shard, name) for shard in shards})
+    return sorted({plain_name(shard, name) for shard in shards.values()})
 
 
 def plain_name(file: str, name: str) -> str:

@@ -204,6 +204,10 @@ class KVBuffers:
                 entries.index_copy_(2, target, entries.index_select(2, source))
 
 
+class ContextId:
+    """Identifies a context: every new one has another object, which weak references can have as their key."""
+
+
 KVView = Callable[[Tensor], Tensor]
 """From a layer's buffers, [1, heads, positions in the pool, size], to what a request attends to of them."""
 

@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 from specbench.backends.torch.blocks import (
     BlockAllocator,
     BlockTable,
+    ContextId,
     KVBuffers,
     KVView,
     PoolUsage,
@@ -86,7 +87,7 @@ class KVPool:
             window = getattr(layer, "sliding_window", None)
             attends = isinstance(layer, CacheLayerMixin)
             self.buffers.append(KVBuffers(self.blocks.count * size, window) if attends else None)
-        self.context_id = object()
+        self.context_id = ContextId()
         self._released_bytes = 0
 
     @property
@@ -312,7 +313,7 @@ class PooledCache(KVCache):
         if not self._table.blocks:
             return
         self._set_length(0)
-        self._cache, self.pool.context_id = self._new_cache(), object()
+        self._cache, self.pool.context_id = self._new_cache(), ContextId()
         self._truncate()
 
 
