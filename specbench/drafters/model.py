@@ -189,14 +189,17 @@ class ModelDrafter(Drafter):
             1 + len(self._read_nodes) - len(nodes), len(logits), logits.shape[-1], logits.device
         )
         ruled_out = set[int]()
-        for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
-            node_context = [*context, *tree.branch(node)] if sampling.context_dependent else context
-            if sampling.rules_out_all(row, node_context):
-                ruled_out.add(node)
-            elif sampling.greedy:
-                into.copy_(sampling.scores(row, node_context))
-            else:
-                sampling.probabilities(row, node_context, out=into)
+        if sampling.greedy and not sampling.context_dependent:
+            rows.copy_(sampling.scores(logits, context))
+        else:
+            for row, node, into in zip(logits.split(1), nodes, rows.split(1), strict=True):
+                node_context = [*context, *tree.branch(node)] if sampling.context_dependent else context
+                if sampling.rules_out_all(row, node_context):
+                    ruled_out.add(node)
+                elif sampling.greedy:
+                    into.copy_(sampling.scores(row, node_context))
+                else:
+                    sampling.probabilities(row, node_context, out=into)
         for node, largest in zip(nodes, rows.amax(dim=-1).tolist(), strict=True):
             if node not in ruled_out and not largest > -math.inf:
                 ruled_out.add(node)
