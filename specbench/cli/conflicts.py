@@ -97,9 +97,10 @@ MOVED = {
     "--max-servers": "--engine ENGINE:servers=N",
     "--no-config": "--config none",
     "--regex": "--format regex=REGEX",
+    "--setting": "export RUN:NAME",
     "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",
-    "--verification": "--draft-policy POLICY:verification=NAME",
     "--suite": "--prompts",
+    "--verification": "--draft-policy POLICY:verification=NAME",
 }
 """Options that there were, and what says the same today."""
 

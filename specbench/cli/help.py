@@ -98,11 +98,8 @@ class GroupedCommand(TyperCommand):
             parameter = parameters[name]
             record = parameter.get_help_record(ctx)
             if record is not None:
-                if parameter.secondary_opts and parameter.default is True:
-                    record = (
-                        parameter.secondary_opts[0],
-                        str(getattr(parameter, "help", "")),
-                    )  # what is on needs no word
+                if parameter.secondary_opts and parameter.default is True:  # what is on needs no word
+                    record = parameter.secondary_opts[0], str(getattr(parameter, "help", ""))
                 heading = getattr(parameter, "rich_help_panel", None) or OUTPUT
                 if parameter.param_type_name == "argument":
                     heading = "Arguments"
