@@ -37,7 +37,7 @@ from specbench.policies import (
     build_policy,
 )
 from specbench.policies.acceptance import OnlineLogistic
-from specbench.policies.base import confidence, entropy, is_guess, normalized_entropy
+from specbench.policies.base import confidence, is_guess, normalized_entropy
 from specbench.policies.costs import GivenCosts, MeasuredCosts
 from specbench.policies.outcomes import best_threshold
 from specbench.specs.drafters import NGram
@@ -210,12 +210,12 @@ def drafted(*rows: torch.Tensor, tokens: Sequence[int] | None = None) -> Draft:
 
 
 def test_entropy_is_in_nats_of_the_untempered_softmax():
-    assert entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(math.log(2))
-    assert entropy(logits_of(0.75, 0.25)) == pytest.approx(0.562335)
-    assert entropy(logits_of(1.0, 0.0).bfloat16()) == 0.0
-    assert normalized_entropy(logits_of(0.5, 0.5, 0.0, 0.0)) == pytest.approx(0.5)
-    assert normalized_entropy(torch.zeros(7)) == pytest.approx(1.0)
-    assert normalized_entropy(torch.zeros(1)) == 0.0
+    assert Logits(logits_of(0.5, 0.5, 0.0, 0.0)).entropy == pytest.approx(math.log(2))
+    assert Logits(logits_of(0.75, 0.25)).entropy == pytest.approx(0.562335)
+    assert Logits(logits_of(1.0, 0.0).bfloat16()).entropy == 0.0
+    assert normalized_entropy(Logits(logits_of(0.5, 0.5, 0.0, 0.0))) == pytest.approx(0.5)
+    assert normalized_entropy(Logits(torch.zeros(7))) == pytest.approx(1.0)
+    assert normalized_entropy(Logits(torch.zeros(1))) == 0.0
 
 
 def test_confidence_is_the_probability_of_the_token_that_was_drawn():

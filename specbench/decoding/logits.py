@@ -65,12 +65,16 @@ class Logits:
         vocabulary: The tokens they belong to; ``None`` for the target's first ones.
         acceptance: The probability that the token drawn here is accepted if those before it are, as predicted by the
             confidence head of a drafter; ``None`` without one.
+
+    Attributes:
+        size: Number of logits.
     """
 
     def __init__(
         self, values: torch.Tensor, vocabulary: DraftVocabulary | None = None, acceptance: float | None = None
     ) -> None:
         self.values, self._vocabulary, self.acceptance = values, vocabulary, acceptance
+        self.size = values.shape[-1]
 
     @classmethod
     def certain(cls, token: int) -> Logits:
@@ -90,6 +94,11 @@ class Logits:
             raise NoTokenError
         below = self._known - largest
         return largest + math.log(np.exp(below, out=below).sum())
+
+    @cached_property
+    def entropy(self) -> float:
+        """The entropy of the softmax, in nats."""
+        return max(0.0, float(torch.special.entr(self.values.float().softmax(dim=-1)).sum()))
 
     def token(self, place: int) -> int:
         """Return the token of a logit."""

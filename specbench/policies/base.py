@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import torch
-
-from specbench.decoding.logits import NoTokenError
+from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.protocols import DraftPolicy
 from specbench.specs.policies import PolicySpec, parse_policy
 
@@ -77,14 +75,9 @@ class FixedLength(ChainPolicy):
         return self.gamma_max
 
 
-def entropy(logits: torch.Tensor) -> float:
-    """Return the entropy of the softmax of ``logits``, [vocab], in nats."""
-    return max(0.0, float(torch.special.entr(logits.float().softmax(dim=-1)).sum()))
-
-
-def normalized_entropy(logits: torch.Tensor) -> float:
-    """Return the entropy over that of the uniform distribution, 0 to 1."""
-    return entropy(logits) / math.log(logits.shape[-1]) if logits.shape[-1] > 1 else 0.0
+def normalized_entropy(logits: Logits) -> float:
+    """Return the entropy of the softmax over that of the uniform distribution, 0 to 1."""
+    return logits.entropy / math.log(logits.size) if logits.size > 1 else 0.0
 
 
 def is_guess(draft: Draft, i: int) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import NewPrompt
-from specbench.policies.base import ChainPolicy, entropy, normalized_entropy
+from specbench.policies.base import ChainPolicy, normalized_entropy
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -61,7 +61,7 @@ class EntropyGuidedLength(ChainPolicy):
         if not self._notes:
             logits = distributions[0]
             assert isinstance(logits, Logits)
-            h = normalized_entropy(logits.values)
+            h = normalized_entropy(logits)
             past = h if self._average is None else self._average
             self._average = self.ema_beta * past + (1 - self.ema_beta) * h
             fall = (self.gamma_max - self.gamma_min) * min(1.0, self._average / self.scale)
@@ -88,7 +88,7 @@ class SvipLength(ChainPolicy):
         self.threshold = threshold
 
     def should_continue(self, draft: Draft) -> bool:
-        return not draft.logits or math.sqrt(self.factor * entropy(draft.logits[-1].values)) <= self.threshold
+        return not draft.logits or math.sqrt(self.factor * draft.logits[-1].entropy) <= self.threshold
 
 
 class EntropyBoundLength(ChainPolicy):
@@ -127,7 +127,7 @@ class EntropyBoundLength(ChainPolicy):
     def should_continue(self, draft: Draft) -> bool:
         if not draft.logits:
             return True
-        return 1 - math.sqrt(self.factor * entropy(draft.logits[-1].values)) >= self.threshold
+        return 1 - math.sqrt(self.factor * draft.logits[-1].entropy) >= self.threshold
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
