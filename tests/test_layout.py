@@ -16,7 +16,7 @@ PACKAGE = ROOT / "specbench"
 FOLDERS = [
     "_version", "base", "specs", "options", "recipe", "config", "decoding", "policies", "backends", "drafters",
     "models", "generate", "loaded", "generate_many,conversation", "results", "bench", "show", "check", "doctor",
-    "export", "tune", "train", "serve", "cli", "__main__",
+    "export", "predict", "tune", "train", "serve", "cli", "__main__",
 ]  # fmt: skip
 """From the bottom up: modules import from the entries before their own, and from each other without a circle."""
 

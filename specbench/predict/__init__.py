@@ -1,0 +1,1 @@
+"""Prediction from answers that exist already: what a drafter would have gained, without the target."""

@@ -1,0 +1,185 @@
+"""What a loaded drafter would have done along an answer, by one pass of its model over the text or by a replay.
+
+A small model reads prompt and answer once; row i of its logits gives q of token i, after the transforms that the answer
+was sampled with. Drafters without a model are asked after every token what they would draft, as the loop asks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specbench.base.errors import UsageError
+from specbench.decoding.drafts import StepOutcome
+from specbench.decoding.protocols import StepPlan, run_to_end
+from specbench.decoding.sampling import Randomness
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.free import FreeDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.policies import FixedLength
+from specbench.predict.answers import Answer, KnownLogits, ReadAnswer
+from specbench.predict.law import Chances, room_before
+
+if TYPE_CHECKING:
+    from specbench.decoding.protocols import Drafter
+
+_ROWS = 64
+"""Rows of logits that are computed at a time: those of a whole answer may not fit into memory."""
+
+
+def model_of(drafter: Drafter) -> Drafter:
+    """Return the part of a drafter that is a model; the drafter itself unless it is a cascade."""
+    return drafter.model if isinstance(drafter, CascadeDrafter) else drafter
+
+
+def chances_of(drafter: Drafter, answer: Answer, longest: int, read: ReadAnswer | None = None) -> Chances:
+    """Return what a drafter would do along an answer, with drafts of up to ``longest`` tokens.
+
+    Args:
+        drafter, answer: The drafter and the answer.
+        longest: The longest draft.
+        read: What its model has read (``read_answer``); ``None`` to read it now.
+
+    Raises:
+        UsageError: It needs the target, or the answer was sampled and its probabilities are not known.
+    """
+    if isinstance(drafter, FreeDrafter):
+        return _of_free(drafter, answer, longest)
+    read = read or read_answer(model_of(drafter), answer)
+    if isinstance(drafter, CascadeDrafter):
+        return _of_cascade(drafter, answer, longest, read)
+    drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
+    return Chances.by_position(read.chances, drafts, longest, answer.limit)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def read_answer(drafter: Drafter, answer: Answer, *, known: bool = False) -> ReadAnswer:
+    """Return the chances of a small model's drafts along an answer. Its cache holds the answer afterwards.
+
+    Args:
+        drafter, answer: The drafter and the answer.
+        known: Whether draft policies will be run along the answer.
+
+    Raises:
+        UsageError: See ``chances_of``.
+    """
+    if type(drafter) is not ModelDrafter:
+        raise UsageError(
+            f"What {drafter.traits.name} drafts depends on the target's own states or tokens, which logs do not have.",
+            "Run it where the target is: specbench sweep, or specbench tune.",
+        )
+    sampling = answer.sampling.at(len(answer.prompt), None, ())
+    if not sampling.greedy and answer.probabilities is None:
+        raise UsageError(
+            "The answer was sampled, and its tokens' probabilities are not known.", "Log it with logprobs."
+        )
+    scorer, prompt, n = drafter.scorer, len(answer.prompt), len(answer.tokens)
+    text = [*answer.prompt, *answer.tokens]
+    limit = drafter.context_limit
+    readable = n if limit is None else max(0, min(n, limit - prompt + 1))
+    chances, facts = np.zeros(n), list[KnownLogits]()
+    drafter.begin(answer.prompt)
+    for first in range(0, readable, _ROWS):
+        last = min(first + _ROWS, readable)
+        logits = scorer.logits(text[: prompt + last - 1], rows=last - first, prompt=prompt)
+        before, after = text[: prompt + first], text[prompt + first : prompt + last]
+        if sampling.greedy:
+            choices = sampling.choose(logits, before, after[:-1])
+            chances[first:last] = np.equal(choices, after)
+        else:
+            assert answer.probabilities is not None
+            q = sampling.probabilities(logits, before, after[:-1])
+            places = torch.tensor(after, device=q.device)[:, None]
+            of_tokens = q.gather(-1, places)[:, 0].double().cpu().numpy()
+            chances[first:last] = np.minimum(1.0, of_tokens / answer.probabilities[first:last])
+        if known:
+            facts += _known(logits, after)
+    return ReadAnswer(chances, readable, facts)
+
+
+def _known(logits: torch.Tensor, tokens: Sequence[int]) -> Iterator[KnownLogits]:
+    """Yield what policies read of each row."""
+    scores = logits.float().log_softmax(dim=-1)
+    entropies = torch.special.entr(scores.exp()).sum(dim=-1).clamp_min(0.0).tolist()
+    choices = scores.argmax(dim=-1).tolist()
+    for row, entropy, choice, token in zip(scores, entropies, choices, tokens, strict=True):
+        log_chances = {each: float(row[each]) for each in (choice, token)}
+        yield KnownLogits(len(row), entropy, choice, log_chances)
+
+
+# -- drafters without a model ----------------------------------------------------------------------
+
+
+def _contexts(drafter: FreeDrafter, answer: Answer) -> Iterator[tuple[int, list[int]]]:
+    """Yield the places after which a step can begin, with the context, which the drafter has learned from."""
+    nothing = torch.zeros(1, 1)  # in place of the target's logits
+    context = list(answer.prompt)
+    drafter.begin(context)
+    for i, token in enumerate(answer.tokens[:-1], 1):
+        context.append(token)
+        drafter.update(StepOutcome(context, 1, nothing))
+        yield i, context
+
+
+def _of_free(drafter: FreeDrafter, answer: Answer, longest: int) -> Chances:
+    n = len(answer.tokens)
+    accept, drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
+    random = Randomness(0)
+    for i, context in _contexts(drafter, answer):
+        plan = StepPlan(longest, FixedLength(longest), answer.sampling, random)
+        drafts[i] = len(run_to_end(drafter.propose(context, plan)).tokens)
+        for j, chance in enumerate(_guesses(drafter, answer, i, context, longest)):
+            if not chance:  # None: the draft ends
+                break
+            accept[i, j] = chance
+    return Chances(accept, drafts, np.zeros(accept.shape, np.bool_), room_before(n, answer.limit))
+
+
+def _guesses(
+    drafter: FreeDrafter, answer: Answer, i: int, context: Sequence[int], longest: int
+) -> Iterator[float | None]:
+    """Yield for each token of a draft after ``context``, while those before it are the answer's, the chance that it is
+    accepted; ``None`` where the drafter has no guess.
+    """
+    following = answer.tokens[i : i + longest]
+    for j, token in enumerate(following):
+        guess = drafter.allowed_guess(context, following[:j], answer.sampling)
+        if guess is None:
+            yield None
+        elif guess.q is None:
+            yield float(int(guess.token) == token)
+        else:
+            raise UsageError(
+                f"{drafter.traits.name} draws its tokens at random, so a replay does not tell what it drafts.",
+                "Leave it out.",
+            )
+
+
+# -- cascades --------------------------------------------------------------------------------------
+
+
+def _of_cascade(drafter: CascadeDrafter, answer: Answer, longest: int, read: ReadAnswer) -> Chances:
+    """Return the chances where copied tokens and a model's alternate as the guesses have it."""
+    n = len(answer.tokens)
+    accept, drawn = np.zeros((n, longest)), np.zeros((n, longest), np.bool_)
+    drafts = np.full(n, longest)
+    most = longest if drafter.max_passes is None else drafter.max_passes
+    for i, context in _contexts(drafter.free, answer):
+        passes = 0
+        drafter.free.read(context)
+        for j, chance in enumerate(_guesses(drafter.free, answer, i, context, longest)):
+            if chance is not None:
+                accept[i, j] = chance
+                continue
+            if passes == most or i + j >= read.readable:
+                drafts[i] = j
+                break
+            passes += 1
+            drawn[i, j] = True
+            accept[i, j] = read.chances[i + j]
+    return Chances(accept, drafts, drawn, room_before(n, answer.limit))

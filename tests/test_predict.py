@@ -1,0 +1,369 @@
+"""Prediction from answers, against the distribution of decoding, enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scripted import ScriptedScorer, enumerate_outcomes, random_table
+
+from specbench.base.errors import UsageError
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.protocols import Drafter
+from specbench.decoding.records import Step
+from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
+from specbench.decoding.theory import PassCosts
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.suffix import SuffixDrafter
+from specbench.policies import FixedLength, build_policy
+from specbench.predict import chances, forecast
+from specbench.predict.answers import Answer
+from specbench.predict.chances import read_answer
+from specbench.predict.law import Chances, expected_steps
+from specbench.specs.drafters import Lookup
+from specbench.specs.policies import parse_policy
+
+SAMPLINGS = [
+    Multinomial(),
+    Multinomial(0.6),
+    Sampling(temperature=1.3, top_k=2),
+    Sampling(temperature=1.0, top_p=0.8),
+    Sampling(temperature=0.8, top_k=2, top_p=0.9),
+    Sampling(temperature=1.0, min_p=0.3),
+]
+END = 0
+"""The token that ends an output."""
+LONGEST = 6
+Distribution = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def counts(steps: int, drafted: int, tested: Sequence[int], accepted: Sequence[int]) -> np.ndarray:
+    return np.array([steps, drafted, *tested, *accepted], dtype=float)
+
+
+def random_distribution(seed: int, vocab: int, sampling: Sampling) -> Distribution:
+    """Distributions that depend on the whole context, after the transforms, in float64."""
+
+    @cache
+    def of(context: tuple[int, ...]) -> np.ndarray:
+        generator = np.random.default_rng([seed, *context])
+        logits = torch.tensor(generator.normal(size=vocab) * 1.5, dtype=torch.float32)
+        exact = sampling.probabilities(logits[None], context)[0].double().numpy()
+        return exact / exact.sum()
+
+    return of
+
+
+def decoding(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.ndarray:
+    """Expected counts of speculative decoding by its definition: drafts from q, tests, and residuals, all enumerated.
+
+    The end token ends an output, and so does its ``limit``.
+    """
+    nothing = np.zeros(2 + 2 * LONGEST)
+
+    def tested(place: int, accepted: bool) -> np.ndarray:
+        found = nothing.copy()
+        found[2 + place] = 1.0
+        found[2 + LONGEST + place] = accepted
+        return found
+
+    @cache
+    def step(context: tuple[int, ...]) -> np.ndarray:
+        """Expected counts of this step and all later ones."""
+        if len(context) == limit or END in context:
+            return nothing
+        length = min(gamma, limit - len(context) - 1)
+        return counts(1, length, [0] * LONGEST, [0] * LONGEST) + draft(context, 0, length)
+
+    @cache
+    def draft(context: tuple[int, ...], place: int, length: int) -> np.ndarray:
+        """What follows after ``place`` accepted tokens, which the context ends with."""
+        if END in context:
+            return nothing
+        mine, theirs = p(context), q(context)
+        if place == length:
+            return sum(chance * step((*context, x)) for x, chance in enumerate(mine))
+        found = nothing
+        rest = np.maximum(mine - theirs, 0.0)
+        for token, chance in enumerate(theirs):
+            passes = min(1.0, mine[token] / chance) if chance else 0.0
+            kept = tested(place, True) + draft((*context, token), place + 1, length)
+            found = found + chance * passes * kept
+            if passes < 1.0 and chance:
+                after = sum(r * step((*context, x)) for x, r in enumerate(rest / rest.sum()) if r)
+                found = found + chance * (1.0 - passes) * (tested(place, False) + after)
+        return found
+
+    return sum(chance * step((x,)) for x, chance in enumerate(p(())))
+
+
+def predicted(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.ndarray:
+    """The same by the law of the steps, averaged over all answers."""
+
+    def answers(context: tuple[int, ...], weight: float) -> np.ndarray:
+        if len(context) == limit or END in context:
+            chances = np.array(
+                [min(1.0, q(context[:i])[x] / p(context[:i])[x]) for i, x in enumerate(context)]
+            )
+            drafts = np.full(len(context), LONGEST)
+            law = expected_steps(Chances.by_position(chances, drafts, LONGEST, limit), [gamma])
+            found = [law.steps, law.drafted, law.tested[0], law.accepted[0]]
+            return weight * np.concatenate(found)
+        return sum(answers((*context, x), weight * chance) for x, chance in enumerate(p(context)) if chance)
+
+    return answers((), 1.0)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("vocab", "limit", "gamma"), [(3, 5, 1), (3, 6, 2), (3, 6, 3), (2, 8, 4), (2, 9, 6)])
+def test_the_law_of_the_steps_averages_to_what_decoding_does(sampling, vocab, limit, gamma):
+    p = random_distribution(1, vocab, sampling)
+    q = random_distribution(2, vocab, sampling)
+    np.testing.assert_allclose(predicted(p, q, limit, gamma), decoding(p, q, limit, gamma), rtol=0, atol=1e-9)
+
+
+def of_records(records: Sequence[object]) -> np.ndarray:
+    steps = [each for each in records if isinstance(each, Step)]
+    return counts(
+        len(steps),
+        sum(step.gamma for step in steps),
+        [sum(step.tested > place for step in steps) for place in range(LONGEST)],
+        [sum(step.accepted > place for step in steps) for place in range(LONGEST)],
+    )
+
+
+@pytest.mark.parametrize("sampling", [Multinomial(0.8), Sampling(temperature=1.2, top_k=2)])
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_it_is_the_law_of_the_real_loop(sampling, gamma):
+    vocab, limit, prompt = 2, 5, [1, 1, 0]
+    target, draft = random_table(3, vocab), random_table(4, vocab)
+
+    def run(random: object) -> tuple[float, ...]:
+        records = decode_steps(
+            prompt, ScriptedScorer(target, vocab), ModelDrafter(ScriptedScorer(draft, vocab), "model"),
+            policy=FixedLength(gamma), sampling=sampling, random=random, max_new_tokens=limit,
+            stops=StopRules((END,)),
+        )  # fmt: skip
+        return tuple(of_records(list(records)))
+
+    def distribution(logits: Callable[[Sequence[int]], torch.Tensor]) -> Distribution:
+        def of(context: tuple[int, ...]) -> np.ndarray:
+            rows = logits([*prompt, *context])[None]
+            return sampling.probabilities(rows, context)[0].double().numpy()
+
+        return of
+
+    found = sum(weight * np.array(outcome) for outcome, weight in enumerate_outcomes(run).items())
+    expected = predicted(distribution(target), distribution(draft), limit, gamma)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("gamma", range(1, LONGEST + 1))
+def test_greedy_steps_are_those_of_the_real_loop(gamma):
+    vocab, limit = 4, 40
+    for seed in range(6):
+        target, draft = random_table(seed, vocab), random_table(seed + 100, vocab)
+
+        def mixed(tokens: Sequence[int], own=draft, other=target) -> torch.Tensor:
+            return (own if sum(tokens[-3:]) % 3 == 0 else other)(tokens)
+
+        records = list(
+            decode_steps(
+                [1, 2, 3], ScriptedScorer(target, vocab), ModelDrafter(ScriptedScorer(mixed, vocab), "model"),
+                policy=FixedLength(gamma), sampling=Greedy(), random=Randomness(0), max_new_tokens=limit,
+                stops=StopRules((END,) if seed % 2 else ()),
+            )
+        )  # fmt: skip
+        answer = [records[0].token, *(token for step in records[1:] for token in step.tokens)]
+        contexts = [[1, 2, 3, *answer[:i]] for i in range(len(answer))]
+        chances = np.array([float(mixed(c).argmax() == x) for c, x in zip(contexts, answer, strict=True)])
+        drafts = np.full(len(answer), LONGEST)
+        law = expected_steps(Chances.by_position(chances, drafts, LONGEST, limit), range(1, LONGEST + 1))
+        row = gamma - 1
+        found = [law.steps[row], law.drafted[row], *law.tested[row], *law.accepted[row]]
+        assert found == of_records(records).tolist()
+        assert law.passes[row] == law.drafted[row]
+
+
+# -- drafters along answers ------------------------------------------------------------------------
+
+VOCABULARY = 5
+OTHER = random_table(12, VOCABULARY)
+PROMPT = [1, 2, 3, 1, 2]
+TARGET = random_table(11, VOCABULARY)
+
+
+def often_right(tokens: Sequence[int]) -> torch.Tensor:
+    """The target's logits at most places."""
+    return (TARGET if sum(tokens[-4:]) % 5 else OTHER)(tokens)
+
+
+def small_model(limit: int | None = None) -> ModelDrafter:
+    return ModelDrafter(ScriptedScorer(often_right, VOCABULARY, context_limit=limit), "model")
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "model": small_model,
+    "model with a short context": lambda: small_model(limit=20),
+    "lookup": LookupDrafter,
+    "ngram": NGramDrafter,
+    "suffix": SuffixDrafter,
+    "lookup and a model": lambda: CascadeDrafter(
+        LookupDrafter(Lookup(n=None, min=2, before_model=True)), small_model()
+    ),
+    "lookup and a pass of a model": lambda: CascadeDrafter(
+        LookupDrafter(Lookup(n=None, min=2, before_model=True)), small_model(), max_passes=1
+    ),
+}
+
+
+def decoded(
+    drafter: Drafter, policy: str, sampling: Sampling, ends: tuple[int, ...], limit: int
+) -> list[object]:
+    return list(
+        decode_steps(
+            PROMPT, ScriptedScorer(TARGET, VOCABULARY), drafter, policy=build_policy(policy), sampling=sampling,
+            random=Randomness(0), max_new_tokens=limit, stops=StopRules(ends),
+        )
+    )  # fmt: skip
+
+
+def answer_of(records: Sequence[object], sampling: Sampling, limit: int) -> Answer:
+    first, *steps = records
+    tokens = [first.token, *(token for step in steps for token in step.tokens)]  # type: ignore[attr-defined]
+    return Answer(PROMPT, tokens, sampling, None, limit, "a")
+
+
+@pytest.mark.parametrize("sampling", [Greedy(), Greedy(repetition_penalty=1.3)], ids=["greedy", "penalty"])
+@pytest.mark.parametrize("ends", [(), (0,)], ids=["to the limit", "to an end token"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_predicted_to_take_the_steps_that_it_takes(name, ends, sampling, monkeypatch):
+    monkeypatch.setattr(chances, "_ROWS", 7)
+    limit = 36
+    plain = answer_of(decoded(small_model(), "fixed:gamma=1", sampling, ends, limit), sampling, limit)
+    found = forecast.forecast(DRAFTERS[name](), [plain], range(1, LONGEST + 1))
+    for row, gamma in zip(found.rows, range(1, LONGEST + 1), strict=True):
+        records = decoded(DRAFTERS[name](), f"fixed:gamma={gamma}", sampling, ends, limit)
+        expected = of_records(records)
+        counted = [
+            *row.steps,
+            *(row.drafted if "pass" not in name else expected[1:2]),
+            *row.tested[0],
+            *row.accepted[0],
+        ]
+        assert counted == expected.tolist(), gamma
+        assert found.tokens == [len(plain.tokens) - 1]
+
+
+RULES = ["heuristic", "egag:scale=0.8", "egag:beta=0.5", "confidence:threshold=0.5", "confidence:adapt", "svip",
+         "entropy-bound"]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_policies_of_a_model_are_predicted_to_take_the_steps_that_they_take(rule, monkeypatch):
+    monkeypatch.setattr(forecast, "_SAMPLES", 1000)
+    limit = 60
+    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Greedy(), (), limit), Greedy(), limit)
+    (_, row) = forecast.forecast(small_model(), [plain], [2], [parse_policy(rule)]).rows
+    expected = of_records(decoded(small_model(), rule, Greedy(), (), limit))
+    learns = "adapt" in rule or "bound" in rule
+    assert row.steps[0] == pytest.approx(expected[0], rel=0.1 if learns else 0)
+    if not learns:
+        assert row.drafted[0] == pytest.approx(expected[1])
+        assert row.tested[0].tolist() == expected[2 : 2 + 2].tolist()
+
+
+@pytest.mark.parametrize("rule", ["heuristic", "confidence:threshold=0.5"])
+@pytest.mark.parametrize("name", ["lookup", "suffix", "ngram"])
+def test_policies_of_drafters_without_a_model_are_replayed(name, rule):
+    limit = 60
+    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Greedy(), (), limit), Greedy(), limit)
+    (_, row) = forecast.forecast(DRAFTERS[name](), [plain], [LONGEST], [parse_policy(rule)]).rows
+    expected = of_records(decoded(DRAFTERS[name](), rule, Greedy(), (), limit))
+    assert [*row.steps, *row.drafted, *row.tested[0], *row.accepted[0]] == expected.tolist()
+    assert row.passes == [0.0]
+
+
+def test_sampled_answers_give_chances(monkeypatch):
+    sampling = Sampling(temperature=0.7, top_k=3)
+    tokens = [1, 3, 2, 4, 1, 0]
+    contexts = [[*PROMPT, *tokens[:i]] for i in range(len(tokens))]
+    p = np.array([0.3, 0.2, 0.9, 0.5, 0.4, 0.6])
+    q = [sampling.probabilities(often_right(each)[None], each)[0] for each in contexts]
+    expected = [min(1.0, float(row[x]) / share) for row, x, share in zip(q, tokens, p, strict=True)]
+    read = read_answer(small_model(), Answer(PROMPT, tokens, sampling, p))
+    assert read.chances == pytest.approx(expected)
+    found = forecast.forecast(small_model(), [Answer(PROMPT, tokens, sampling)], [1])
+    assert (found.unsampled, found.tokens) == (1, [])
+    copied = forecast.forecast(LookupDrafter(), [Answer(PROMPT, tokens, sampling)], [1])
+    assert (copied.unsampled, copied.tokens) == (0, [5])
+
+
+def test_sampled_policies_are_right_on_average():
+    """A rule by the draft's own confidence, against the mean over many decodings."""
+    sampling, limit, rule = Multinomial(), 24, "confidence:threshold=0.4"
+    answers, steps = [], []
+    for seed in range(150):
+        records = list(
+            decode_steps(
+                PROMPT, ScriptedScorer(TARGET, VOCABULARY), small_model(), policy=build_policy(rule),
+                sampling=sampling, random=Randomness(seed), max_new_tokens=limit,
+            )
+        )  # fmt: skip
+        steps.append(of_records(records)[0])
+        answer = answer_of(records, sampling, limit)
+        contexts = [[*PROMPT, *answer.tokens[:i]] for i in range(limit)]
+        p = [float(TARGET(c).softmax(-1)[x]) for c, x in zip(contexts, answer.tokens, strict=True)]
+        answers.append(Answer(PROMPT, answer.tokens, sampling, np.array(p), limit, str(seed)))
+    (_, row) = forecast.forecast(small_model(), answers, [2], [parse_policy(rule)]).rows
+    error = np.std(np.array(steps) - np.array(row.steps)) / np.sqrt(len(steps))
+    assert abs(np.mean(steps) - np.mean(row.steps)) < 3 * error
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule", "words"),
+    [
+        (SelfDrafter(ScriptedScorer(TARGET, VOCABULARY), "self"), None, "depends on the target's own states"),
+        (small_model(), "auto", "decides by what only a run has"),
+        (small_model(), "dynamic-tree", "drafts trees"),
+        (LookupDrafter(), "svip", "has none"),
+    ],
+)
+def test_what_answers_do_not_tell_is_refused(drafter, rule, words):
+    answer = Answer(PROMPT, [1, 2, 3], Greedy())
+    with pytest.raises(UsageError, match=words):
+        forecast.forecast(drafter, [answer], [1], [parse_policy(rule)] if rule else [])
+
+
+def test_what_a_drafter_needs_to_pay():
+    tokens = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
+    found = forecast.forecast(
+        LookupDrafter(), [Answer([1, 2, 3], tokens, Greedy(), None, 12, "a", "x")], [1, 3]
+    )
+    one, three = found.rows
+    assert found.tokens_per_step(three).value == pytest.approx(11 / 3)
+    costs = PassCosts({1: 0.1, 4: 0.13}, {"lookup": 0.02})
+    assert found.speedup(three, costs).value == pytest.approx(11 / (3 * (1 + 0.3 * (8 / 3) / 3) + 3 * 0.2))
+    assert found.best(costs) is three
+    needed = found.pays_from(three, costs)
+    assert found.speedup(
+        three, PassCosts({1: needed, 4: 1.3 * needed}, {"lookup": 0.02})
+    ).value == pytest.approx(1.0)
+    drafted, _ = found.per_step(one)
+    assert found.perfect(one, costs) == pytest.approx((1 + drafted) / (1 + 0.1 * drafted + 0.2))
+    unknown = PassCosts({}, {"lookup": 0.02})
+    assert np.isnan(found.speedup(one, unknown).value)
+    assert found.pays_from(one, unknown) == pytest.approx(
+        0.02 / (found.tokens_per_step(one).value - 1.02), rel=0.01
+    )
+    figures = found.to_dict(costs)
+    assert figures["best"] == "γ=3"
+    assert figures["rows"][1]["acceptance_by_position"][0] == 1.0
