@@ -23,7 +23,7 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.models.head_files import HEAD_KINDS
+from specbench.models.heads.base import HEAD_KINDS
 from specbench.policies import build_policy
 from specbench.specs import drafters as specs
 from specbench.specs.policies import parse_policy, policy_words

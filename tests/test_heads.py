@@ -62,7 +62,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
-from specbench.models.head_files import find_head
+from specbench.models.heads.base import find_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength

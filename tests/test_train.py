@@ -31,9 +31,9 @@ from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
-from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead
-from specbench.models.mtp import load_any_head
+from specbench.models.heads.base import find_head
+from specbench.models.heads.mtp import load_any_head
+from specbench.models.heads.weights import TrainedHead
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model

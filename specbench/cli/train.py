@@ -16,7 +16,7 @@ from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
 if TYPE_CHECKING:
-    from specbench.models.heads import TrainedHead
+    from specbench.models.heads.weights import TrainedHead
 
 KindName = Literal["eagle", "mtp", "medusa"]
 
@@ -142,8 +142,8 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     """Return the head to start from."""
     if named is None:
         return None
-    from specbench.models.head_files import find_head
-    from specbench.models.mtp import load_any_head
+    from specbench.models.heads.base import find_head
+    from specbench.models.heads.mtp import load_any_head
 
     files = find_head(parse_model(named))
     if files is None:

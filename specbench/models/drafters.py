@@ -40,15 +40,15 @@ from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.models.assistant import layers_of_target
-from specbench.models.block_files import BLOCK_KINDS
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
-from specbench.models.head_files import HeadFiles, find_head
-from specbench.models.heads import TrainedHead
+from specbench.models.heads.assistant import layers_of_target
+from specbench.models.heads.base import HeadFiles, find_head
+from specbench.models.heads.block import BLOCK_KINDS
+from specbench.models.heads.mtp import checkpoint_files, load_any_head
+from specbench.models.heads.weights import TrainedHead
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
-from specbench.models.mtp import checkpoint_files, load_any_head
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, pack_kept, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized

@@ -12,7 +12,7 @@ from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model, loading
-from specbench.models.heads import TrainedHead
+from specbench.models.heads.weights import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target

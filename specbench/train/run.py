@@ -32,9 +32,9 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
-from specbench.models.head_files import find_head
-from specbench.models.heads import TrainedHead
-from specbench.models.mtp import load_any_head
+from specbench.models.heads.base import find_head
+from specbench.models.heads.mtp import load_any_head
+from specbench.models.heads.weights import TrainedHead
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.policies import FixedLength
 from specbench.specs.models import parse_model

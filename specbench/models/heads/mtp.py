@@ -17,8 +17,8 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, text_config
-from specbench.models.head_files import HeadFiles
-from specbench.models.heads import TrainedHead, draft_tokens, load_head, widened
+from specbench.models.heads.base import HeadFiles
+from specbench.models.heads.weights import TrainedHead, draft_tokens, load_head, widened
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
 from specbench.models.training_metadata import check_weights
 

@@ -18,9 +18,9 @@ from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, Me
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import Progress
 from specbench.base.textsafe import excerpt
-from specbench.models.assistant import ASSISTANTS, layers_of_target, make_assistant
-from specbench.models.block_files import BLOCK_KINDS, block_head
 from specbench.models.checkpoints import read_any_config, read_settings, text_config
+from specbench.models.heads.assistant import ASSISTANTS, layers_of_target, make_assistant
+from specbench.models.heads.block import BLOCK_KINDS, block_head
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
 from specbench.specs.models import ModelSpec

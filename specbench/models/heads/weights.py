@@ -25,7 +25,7 @@ from specbench.backends.torch.heads import MedusaHeads
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, weight_files
-from specbench.models.head_files import HeadFiles
+from specbench.models.heads.base import HeadFiles
 from specbench.models.training_metadata import PACKED_WEIGHTS, check_weights
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
