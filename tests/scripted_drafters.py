@@ -102,7 +102,7 @@ def small_head(kind: str) -> Any:
                 num_key_value_heads=1,
             )
             shape = EagleShape(
-                1 if kind == "eagle" else 3,
+                1 if kind == "eagle-1" else 3,
                 8,
                 VOCAB if kind == "dflash2" else 2,
                 layer,
@@ -134,7 +134,7 @@ def small_scorer(kind: str) -> HeadScorer:
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, OfTarget(None, (2,), fitted))
-    layers = (2,) if kind in ("eagle", "mtp", "mtp-2") else (0, 1, 2)
+    layers = (2,) if kind in ("eagle-1", "mtp", "mtp-2") else (0, 1, 2)
     own = {**dict.fromkeys(BLOCKS, BlockScorer), "peagle": ParallelScorer, "mtp-2": MtpScorer}
     scorer: Any = own.get(kind, EagleScorer)
     made: HeadScorer = scorer(head, OfTarget(head.embed_tokens, layers, fitted))
@@ -238,7 +238,7 @@ DRAFTERS: dict[str, Entry] = {
     "model|lookup": Entry("org/model|lookup", lambda _: SeveralDrafters([model(), LookupDrafter()])),
     **{
         kind: Entry("org/head", lambda _, kind=kind: head(kind), kind)  # type: ignore[misc]
-        for kind in ("eagle3", "eagle", "peagle", *BLOCKS, "medusa")
+        for kind in ("eagle3", "eagle-1", "peagle", *BLOCKS, "medusa")
     },
     "mtp": Entry("mtp", lambda _: head("mtp"), "mtp"),
     "two layers of mtp": Entry("mtp", lambda _: head("mtp-2"), "mtp"),

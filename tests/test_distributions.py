@@ -23,7 +23,7 @@ from specbench.decoding.verdicts import METHODS
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.several import SeveralDrafters
-from specbench.models.heads.base import HEAD_KINDS
+from specbench.models.heads import FORMATS
 from specbench.policies import build_policy
 from specbench.specs import drafters as specs
 from specbench.specs.policies import parse_policy, policy_words
@@ -49,7 +49,7 @@ def test_no_axis_of_the_table_leaves_anything_out():
     # One from outside drafts by code of its own: tests/test_outside.py.
     assert {type(each) for each in built} == {*specs.DRAFTERS} - {specs.Outside}
     # Gemma 4's assistant reads a target of its own family: enumerated in tests/test_assistant.py.
-    assert {entry.head for entry in DRAFTERS.values()} == {*HEAD_KINDS, None} - {"assistant"}
+    assert {entry.head for entry in DRAFTERS.values()} == {*FORMATS, None} - {"assistant"}
     plain = Sampling(temperature=1.0)
     for each in fields(Sampling):
         if each.name not in ("rules", "matcher"):  # made for one output

@@ -62,7 +62,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
-from specbench.models.heads.base import find_head
+from specbench.models.heads import find_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
@@ -773,7 +773,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         speculators_settings(), changed("fc.weight", torch.zeros(32, 64)), "is 32×64, but its config.json says 32×96."
     ),
     "a map of too few": (
-        speculators_settings(), changed("d2t", torch.zeros(3).long()), "d2t of the head head does not describe"
+        speculators_settings(), changed("d2t", torch.zeros(3).long()), "has a tensor d2t that does not describe"
     ),
     "no map": (
         speculators_settings(), without(eagle_tensors(), "d2t", "t2d"),
@@ -795,9 +795,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "the last state alone": (
         eagle_settings(eagle_config={"use_aux_hidden_state": False}), eagle_tensors(), "only the last hidden state"
     ),
-    "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "vocab_size is no whole number"),
+    "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "its vocab_size is missing"),
     "no list of layers": (
-        speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "no list of whole numbers"
+        speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "its eagle_aux_hidden_state_layer_ids is missing or has an invalid value"
     ),
     "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "mlp_speculator"),
     "DFlash with a projector": (
@@ -807,7 +807,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         block_settings(dflash_config={"target_layer_ids": [0, 2]}), block_tensors(), "mask_token_id"
     ),
     "P-EAGLE without a mask": (
-        parallel_settings(mask_token_id=None), parallel_tensors(), "its mask_token_id is no token."
+        parallel_settings(mask_token_id=None), parallel_tensors(), "its mask_token_id is missing"
     ),
     "P-EAGLE with a mask beyond": (
         eagle_settings(ptd_token_id=VOCAB), parallel_tensors(), "its ptd_token_id is no token."
@@ -864,13 +864,13 @@ def test_a_llama_of_one_layer_is_no_head(tmp_path):
     assert find_head(parse_model(str(llama))) is None
     found = find_head(parse_model(str(head)))
     assert found is not None
-    assert (found.kind, found.layers(target_model().config)) == ("eagle", (3,))
+    assert (found.kind, found.layers(target_model().config)) == ("eagle-1", (3,))
     (head / "model.safetensors").unlink()
     assert find_head(parse_model(str(head))) is None
     torch.save(eagle_one_tensors(), head / "pytorch_model.bin")
     assert find_head(parse_model(str(head))) is not None
     assert load_drafter(str(head), tiny_target(), PLAIN, allow_pickle=True).traits.trees
-    (head / "pytorch_model.bin").write_bytes(b"nonsense")
+    (head / "tokenizer.json").write_text("{}")
     assert find_head(parse_model(str(head))) is None
 
 

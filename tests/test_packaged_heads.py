@@ -22,8 +22,7 @@ from specbench.cli import options
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import training_metadata
 from specbench.models.drafters import load_drafter
-from specbench.models.heads.base import find_head
-from specbench.models.heads.weights import load_head
+from specbench.models.heads import find_head, load_head
 from specbench.models.load import load_config
 from specbench.models.training_metadata import (
     PACKED_WEIGHTS,

@@ -31,9 +31,7 @@ from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
-from specbench.models.heads.base import find_head
-from specbench.models.heads.mtp import load_any_head
-from specbench.models.heads.weights import TrainedHead
+from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.specs.models import parse_model
@@ -533,7 +531,7 @@ def test_a_training_goes_on_from_a_head(easy, tmp_path, kind):
 def head_in(folder: Path) -> TrainedHead:
     files = find_head(parse_model(str(folder)))
     assert files is not None
-    return load_any_head(files)
+    return load_head(files)
 
 
 def altered(

@@ -140,14 +140,14 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
 
 def default_drafter(target: str) -> str:
     """Return the default drafter of a target."""
-    from specbench.models.mtp_layouts import mtp_layers_of
+    from specbench.models.mtp_layouts import has_mtp_layers
     from specbench.models.training_metadata import is_packaged
     from specbench.specs import models
 
     if any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target):
         return HEADS_AHEAD.get(target, DEFAULT_DRAFTER)
     with suppress(UsageError):  # the command reports a target that is none
-        if mtp_layers_of(models.parse_model(target)):
+        if has_mtp_layers(models.parse_model(target)):
             return models.CHECKPOINT_MTP.name
     return DEFAULT_DRAFTER
 

@@ -16,7 +16,7 @@ from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
 if TYPE_CHECKING:
-    from specbench.models.heads.weights import TrainedHead
+    from specbench.models.heads import TrainedHead
 
 KindName = Literal["eagle", "mtp", "medusa"]
 
@@ -142,13 +142,12 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
     """Return the head to start from."""
     if named is None:
         return None
-    from specbench.models.heads.base import find_head
-    from specbench.models.heads.mtp import load_any_head
+    from specbench.models.heads import find_head, load_head
 
     files = find_head(parse_model(named))
     if files is None:
         raise UsageError(f"{named!r} is no trained head.", "Name a head's folder or hub id with --start.")
-    return load_any_head(files, allow_pickle=allow_pickle)
+    return load_head(files, allow_pickle=allow_pickle)
 
 
 def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:

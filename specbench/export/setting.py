@@ -208,7 +208,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     model = drafter.model_spec
     if model is None:
         return setting
-    from specbench.models.heads.base import find_head
+    from specbench.models.heads import find_head
 
     try:
         files = find_head(model)

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from specbench.backends.torch.assistant import AssistantScorer
-from specbench.backends.torch.block_scorers import BlockScorer
-from specbench.backends.torch.caches import NoKVCache, make_cache
-from specbench.backends.torch.head_scorers import (
-    AnyHeadScorer,
-    EagleScorer,
-    MedusaScorer,
-    OfTarget,
-    ParallelScorer,
-)
+from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.head_scorers import OfTarget
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
-from specbench.backends.torch.mtp import MtpLayers
-from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.backends.torch.scorer import FittedLogits, Scorer
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
@@ -42,11 +32,8 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
-from specbench.models.heads.assistant import layers_of_target
-from specbench.models.heads.base import HeadFiles, find_head
-from specbench.models.heads.block import BLOCK_KINDS
-from specbench.models.heads.mtp import checkpoint_files, load_any_head
-from specbench.models.heads.weights import TrainedHead
+from specbench.models.heads import TrainedHead, find_head, load_head
+from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
 from specbench.models.pairing import translation_of
@@ -130,84 +117,79 @@ def load_drafter(
         specbench.base.errors.UsageError: ...
     """
     spec = parse_drafter(spec) if isinstance(spec, str) else spec
-    return DrafterLoader(target, options, cache=cache, progress=progress, allow_pickle=allow_pickle).load(
-        spec
-    )
+    loader = DrafterLoader(options, cache=cache, progress=progress, allow_pickle=allow_pickle)
+    return loader.load(spec, target)
 
 
 class DrafterLoader:
-    """Loader of the drafters of one target.
-
-    Each model is loaded once, and each drafter is built once, even if several cascades or merged
-    drafters use it.
+    """Loader of the drafters of one target: each model is loaded once, and each drafter is built once.
 
     Args:
-        target, options, cache, progress, allow_pickle: See ``load_drafter``.
-        loaded: Models that are loaded already; newly loaded models are added to it.
+        options, cache, progress, allow_pickle: See ``load_drafter``.
+
+    Attributes:
+        loaded: The models loaded so far.
     """
 
     def __init__(
         self,
-        target: Target,
         options: LoadOptions | None = None,
         *,
         cache: CacheKind = "dynamic",
         progress: Progress | None = None,
         allow_pickle: bool = False,
-        loaded: dict[SmallModel, LanguageModel | TrainedHead] | None = None,
     ) -> None:
-        self._target, self._options, self._cache = target, options, cache
+        self._options, self._cache = options, cache
         self._progress, self._allow_pickle = progress, allow_pickle
-        self.loaded = {} if loaded is None else loaded
-        self._made: dict[DrafterSpec, Drafter | RunError] = {}
+        self.loaded: dict[SmallModel, LanguageModel | TrainedHead] = {}
+        self._made: dict[DrafterSpec, Drafter] = {}
 
-    def load(self, spec: DrafterSpec) -> Drafter:
-        """Return the drafter of a spec.
-
-        Raises:
-            UsageError, RunError: See ``load_drafter``. A failure is remembered and not tried again.
-        """
+    def load(self, spec: DrafterSpec, target: Target) -> Drafter:
+        """Return the drafter of a spec; for errors see ``load_drafter``."""
         if isinstance(spec, Several):
-            return SeveralDrafters([self.load(part) for part in spec.drafters])
+            return SeveralDrafters([self.load(part, target) for part in spec.drafters])
         if isinstance(spec, Cascade):
-            model = self.load(spec.back)
+            model = self.load(spec.back, target)
             assert isinstance(model, ModelDrafter)
-            return join_cascade(spec, model, self._target)
+            return join_cascade(spec, model, target)
         if spec not in self._made:
-            try:
-                self._made[spec] = self._make(spec)
-            except RunError as error:
-                self._made[spec] = error
-        made = self._made[spec]
-        if isinstance(made, RunError):
-            raise made
-        return made
+            self._made[spec] = self._make(spec, target)
+        return self._made[spec]
 
-    def _make(self, spec: DrafterSpec) -> Drafter:
+    def _make(self, spec: DrafterSpec, target: Target) -> Drafter:
         if isinstance(spec, SelfForm):
-            return self_drafter(spec, self._target, progress=self._progress)
+            return self_drafter(spec, target, progress=self._progress)
         if not isinstance(spec, SmallModel):
-            return make_free(spec, self._target) if isinstance(spec, FreeSpec) else NoDraft()
-        options = self._options or loading(spec)
-        if spec not in self.loaded:
-            check_options(options)
-            self.loaded[spec] = load_drafter_model(
-                spec.model,
-                options,
-                self._target.language_model,
-                progress=self._progress,
-                allow_pickle=self._allow_pickle,
-            )
-        model = self.loaded[spec]
+            return make_free(spec, target) if isinstance(spec, FreeSpec) else NoDraft()
+        model, options = self.load_model(spec, target.language_model), self._options or loading(spec)
         if isinstance(model, TrainedHead):
             self.loaded[spec] = replace(model, tensors={})  # its drafter has them
-            return wrap_head(model, self._target, options)
-        return wrap_drafter(
-            model,
-            self._target,
-            cache=self._cache,
-            int8=options.dtype == "auto",
-            progress=self._progress,
+            return wrap_head(model, target, options)
+        int8 = options.dtype == "auto"
+        return wrap_drafter(model, target, cache=self._cache, int8=int8, progress=self._progress)
+
+    def load_model(self, spec: SmallModel, target: LanguageModel) -> LanguageModel | TrainedHead:
+        """Return the model or the trained head that a drafter's spec names."""
+        if spec not in self.loaded:
+            self.loaded[spec] = self._load_model(spec, target)
+        return self.loaded[spec]
+
+    def _load_model(self, spec: SmallModel, target: LanguageModel) -> LanguageModel | TrainedHead:
+        options, config, pickle = self._options or loading(spec), target.model.config, self._allow_pickle
+        check_options(options)
+        if not isinstance(spec, Mtp):
+            head = find_head(spec.model, self._progress)
+        elif target.folder is not None:
+            head = checkpoint_files(target.folder, config, target.name)
+        else:
+            raise UsageError(
+                f"The target {target.name} was not loaded from a folder, where MTP layers would be.",
+                "Load it with load_target.",
+            )
+        if head is not None:
+            return load_head(head, text_config(config).num_hidden_layers, allow_pickle=pickle)
+        return load_model(
+            spec.model, options, progress=self._progress, allow_pickle=pickle, share_tokenizer_with=target
         )
 
 
@@ -216,38 +198,12 @@ def loading(spec: SmallModel) -> LoadOptions:
     return LoadOptions(spec.dtype, spec.device, any_target=spec.any_target)
 
 
-def load_drafter_model(
-    spec: ModelSpec,
-    options: LoadOptions,
-    target: LanguageModel,
-    *,
-    progress: Progress | None,
-    allow_pickle: bool,
-) -> LanguageModel | TrainedHead:
-    """Load the model or the trained head that a drafter's spec names."""
-    config = target.model.config
-    if spec.kind == "mtp":
-        if target.folder is None:
-            raise UsageError(
-                f"The target {target.name} was not loaded from a folder, where MTP layers would be.",
-                "Load it with load_target.",
-            )
-        head: HeadFiles | None = checkpoint_files(target.folder, config, target.name)
-    else:
-        head = find_head(spec, progress)
-    if head is not None:
-        return load_any_head(head, text_config(config).num_hidden_layers, allow_pickle=allow_pickle)
-    return load_model(
-        spec, options, progress=progress, allow_pickle=allow_pickle, share_tokenizer_with=target
-    )
-
-
 def join_cascade(spec: Cascade, model: ModelDrafter, target: Target | None = None) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
     return CascadeDrafter(make_free(spec.front, target), model, spec.passes)
 
 
-# -- models of their own ---------------------------------------------------------------------------
+# -- from models and heads to drafters: transform, then wrap ---------------------------------------
 
 
 def wrap_drafter(
@@ -273,22 +229,13 @@ def wrap_drafter(
         >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).traits.name
         'smollm2-135m (int8)'
     """
-    translation = translation_of(target.language_model, language_model)
-    model = language_model.model
-    fold_attention(model)
+    model, translation = language_model.model, translation_of(target.language_model, language_model)
     make_cache(cache, model.config)  # can refuse, before the layers change
-    dtype = language_model.dtype
     draftable = None if translation is None else sorted(translation.shared)
-    if translation is not None:
-        _trim_head(language_model, tuple(map(translation.shared.__getitem__, sorted(translation.shared))))
+    rows = None if translation is None else tuple(translation.shared[token] for token in draftable or ())
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
-    if rounded is not None:
-        quantize(language_model, rounded, progress=progress)
-        dtype = rounded
-    else:
-        pack_kept(language_model, progress)
-    name = language_model.name
-    announce(progress, f"testing forward passes of {name}")
+    name = f"{language_model.name} ({_transform_model(language_model, rows, rounded, progress)})"
+    announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(
         model,
         cache,
@@ -297,31 +244,47 @@ def wrap_drafter(
         output_device=target.scorer.device,
         places=None if draftable is None else torch.tensor(draftable),
     )
-    name = f"{name} ({dtype})"
-    drafter = (
-        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
-    )
-    drafter.traits = replace(drafter.traits, prior=DrafterPrior(_reading_share(model, target)))
+    if translation is None:
+        return _with_prior(ModelDrafter(scorer, name), model, target)
+    return _with_prior(TranslatingDrafter(scorer, name, translation), model, target)
+
+
+def _transform_model(
+    language_model: LanguageModel,
+    rows: tuple[int, ...] | None,
+    rounded: QuantizedName | None,
+    progress: Progress | None,
+) -> str:
+    """Fold a model's attention, trim its head to these logits, and quantize or pack it; return its dtype."""
+    model = language_model.model
+    fold_attention(model)
+    if rows not in (None, language_model.head_rows):
+        if language_model.head_rows is not None:
+            raise UsageError(
+                f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
+                "Load the model once for each.",
+            )
+        trim_head(model, torch.tensor(rows, device=model.device))
+        language_model.head_rows = rows
+    if rounded is None:
+        pack_kept(language_model, progress)
+        return language_model.dtype
+    quantize(language_model, rounded, progress=progress)
+    return rounded
+
+
+D = TypeVar("D", bound=ModelDrafter)
+
+
+def _with_prior(drafter: D, module: nn.Module, target: Target, acceptance: float | None = None) -> D:
+    """Give a drafter what is known of it before it drafts.
+
+    Prompts are read in proportion to the weights of linear layers.
+    """
+    own, whole = (linear_weights(each) for each in (module, target.language_model.model))
+    share = min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
+    drafter.traits = replace(drafter.traits, prior=DrafterPrior(share, acceptance))
     return drafter
-
-
-def _reading_share(drafter: nn.Module, target: Target) -> float:
-    """Return the weights of a drafter's linear layers over those of the target, by which both read prompts."""
-    own, whole = (linear_weights(model) for model in (drafter, target.language_model.model))
-    return min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
-
-
-def _trim_head(language_model: LanguageModel, rows: tuple[int, ...]) -> None:
-    """Trim a model's head to these logits."""
-    if language_model.head_rows == rows:
-        return
-    if language_model.head_rows is not None:
-        raise UsageError(
-            f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
-            "Load the model once for each.",
-        )
-    trim_head(language_model.model, torch.tensor(rows, device=language_model.model.device))
-    language_model.head_rows = rows
 
 
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
@@ -350,16 +313,6 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     return SelfDrafter(scorer, str(form))
 
 
-# -- trained heads ---------------------------------------------------------------------------------
-
-_SCORERS: Mapping[str, type[AnyHeadScorer]] = {
-    **dict.fromkeys(BLOCK_KINDS, BlockScorer),
-    "medusa": MedusaScorer,
-    "peagle": ParallelScorer,
-}
-"""Scorers of heads by kind; ``EagleScorer`` for the others."""
-
-
 def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
     """Make a drafter of a trained head, on its target's device.
 
@@ -370,76 +323,53 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
         UsageError: The head was trained for another target, its file does not match its configuration, another device
             is requested, or the target gives no hidden states.
     """
-    options = options or LoadOptions()
+    options, files, form = options or LoadOptions(), head.files, head.files.format
     if options.device != "auto":
         raise UsageError(
             f"The head {head.name} always runs on its target's device.",
             "Leave the drafter's device out.",
         )
     model: Any = target.language_model.model
-    config, embeddings = model.config, model.get_input_embeddings()
-    head.files.check(config, target.name)
-    if not options.any_target:
-        head.files.check_weights(target.language_model.identity, target.name)
-    own_head = partial(_head_of, target)
-    medusa = head.files.kind == "medusa"
-    module: Any = head.medusa(own_head) if medusa else head.with_layers(config, own_head)
-    rounded = quantized(options.dtype)
-    quantize = rounded is not None or options.dtype == "auto"
-    dtype = embeddings.weight.dtype if quantize else resolve_dtype(options, config, Counter())
     device = target.scorer.device
-    module.to(device=device, dtype=dtype)
-    name = dtype_name(dtype)
-    if rounded == "int4":
-        quantize_linears(module, "int4")
-        name = "int4"
-    elif quantize and device.type == "cpu":
-        quantize_linears(module)
-        name = "int8"
-    else:
-        pack_linears(module)
-    layers = head.files.layers(config)
-    fitted = FittedLogits(
-        target.vocab_size, None if head.target_tokens is None else head.target_tokens.to(device)
-    )
-    several = isinstance(module, MtpLayers)
-    scorer_of: Any = MtpScorer if several else _SCORERS.get(head.files.kind, EagleScorer)
-    if head.files.kind == "assistant":
-        scorer_of = partial(AssistantScorer, **_shared_with(head, target))
-    limit = _context_limit(head, target)
-    scorer = scorer_of(module, OfTarget(embeddings, layers, fitted, limit, dtype, device))
+    files.check(model.config, target.name)
+    if not options.any_target:
+        files.check_weights(target.language_model.identity, target.name)
+    module = form.module(head, model.config, partial(_head_of, target))
+    dtype, name = _transform_head(module, target, options)
+    layers = files.layers(model.config)
     require_states(target, layers)
-    prior = DrafterPrior(_reading_share(module, target), head.files.training.acceptance)
-    drafter = HeadDrafter(scorer, f"{head.name} ({name})")
-    drafter.traits = replace(drafter.traits, prior=prior)
-    if head.files.assumes_layers:
-        drafter.assumed = (
-            f"The config.json of the head {head.name} does not name the layers that it reads:"
-            f" {', '.join(map(str, layers))} are assumed, as of EAGLE-3's authors."
-        )
-    return drafter
+    limit = form.context_limit(files) if form.context_limit else target.language_model.context_limit
+    tokens = None if head.target_tokens is None else head.target_tokens.to(device)
+    of_target = OfTarget(
+        model.get_input_embeddings(),
+        layers,
+        FittedLogits(target.vocab_size, tokens),
+        limit,
+        dtype,
+        device,
+        model.config,
+        target.scorer.cache,
+    )
+    drafter = HeadDrafter(form.scorer(module, of_target), f"{head.name} ({name})")
+    drafter.assumed = form.assumed(files, layers) if form.assumed else ""
+    return _with_prior(drafter, module, target, files.training.acceptance)
 
 
-def _context_limit(head: TrainedHead, target: Target) -> int | None:
-    """Return the longest context of a head, in tokens; that of an MTP layer or assistant is its target's."""
-    if head.files.kind == "medusa":
-        return None
-    if head.files.kind in ("mtp", "assistant"):
-        return target.language_model.context_limit
-    return int(head.files.layer.max_position_embeddings)
-
-
-def _shared_with(head: TrainedHead, target: Target) -> dict[str, Any]:
-    """Return what an assistant reads of its target, see ``AssistantScorer``."""
-    cache = target.scorer.cache
-    if isinstance(cache, NoKVCache):
-        raise UsageError(
-            f"The head {head.name} attends to the target's keys and values, which --cache none does not keep.",
-            "Choose another cache.",
-        )
-    config = target.language_model.model.config
-    shared = layers_of_target(head.files.folder, head.name, config)
-    return {"target_cache": cache, "shared": shared}
+def _transform_head(module: nn.Module, target: Target, options: LoadOptions) -> tuple[torch.dtype, str]:
+    """Move a head to its target, and quantize or pack it; return the dtype of its inputs, and of its layers."""
+    model: Any = target.language_model.model
+    device, rounded = target.scorer.device, quantized(options.dtype)
+    if options.dtype == "auto":
+        rounded = "int8"
+    dtype = model.get_input_embeddings().weight.dtype
+    if rounded is None:
+        dtype = resolve_dtype(options, model.config, Counter())
+    module.to(device=device, dtype=dtype)
+    if rounded is None or (rounded == "int8" and device.type != "cpu"):
+        pack_linears(module)
+        return dtype, dtype_name(dtype)
+    quantize_linears(module, rounded)
+    return dtype, rounded
 
 
 def _head_of(target: Target) -> torch.Tensor:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
+from specbench.base.progress import quiet_transformers
 from specbench.specs.models import ModelSpec
 
 BLOCK = "layers.0."
@@ -58,17 +60,6 @@ class Layout:
     chained: bool = True
     written: str = ""
 
-    def match(self, name: str, target_layers: int) -> tuple[int, str] | None:
-        """Return the MTP layer that a tensor belongs to, and its name without the layer; ``None`` for other tensors."""
-        found = self.pattern.fullmatch(name)
-        if found is None:
-            return None
-        groups = found.groupdict()
-        layer, part = int(groups["layer"] or 0), groups["part"] + (groups.get("rest") or "")
-        if self.appended:
-            layer -= target_layers
-        return None if layer < 0 else (layer, part)
-
     def stored_name(self, own: str) -> str:
         """Return how a first layer's tensor is called in a checkpoint, from its name in ``MtpLayer``."""
         for stored, beginning in self.parts.items():
@@ -78,10 +69,14 @@ class Layout:
 
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
-        found = self.match(name, target_layers)
+        found = self.pattern.fullmatch(name)
         if found is None:
             return None
-        layer, part = found
+        groups = found.groupdict()
+        layer, part = int(groups["layer"] or 0), groups["part"] + (groups.get("rest") or "")
+        layer -= target_layers if self.appended else 0
+        if layer < 0:
+            return None
         for beginning, own in self.parts.items():
             if part.startswith(beginning):
                 return None if own is None else (layer, own + part.removeprefix(beginning))
@@ -179,57 +174,29 @@ class MtpTensors:
     plain: bool
 
 
-def mtp_layers_of(target: ModelSpec) -> MtpTensors | None:
-    """Return the MTP layers of a target's checkpoint that draft for it, without loading or fetching weights.
+def has_mtp_layers(target: ModelSpec) -> bool:
+    """Return whether a target's checkpoint has MTP layers that draft for it, without loading or fetching weights.
 
-    For a hub model that is not in the cache, the headers of its files are fetched. ``None`` if there are none, or it
-    cannot be told: loading the target reports why.
+    Of a hub model that is not in the cache the headers are fetched. False if it cannot be told: loading the target
+    reports why.
     """
+    if target.kind not in ("folder", "hub"):
+        return False
     try:
-        folder = Path(target.source) if target.kind == "folder" else _cached(target)
-        if folder is not None:
-            headers = _headers(folder)
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        elif target.kind == "hub":
-            headers, config = _fetched(target)
-        else:
-            return None
+        folder = Path(target.source)
+        if target.kind == "hub":
+            from specbench.models.hub import HubModel
+
+            folder = HubModel(target.source, target.revision, target.name, None).folder
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         layers = (config.get("text_config") or config)["num_hidden_layers"]
+        headers = _headers(folder)
+        if target.kind == "hub" and not headers:
+            headers = _fetch_headers(target)
         found = _find(headers, layers)
     except Exception:  # what networks, damaged files and odd configurations raise
-        return None
-    return found if found is not None and found.plain else None
-
-
-def _cached(target: ModelSpec) -> Path | None:
-    """Return the folder of a hub model whose weights are in the cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if target.kind != "hub":
-        return None
-    found = try_to_load_from_cache(target.source, "config.json", revision=target.revision)
-    folder = Path(found).parent if isinstance(found, str) else None
-    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
-
-
-def _fetched(target: ModelSpec) -> tuple[Headers, dict[str, Any]]:
-    """Return the headers of a hub model's weights, and its configuration, without fetching the weights."""
-    from huggingface_hub import get_safetensors_metadata
-
-    from specbench.base.progress import quiet_transformers
-    from specbench.models.hub import HubModel
-
-    path = HubModel(target.source, target.revision, target.name, None).folder / "config.json"
-    with quiet_transformers():
-        files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
-    headers = [
-        (
-            Path(file),
-            {name: {"dtype": each.dtype, "shape": each.shape} for name, each in found.tensors.items()},
-        )
-        for file, found in files.items()
-    ]
-    return headers, json.loads(path.read_text(encoding="utf-8"))
+        return False
+    return found is not None and found.plain
 
 
 def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
@@ -241,50 +208,51 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
     return _find(_headers(folder), target_layers)
 
 
-Headers: TypeAlias = list[tuple[Path, dict[str, Any]]]
-"""The tensors that files describe, by name."""
+Headers: TypeAlias = dict[str, tuple[Path, str, Sequence[int]]]
+"""The file, dtype and shape of tensors by name."""
 
 
 def _headers(folder: Path) -> Headers:
-    return [(path, _header(path)) for path in sorted(folder.glob("*.safetensors"))]
+    found: Headers = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            found |= {name: (path, each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+    return found
+
+
+def _fetch_headers(target: ModelSpec) -> Headers:
+    """Return the headers of a hub model's weights, without fetching the weights."""
+    from huggingface_hub import get_safetensors_metadata
+
+    with quiet_transformers():
+        files = get_safetensors_metadata(target.source, revision=target.revision).files_metadata
+    return {
+        name: (Path(file), each.dtype, each.shape)
+        for file, found in files.items()
+        for name, each in found.tensors.items()
+    }
 
 
 def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
     for layout in LAYOUTS:
-        places = {
-            name: place
-            for _, header in headers
-            for name in header
-            if (place := layout.place(name, target_layers)) is not None
-        }
+        placed = ((name, layout.place(name, target_layers)) for name in headers)
+        places = {name: place for name, place in placed if place is not None}
         layers = 1 + max((layer for layer, _ in places.values()), default=-1)
         if layers and {(0, name) for name in JOINED} <= {*places.values()}:
-            found = [(name, path, header) for path, header in headers for name in header if name in places]
             return MtpTensors(
                 layout,
                 layers,
                 places,
-                files={name: path for name, path, _ in found},
-                weights=sum(math.prod(header[name]["shape"]) for name, _, header in found),
-                plain=all(_is_plain(name, header) for name, _, header in found),
+                files={name: headers[name][0] for name in places},
+                weights=sum(math.prod(headers[name][2]) for name in places),
+                plain=all(_is_plain(name, headers) for name in places),
             )
     return None
 
 
-def _is_plain(name: str, header: Mapping[str, Any]) -> bool:
+def _is_plain(name: str, headers: Headers) -> bool:
     """Return whether a tensor is of floats, or of bytes with a scale for each row."""
-    entry, scale = header[name], header.get(f"{name}_scale")
-    rounded = entry["dtype"] == "I8" and scale is not None and scale["shape"] == entry["shape"][:1]
-    return entry["dtype"] in _FLOATS or rounded
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Return the tensors that a file describes; empty for a file without a valid header."""
-    try:
-        with safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            return {
-                name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()
-            }
-    except (OSError, SafetensorError):
-        return {}
+    (_, dtype, shape), scale = headers[name], headers.get(f"{name}_scale")
+    rounded = dtype == "I8" and scale is not None and list(scale[2]) == list(shape[:1])
+    return dtype in _FLOATS or rounded

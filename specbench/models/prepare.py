@@ -11,13 +11,13 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
-from specbench.models.drafters import DrafterLoader, check_drafter, load_drafter_model, loading
-from specbench.models.heads.weights import TrainedHead
+from specbench.models.drafters import DrafterLoader, check_drafter, loading
+from specbench.models.heads import TrainedHead
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
 from specbench.options import CacheKind, ModelOptions
-from specbench.specs.drafters import DrafterSpec, SmallModel
+from specbench.specs.drafters import DrafterSpec
 from specbench.specs.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -104,17 +104,11 @@ def prepare(
     language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
     config = language_model.model.config
     kind = cache or default_cache(config, quantized=language_model.quantize is not None)
-    loaded: dict[SmallModel, LanguageModel | TrainedHead] = {}
+    loader = DrafterLoader(cache=cache or "dynamic", progress=progress, allow_pickle=options.allow_pickle)
     if before_packing is not None:
         make_cache(kind, config)  # refuses what it cannot hold
         for spec in dict.fromkeys(model for drafter in drafters for model in drafter.models):
-            loaded[spec] = model = load_drafter_model(
-                spec.model,
-                loading(spec),
-                language_model,
-                progress=progress,
-                allow_pickle=options.allow_pickle,
-            )
+            model = loader.load_model(spec, language_model)
             if isinstance(model, LanguageModel):
                 translation_of(language_model, model)  # or the refusal
         before_packing(language_model)
@@ -122,10 +116,8 @@ def prepare(
     if bit_exact:
         announce(progress, "testing forward passes of several sizes")
         ready.scorer.require_bit_exact()
-    loaded_drafters = prepare_drafters(
-        ready, drafters, options, cache=cache, progress=progress, loaded=loaded
-    )
-    for drafting in loaded.values():
+    loaded_drafters = prepare_drafters(ready, drafters, options, loader=loader)
+    for drafting in loader.loaded.values():
         if isinstance(drafting, LanguageModel):
             language_model.notes += drafting.notes
     return ready, loaded_drafters
@@ -138,25 +130,21 @@ def prepare_drafters(
     *,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
-    loaded: dict[SmallModel, LanguageModel | TrainedHead] | None = None,
+    loader: DrafterLoader | None = None,
 ) -> list[LoadedDrafter]:
-    """Load drafters for a loaded target; for ``loaded`` see ``DrafterLoader``, for the other arguments ``prepare``.
+    """Load drafters for a loaded target, maybe by a ``loader`` with some of their models; see ``prepare``.
 
     Raises:
         UsageError: A drafter does not fit the target, or two have the same name.
     """
-    loader = DrafterLoader(
-        ready,
-        cache=cache or "dynamic",
-        progress=progress,
-        allow_pickle=options.allow_pickle,
-        loaded=loaded,
+    loader = loader or DrafterLoader(
+        cache=cache or "dynamic", progress=progress, allow_pickle=options.allow_pickle
     )
     found: list[LoadedDrafter] = []
     for spec in drafters:
         outcome: Drafter | RunError
         try:
-            outcome = loader.load(spec)
+            outcome = loader.load(spec, ready)
         except RunError as error:
             outcome = error
         name = str(spec) if isinstance(outcome, RunError) else outcome.traits.name

@@ -6,13 +6,13 @@ Results show it, and it contains the hash of the head's weights.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, sha256
-from specbench.base.record import Count, Number, Record, Seconds, doc
+from specbench.base.record import Count, Json, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
@@ -52,42 +52,30 @@ class TrainingMetadata(Record):
         return share if 0.0 < share < 1.0 else None
 
 
-class _Settings(Record):
-    compact: bool = False
-
-
-class _Data(Record):
-    tokens: Count
-
-
-class _TrainingFile(Record):
-    kind: str
-    settings: _Settings = _Settings()
-    data: _Data
-    seconds: Seconds
-    measured: list[TrainingMeasurement]
-
-
 def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
+    found = _training_file(folder)
     try:
-        found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=_TrainingFile)
-    except (OSError, ValueError, RecursionError):  # missing, damaged, or written by another tool
+        facts = {name: found[name] for name in ("kind", "seconds", "measured")}
+        facts |= {
+            "compact": found.get("settings", {}).get("compact", False),
+            "tokens": found["data"]["tokens"],
+        }
+        return msgspec.convert(facts, TrainingMetadata)
+    except (AttributeError, KeyError, TypeError, ValueError):  # missing, damaged, or written by another tool
         return None
-    return TrainingMetadata(
-        kind=found.kind,
-        compact=found.settings.compact,
-        tokens=found.data.tokens,
-        seconds=found.seconds,
-        measured=found.measured,
-    )
+
+
+def _training_file(folder: Path) -> Json:
+    """Return what a folder's ``training.json`` says; nothing if it cannot be read."""
+    try:
+        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=Json)
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _hash_of_weights(folder: Path) -> str | None:
-    try:
-        found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=dict[str, Any]).get("sha256")
-    except (OSError, ValueError, RecursionError):
-        return None
+    found = _training_file(folder).get("sha256")
     return found if isinstance(found, str) else None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from specbench.base.errors import UsageError
 from specbench.models.checkpoints import text_config
-from specbench.models.heads.weights import shape_text
+from specbench.models.heads.base import shape_text
 from specbench.train.kinds import KINDS, make_student
 from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
 from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
@@ -22,7 +22,7 @@ from specbench.train.students import Metrics, Student
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbench.models.heads.weights import TrainedHead
+    from specbench.models.heads import TrainedHead
     from specbench.models.target import Target
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text

@@ -32,9 +32,7 @@ from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.checkpoints import text_config
 from specbench.models.drafters import require_states, wrap_head
-from specbench.models.heads.base import find_head
-from specbench.models.heads.mtp import load_any_head
-from specbench.models.heads.weights import TrainedHead
+from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.training_metadata import TRAINING_FILE
 from specbench.policies import FixedLength
 from specbench.specs.models import parse_model
@@ -401,7 +399,7 @@ class Training:
         self._write_head(learner, candidate)
         head = find_head(parse_model(str(candidate)))
         assert head is not None
-        return wrap_head(load_any_head(head), self._target)
+        return wrap_head(load_head(head), self._target)
 
     def _run(self, ids: Sequence[int], drafter: Drafter | None, tokens: int, **more: Any) -> GenerationRun:
         policy = FixedLength(self._settings.depth)

@@ -12,7 +12,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.export.registry import load_engines
 from specbench.models.devices import available_memory, resolve_device
-from specbench.models.mtp_layouts import mtp_layers_of
+from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
 from specbench.models.training_metadata import is_packaged
@@ -88,7 +88,7 @@ def _come_with(target: ModelSpec) -> list[DrafterSpec]:
         for alias, model in PACKAGED_HEADS.items()
         if parse_model(model) == target and is_packaged(alias)
     ]
-    return [*heads, Mtp()] if mtp_layers_of(target) else heads
+    return [*heads, Mtp()] if has_mtp_layers(target) else heads
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import KVCache
@@ -37,6 +38,7 @@ class OfTarget(NamedTuple):
         fitted: Fits its logits to the target's vocabulary.
         context_limit: Its longest context, in tokens; ``None`` for no limit.
         dtype: Of the states and embeddings that it reads.
+        config, cache: The target's, for heads that attend to its keys and values.
     """
 
     embed: Embed
@@ -45,6 +47,8 @@ class OfTarget(NamedTuple):
     context_limit: int | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    config: PreTrainedConfig | None = None
+    cache: KVCache | None = None
 
 
 class HeadScorer(Generic[Input, Output]):

@@ -1,1 +1,62 @@
-"""Trained heads: their files, configurations and weights."""
+"""Trained heads: the formats of their files, each in a module of this folder, and finding a head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+from specbench.base.progress import Progress
+from specbench.models.checkpoints import read_settings
+from specbench.models.heads.base import FORMATS, HeadFiles, TrainedHead, load_head, unsupported
+from specbench.models.hub import HubModel
+from specbench.models.training_metadata import packaged_folder
+from specbench.specs.models import ModelSpec
+
+__all__ = ["FORMATS", "HeadFiles", "TrainedHead", "find_head", "load_head"]
+
+for _module in iter_modules(__path__):  # registers the formats
+    import_module(f"{__name__}.{_module.name}")
+
+_NO_FORMATS = {"mlp_speculator": "mlp_speculator", "mlpspeculator": "mlp_speculator"}
+"""Kinds of heads that are known and not supported, by the names in their configurations."""
+
+
+def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
+    """Return the head in a folder or on the hub; ``None`` if it is not a head.
+
+    Raises:
+        UsageError: Nothing has that name, or the head's kind is not supported.
+        RunError: Its configuration cannot be fetched or is damaged.
+    """
+    hub = None
+    if spec.kind == "hub":
+        hub = HubModel(spec.source, spec.revision, spec.name, progress)
+        folder = hub.folder
+    elif spec.kind == "packaged":
+        folder = packaged_folder(spec.source)
+    elif spec.kind == "folder":
+        folder = Path(spec.source)
+    else:
+        return None
+    files = HeadFiles("", spec.name, folder, read_settings(folder, spec.name), hub)
+    kind = _kind(files)
+    if kind is None:
+        return None
+    if kind not in FORMATS:
+        raise unsupported(spec.name, kind)
+    return replace(files, kind=kind)
+
+
+def _kind(files: HeadFiles) -> str | None:
+    """Return the kind of head that a configuration describes; ``None`` if it does not describe a head."""
+    names = {name: kind for kind, form in FORMATS.items() for name in form.names} | _NO_FORMATS
+    named = files.settings.get("speculators_model_type")
+    if isinstance(named, str):
+        return names.get(named, named)
+    architectures = files.settings.get("architectures")
+    words = [files.settings.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    found = {name for name in names if any(name in str(word).lower() for word in words)}
+    kind = names[max(found, key=len)] if found else None
+    return next((form.kind for form in FORMATS.values() if form.claims and form.claims(files, kind)), kind)

@@ -1,42 +1,34 @@
-"""Gemma 4's assistant: its configuration, and whether it fits a target."""
+"""Gemma 4's assistant, as its authors write it. It attends to keys and values of its target.
+
+pre_projection.weight, post_projection.weight    [hidden, 2·width], [width, hidden]
+layers.*, norm.weight                            of decoder layers of the target's class without keys and values
+embed_tokens.weight, or lm_head.weight           [vocab, hidden]: the output head
+masked_embedding.centroids.weight                [groups, hidden]
+masked_embedding.token_ordering                  [vocab], group by group; both with ``use_ordered_embeddings``
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
-from specbench.backends.torch.assistant import Assistant, SharedLayer, shared_layers
-from specbench.base.errors import RunError, UsageError
+from specbench.backends.torch.assistant import Assistant, AssistantScorer, shared_layers
+from specbench.backends.torch.caches import NoKVCache
+from specbench.backends.torch.head_scorers import OfTarget
+from specbench.base.errors import UsageError
 from specbench.models.checkpoints import read_any_config, text_config
+from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, register, usual
 
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
-"""Model types of assistants."""
-
-
-def make_assistant(folder: Path, name: str) -> Assistant:
-    """Make an assistant without weights; raise ``RunError`` if its configuration is damaged."""
-    config: Any = read_any_config(folder, name)
-    layers: Any = text_config(config)
-    if not config.use_ordered_embeddings:
-        return Assistant(layers, config.backbone_hidden_size, None)
-    groups, best = config.num_centroids, config.centroid_intermediate_top_k
-    if not 0 < best <= groups or layers.vocab_size % groups:
-        raise RunError(
-            f"The config.json of {name} is damaged: {layers.vocab_size} tokens are not in {groups} groups, of which"
-            f" {best} get logits."
-        )
-    return Assistant(layers, config.backbone_hidden_size, (groups, best))
+_OTHER = "Choose the assistant of this target."
 
 
-def layers_of_target(folder: Path, name: str, target: PreTrainedConfig) -> dict[str, SharedLayer]:
-    """Return the target's layers that an assistant attends to, see ``shared_layers``.
-
-    Raises:
-        UsageError: The target is of another family, or its keys have another size. RunError: See ``make_assistant``.
-    """
-    own, text = cast("Any", text_config(read_any_config(folder, name))), cast("Any", text_config(target))
+def _check(files: HeadFiles, target: PreTrainedConfig) -> None:
+    """Refuse a target of another family, or whose keys have another size."""
+    name, text = files.name, cast("Any", text_config(target))
+    own = cast("Any", text_config(read_any_config(files.folder, name)))
     if text.model_type != own.model_type:
         raise UsageError(
             f"{name} is an assistant of a target of type {own.model_type!r}, not of {text.model_type!r}.",
@@ -53,7 +45,50 @@ def layers_of_target(folder: Path, name: str, target: PreTrainedConfig) -> dict[
                 f" with {theirs.num_key_value_heads} of size {theirs.head_dim}.",
                 _OTHER,
             )
-    return shared
 
 
-_OTHER = "Choose the assistant of this target."
+def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    tensors, target_tokens = usual(files, stored)
+    if (tied := tensors.pop("embed_tokens.weight", None)) is not None:
+        tensors.setdefault("lm_head.weight", tied)
+    order = tensors.get("masked_embedding.token_ordering")
+    if order is not None and not torch.equal(order.flatten().sort().values, torch.arange(order.numel())):
+        raise UsageError(
+            f"The tensor token_ordering of the head {files.name} is no order of all tokens.",
+            "Fetch it again.",
+        )
+    return tensors, target_tokens
+
+
+def _scorer(module: Assistant, target: OfTarget) -> AssistantScorer:
+    assert target.config is not None
+    if target.cache is None or isinstance(target.cache, NoKVCache):
+        raise UsageError(
+            "Gemma 4's assistant attends to the target's keys and values, which --cache none does not keep.",
+            "Choose another cache.",
+        )
+    shared = shared_layers(text_config(target.config), module.shape.layer)
+    return AssistantScorer(module, target, target.cache, shared)
+
+
+@register(
+    "assistant",
+    _scorer,
+    names=("gemma4_assistant", "gemma4_unified_assistant"),
+    check=_check,
+    convert=_convert,
+)
+def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
+    config: Any = read_any_config(head.files.folder, head.name)
+    layers: Any = text_config(config)
+    ordered = None
+    if config.use_ordered_embeddings:
+        groups, best = ordered = config.num_centroids, config.centroid_intermediate_top_k
+        if not 0 < best <= groups or layers.vocab_size % groups:
+            raise head.files.damaged(
+                f"{layers.vocab_size} tokens are not in {groups} groups, of which {best} get logits"
+            )
+    with torch.device("meta"):
+        module = Assistant(layers, config.backbone_hidden_size, ordered)
+    head.fill(module, head.tensors)
+    return module

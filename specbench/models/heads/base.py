@@ -1,44 +1,97 @@
-"""Trained heads before their weights are loaded: the kind of head in a folder, and whether it fits a target."""
+"""What the formats of trained heads have in common: their registry, configurations and weights.
+
+A format is a file of this folder. Its docstring has its tensors; then come how its configuration is recognized and
+checked, and, with ``@register``, the function that makes its module.
+"""
 
 from __future__ import annotations
 
+import gzip
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from zipfile import ZipFile
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import torch
-from safetensors import safe_open
+from msgspec import Meta
+from safetensors.torch import load, load_file
 from torch import nn
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, MedusaHeads, ParallelEagleHead
+from specbench.backends.torch.head_scorers import AnyHeadScorer, OfTarget
 from specbench.base.errors import RunError, UsageError
-from specbench.base.progress import Progress
+from specbench.base.record import Count
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import read_any_config, read_settings, text_config
-from specbench.models.heads.assistant import ASSISTANTS, layers_of_target, make_assistant
-from specbench.models.heads.block import BLOCK_KINDS, block_head
+from specbench.models.checkpoints import check_memory, fingerprint, text_config, weight_files
 from specbench.models.hub import HubModel
-from specbench.models.training_metadata import TrainingMetadata, packaged_folder, read_metadata
-from specbench.specs.models import ModelSpec
+from specbench.models.training_metadata import PACKED_WEIGHTS, TrainingMetadata, check_weights, read_metadata
 
-HEAD_KINDS = ("eagle3", "eagle", "peagle", *BLOCK_KINDS, "medusa", "mtp", "assistant")
-"""The supported kinds of heads; ``eagle`` is EAGLE-1 and 2, ``assistant`` Gemma 4's."""
+OwnHead: TypeAlias = Callable[[], torch.Tensor]
+"""Returns the weight of the target's output head, [vocab, width]."""
 
-_STATES = 3
-"""Hidden states that an EAGLE-3 head reads unless its configuration names their layers."""
+Tensors: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by name."""
 
-_AHEAD = 8
-"""Tokens that P-EAGLE drafts in a forward pass unless its configuration says: what its authors train it for."""
+Size = Annotated[int, Meta(ge=1)]
 
-_MOST_NAMES = 100_000_000
-"""Bytes of the largest pickle that is searched for the names of tensors."""
+_FETCH_AGAIN = "Fetch it again."
 
-_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Names that tools give the token P-EAGLE reads in place of one to be guessed."""
+# -- formats ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """A format of trained heads. What ``register`` is not told is as in most formats."""
+
+    kind: str  # name of its heads in messages and results
+    # Makes the module of a head, with its weights, for a target of some configuration.
+    module: Callable[[TrainedHead, PreTrainedConfig, OwnHead], nn.Module]
+    scorer: Callable[[Any, OfTarget], AnyHeadScorer]  # wraps the module
+    # What `model_type` or `architectures` contain, in lower case; of several formats' the longest counts.
+    names: Sequence[str] = ()
+    # Whether a head is of this format although its configuration names another kind, or none.
+    claims: Callable[[HeadFiles, str | None], bool] | None = None
+    # Refuses a head that is no such head, or does not fit a target of some configuration.
+    check: Callable[[HeadFiles, PreTrainedConfig], object] | None = None
+    # The target's layers whose input states it reads, see `HeadFiles.layers`; gets their number.
+    layers: Callable[[HeadFiles, int], Sequence[int]] | None = None
+    # What is assumed of a head that reads these layers, in a sentence for the user.
+    assumed: Callable[[HeadFiles, Sequence[int]], str] | None = None
+    context_limit: Callable[[HeadFiles], int] | None = None  # in tokens; by default the target's
+    section: str = ""  # of the configuration, for some of its settings
+    weights: str = ""  # name of its file of weights, without the ending, if it has one of its own
+    # Reads its tensors, if these are not all in the files of weights; gets the target's number of layers.
+    read: Callable[[HeadFiles, int], Tensors] | None = None
+    # From the tensors of its files to `TrainedHead.tensors` and `target_tokens`.
+    convert: Callable[[HeadFiles, Tensors], tuple[Tensors, torch.Tensor | None]] | None = None
+
+
+FORMATS: dict[str, HeadFormat] = {}
+"""Every format by its kind."""
+
+
+def register(kind: str, scorer: Callable[..., AnyHeadScorer], **more: Any) -> Callable[[Any], Any]:
+    """Register a format in ``FORMATS`` whose modules the decorated function makes; see ``HeadFormat``."""
+
+    def add(module: Any) -> Any:
+        FORMATS[kind] = HeadFormat(kind, module, scorer, **more)
+        return module
+
+    return add
+
+
+def unsupported(name: str, reason: str) -> UsageError:
+    """Return the refusal of a head that no format describes."""
+    *kinds, last = sorted(FORMATS)
+    return UsageError(
+        f"The head {name} is of a kind that is not supported: {reason}.",
+        f"Supported are heads of the kinds {', '.join(kinds)} and {last}.",
+    )
+
+
+# -- configurations --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +99,7 @@ class HeadFiles:
     """A head's files and configuration.
 
     Attributes:
-        kind: One of ``HEAD_KINDS``.
+        kind: One of ``FORMATS``; empty until it is recognized.
         name: Name of the head in results.
         settings: Contents of its config.json.
         hub: The repository to fetch its weights from; ``None`` if they are in the folder.
@@ -59,70 +112,54 @@ class HeadFiles:
     hub: HubModel | None = field(default=None, compare=False)
 
     @property
+    def format(self) -> HeadFormat:
+        return FORMATS[self.kind]
+
+    @property
     def layer_settings(self) -> Mapping[str, Any]:
-        """The part of its configuration that describes its decoder layer."""
-        nested = self.settings.get("model") if self.settings.get("model_type") == "eagle" else None
-        nested = self.settings.get("text_config") if self.kind == "assistant" else nested
-        given = self.settings.get("transformer_layer_config", nested or self.settings)
-        return given if isinstance(given, dict) else {}
+        """The part of its configuration that describes its decoder layers."""
+        sections = map(self.part, ("transformer_layer_config", "model", "text_config"))
+        return next(filter(None, sections), self.settings)
 
     @property
     def training(self) -> TrainingMetadata:
-        """Its training metadata for results; ``specbench train`` calls EAGLE-3 ``eagle``."""
+        """Its training metadata for results."""
         form = "speculators" if "speculators_model_type" in self.settings else None
-        kind = "eagle-1" if self.kind == "eagle" else self.kind
-        return read_metadata(self.folder) or TrainingMetadata(kind=kind, form=form)
+        return read_metadata(self.folder) or TrainingMetadata(kind=self.kind, form=form)
 
-    @property
-    def is_eagle(self) -> bool:
-        return self.kind in ("eagle", "eagle3", "peagle")
+    def part(self, key: str) -> Mapping[str, Any]:
+        """Return a section of its configuration; empty if there is none."""
+        found = self.settings.get(key)
+        return found if isinstance(found, dict) else {}
 
-    @property
-    def is_block(self) -> bool:
-        return self.kind in BLOCK_KINDS
+    def damaged(self, reason: str) -> RunError:
+        """Return the refusal of its configuration."""
+        return RunError(f"The config.json of {self.name} is damaged: {reason}.")
 
-    @property
-    def layer(self) -> LlamaConfig:
-        """Return the configuration of its decoder layers; raise ``RunError`` if it is damaged."""
-        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-            self.number(key)
-        given = {
-            key: value for key, value in self.layer_settings.items() if key in _LAYER and value is not None
-        }
+    def setting(self, key: str, kind: Any, default: Any = None) -> Any:
+        """Return a setting; raise ``RunError`` if it is not of a kind, which ``None`` need not be."""
+        sections = (self.part(self.format.section), self.settings, self.layer_settings)
+        value = next((found for each in sections if (found := each.get(key)) is not None), default)
         try:
-            return LlamaConfig(**given)
-        except Exception as error:  # configuration classes check their values in many ways
-            reason = excerpt(error).rstrip(".")
-            raise RunError(f"The config.json of {self.name} is damaged: {reason}.") from error
-
-    @property
-    def sizes(self) -> PreTrainedConfig:
-        """Return a configuration with the head's sizes, as far as they are known without its weights."""
-        if self.kind == "assistant":
-            return text_config(read_any_config(self.folder, self.name))
-        known: dict[str, Any] = {
-            key: self.number(key, 1) for key in ("vocab_size", "hidden_size", "intermediate_size")
-        }
-        return LlamaConfig(
-            **known, dtype=self.layer_settings.get("dtype") or self.layer_settings.get("torch_dtype")
-        )
-
-    @property
-    def parameters(self) -> int:
-        """The number of its weights, as far as its configuration gives it."""
-        with torch.device("meta"):
-            module: nn.Module = self.medusa({}) if self.kind == "medusa" else self.with_layers()
-        return sum(parameter.numel() for parameter in module.parameters())
+            return msgspec.convert(value, kind)
+        except ValueError:
+            raise self.damaged(f"its {key} is missing or has an invalid value") from None
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a whole number from its configuration; raise ``RunError`` if the value is anything else."""
-        value = self.settings.get(key)
-        value = self.layer_settings.get(key, default) if value is None else value
-        if type(value) is not int or value < 1:
-            raise RunError(
-                f"The config.json of {self.name} is damaged: its {key} is no whole number above 0."
-            )
-        return value
+        """Return a setting that is a whole number above 0; raise ``RunError`` if it is anything else."""
+        return int(self.setting(key, Size, default))
+
+    def token(self, key: str) -> int:
+        """Return a setting that is a token; raise ``RunError`` if it is anything else."""
+        token = int(self.setting(key, Count))
+        if token >= self.number("vocab_size"):
+            raise self.damaged(f"its {key} is no token")
+        return token
+
+    def width(self, default: int | None = None) -> int:
+        """Return the size of the target's hidden states."""
+        width = self.number("hidden_size", default)
+        return self.number("backbone_hidden_size", self.number("target_hidden_size", width))
 
     def layers(self, target: PreTrainedConfig) -> tuple[int, ...]:
         """Return the target's layers whose input states the head reads, as ``ForwardRequest.layers`` counts them.
@@ -130,55 +167,20 @@ class HeadFiles:
         ``speculators`` and vLLM count in the same way; SGLang and SpecForge give the layer that outputs the state.
 
         Raises:
-            UsageError: The target has no such layers.
+            UsageError: The target has no such layers. RunError: The configuration is damaged.
         """
         total = text_config(target).num_hidden_layers
-        if self.is_block:
-            return self._layersof_block(total)
-        if self.kind not in ("eagle3", "peagle"):
-            return (total,)
-        named = self._named_layers
-        return self._there([2, total // 2, total - 3] if named is None else named, total - 1)
+        return tuple(self.format.layers(self, total)) if self.format.layers else (total,)
 
-    @property
-    def assumes_layers(self) -> bool:
-        """Whether its configuration does not name the layers that it reads; then EAGLE-3's usual ones are taken."""
-        return self.kind in ("eagle3", "peagle") and self._named_layers is None
-
-    @property
-    def _named_layers(self) -> list[int] | None:
-        """The layers that the configuration of an EAGLE-3 head names."""
-        key = "eagle_aux_hidden_state_layer_ids"
-        if (ids := self.settings.get(key)) is not None:
-            return _whole_numbers(ids, self.name)
-        nested = self.settings.get("eagle_config")
-        ids = nested.get(key) if isinstance(nested, dict) else None
-        return None if ids is None else [each + 1 for each in _whole_numbers(ids, self.name)]
-
-    def _layersof_block(self, total: int) -> tuple[int, ...]:
-        """Return the layers whose hidden states a block drafter reads.
-
-        The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
-        """
-        ids = self.settings.get("aux_hidden_state_layer_ids")
-        if ids is None:
-            given = self.of_block("target_layer_ids")
-            ids = [each + 1 for each in _whole_numbers(given, self.name)]
-        return self._there(_whole_numbers(ids, self.name), total)
-
-    def of_block(self, key: str) -> Any:
-        """Return a setting of a block drafter, which its authors may store in a section of their configuration."""
-        nested = self.settings.get("dflash_config")
-        return (nested if isinstance(nested, dict) else {}).get(key, self.settings.get(key))
-
-    def _there(self, ids: Sequence[int], last: int) -> tuple[int, ...]:
+    def within(self, ids: Sequence[int], last: int) -> Sequence[int]:
+        """Return numbers of layers; raise ``UsageError`` if the target's layers end before."""
         if not ids or not all(0 <= each <= last for each in ids):
             raise UsageError(
                 f"The head {self.name} uses the inputs of layers {', '.join(map(str, ids))}, but the target's"
                 f" layers are 0 to {last}.",
                 "Use it with the target it was trained for.",
             )
-        return tuple(ids)
+        return ids
 
     def check_weights(self, identity: str, name: str) -> None:
         """Raise ``UsageError`` if its metadata says that it was trained for weights of another ``identity``."""
@@ -196,215 +198,193 @@ class HeadFiles:
             UsageError: The head is for another target. RunError: Its configuration is damaged.
         """
         text = text_config(target)
-        if self.is_eagle or self.is_block:
-            self._check_layer()
+        if self.format.check is not None:
+            self.format.check(self, target)
         self.layers(target)
-        if self.kind == "assistant":
-            layers_of_target(self.folder, self.name, target)
-        for what, own, others in (
-            ("hidden states", self._width(text.hidden_size), text.hidden_size),
-            ("tokens", self.number("vocab_size", text.vocab_size), text.vocab_size),
-        ):
-            if own != others:
-                size = "" if what == "tokens" else " of the size"
-                raise UsageError(
-                    f"The head {self.name} was trained for another target: for {what}{size} {own}, and {name} has"
-                    f" {others}.",
-                    "Choose a head of this target.",
-                )
-        verifier = self._part("speculators_config").get("verifier") or {}
+        width, vocab = self.width(text.hidden_size), self.number("vocab_size", text.vocab_size)
+        verifier = self.part("speculators_config").get("verifier") or {}
         named, own_kinds = verifier.get("architectures"), target.architectures
-        if named and own_kinds and not {*named} & {*own_kinds}:
+        difference = None
+        if width != text.hidden_size:
+            difference = f"hidden states of the size {width}, and {name} has {text.hidden_size}"
+        elif vocab != text.vocab_size:
+            difference = f"tokens {vocab}, and {name} has {text.vocab_size}"
+        elif named and own_kinds and not {*named} & {*own_kinds}:
+            difference = f"a {named[0]}, and {name} is a {own_kinds[0]}"
+        if difference is not None:
             raise UsageError(
-                f"The head {self.name} was trained for a {named[0]}, and {name} is a {own_kinds[0]}.",
+                f"The head {self.name} was trained for another target: for {difference}.",
                 "Choose a head of this target.",
             )
 
-    def _part(self, key: str) -> Mapping[str, Any]:
-        part = self.settings.get(key)
-        return part if isinstance(part, dict) else {}
 
-    def _width(self, default: int | None = None) -> int:
-        width = self.number("hidden_size", default)
-        return self.number("backbone_hidden_size", self.number("target_hidden_size", width))
-
-    def _check_layer(self) -> None:
-        given, odd = {**self.layer_settings}, None
-        self.layer  # noqa: B018 - or the refusal
-        if given.get("num_hidden_layers", 1) != 1 and self.kind == "eagle":
-            odd = f"it has {given['num_hidden_layers']} layers"
-        elif given.get("hidden_act", "silu") not in ("silu", "swish"):
-            odd = f"its activation is {given['hidden_act']!r}"
-        elif not self.is_block and given.get("sliding_window") and given.get("use_sliding_window", True):
-            odd = f"its attention has a sliding window of {given['sliding_window']} tokens"
-        elif self.is_eagle and (self.settings.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-            odd = "it uses only the last hidden state"
-        elif self.settings.get("layernorms") or self.settings.get("add_para_norm"):
-            odd = "it normalizes its inputs, as HASS does"
-        if odd is not None:
-            raise UsageError(f"The head {self.name} is of a kind that is not supported: {odd}.", _READ)
-
-    def with_layers(self, names: Sequence[str] = (), states: int = _STATES) -> nn.Module:
-        """Make a head of decoder layers without weights, by the names of its tensors.
-
-        Args:
-            states: Hidden states that it reads at each position.
-        """
-        if self.kind == "assistant":
-            with torch.device("meta"):
-                return make_assistant(self.folder, self.name)
-        layer, settings = self.layer, self.settings
-        # A block drafter's own parts also have layers called gate_proj.
-        own = ("markov_head.", "confidence_head.")
-        biases = {
-            name.split(".")[-2] for name in names if name.endswith(".bias") and not name.startswith(own)
-        }
-        for key, linear in (("attention_bias", ("q_proj", "k_proj", "v_proj")), ("mlp_bias", _MLP)):
-            if getattr(layer, key):
-                biases |= {*linear}
-        norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        shape = EagleShape(
-            states=states,
-            width=self._width(),
-            vocab=self.number("draft_vocab_size", layer.vocab_size),
-            layer=layer,
-            layers=self.number("num_hidden_layers", 1),
-            embeds="embed_tokens.weight" in names,
-            biases=frozenset(biases),
-            head_norms=any("q_norm" in name for name in names),
-            **{name: bool(settings.get(name)) for name in norms},
-        )
-        with torch.device("meta"):
-            if self.is_block:
-                return block_head(self, shape)
-            if self.kind == "peagle":
-                key = next((key for key in _MASKS if key in settings), _MASKS[0])
-                return ParallelEagleHead(shape, self._ahead(), self._token(key, settings.get(key)))
-            return EagleHead(shape) if self.kind == "eagle3" else Eagle1Head(shape)
-
-    def _token(self, key: str, value: Any) -> int:
-        if type(value) is not int or not 0 <= value < self.number("vocab_size"):
-            raise RunError(f"The config.json of {self.name} is damaged: its {key} is no token.")
-        return value
-
-    def _ahead(self) -> int:
-        """Return the number of tokens that P-EAGLE drafts in a forward pass, from the first proposal method."""
-        methods = self._part("speculators_config").get("proposal_methods") or [{}]
-        number = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
-        if type(number) is not int or number < 1:
-            raise RunError(
-                f"The config.json of {self.name} is damaged: its speculative_tokens is no whole number above 0."
-            )
-        return number
-
-    def medusa(self, tensors: Mapping[str, torch.Tensor]) -> MedusaHeads:
-        """Make Medusa heads without weights; their number follows from the tensors, or from the configuration."""
-        count = self.number("num_heads", self.number("medusa_num_heads", 1))
-        heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
-        projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
-        with torch.device("meta"):
-            return MedusaHeads(
-                1 + max(heads, default=count - 1),
-                self.number(
-                    "medusa_num_layers" if "medusa_num_heads" in self.settings else "num_hidden_layers", 1
-                ),
-                self.number("hidden_size", projection.shape[1]),
-                self.number("truncated_vocab_size", self.number("vocab_size", len(projection))),
-                biased=any(name.endswith(".bias") for name in tensors),
-                shared=bool(self.settings.get("original_lm_head")),
-            )
+# -- weights ---------------------------------------------------------------------------------------
 
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
+@dataclass(frozen=True, eq=False)
+class TrainedHead:
+    """A head's weights.
 
-_READ = (
-    "EAGLE, P-EAGLE, DFlash, DFlash 2, DSpark, Medusa and MTP heads and Gemma 4's assistants are supported."
-)
+    Attributes:
+        tensors: Its tensors, by their names in the module.
+        target_tokens: The target's token for each of the head's logits; ``None`` if both count tokens in the same way.
+    """
 
-_LAYER = (
-    "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
-    "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "torch_dtype", "vocab_size",
-)  # fmt: skip
+    files: HeadFiles
+    tensors: Mapping[str, torch.Tensor]
+    target_tokens: torch.Tensor | None
+    fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return self.files.name
+
+    def rows(self, own_head: OwnHead, vocab: int) -> torch.Tensor:
+        """Return the rows of the target's output head for the tokens that this head drafts."""
+        head = own_head()[:vocab]
+        return head if self.target_tokens is None else head[self.target_tokens.to(head.device)]
+
+    def fill(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give a module its weights; raise ``UsageError`` if some are missing, unexpected or of another shape."""
+        expected, hint = module.state_dict(), "Fetch it again, or correct its config.json."
+        if missing := [name for name in expected if name not in tensors]:
+            raise UsageError(f"The head {self.name} lacks the tensor {missing[0]}.", hint)
+        for name, tensor in tensors.items():
+            if name not in expected:
+                what = f"The head {self.name} has a tensor that its config.json does not describe: {name}."
+                raise UsageError(what, hint)
+            if tensor.shape != (wanted := expected[name]).shape:
+                what = f"The tensor {name} of the head {self.name} is {shape_text(tensor)}, but its config.json says"
+                raise UsageError(f"{what} {shape_text(wanted)}.", hint)
+        module.load_state_dict(dict(tensors), assign=True)
+        module.eval().requires_grad_(False)
 
 
-def _whole_numbers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
-        raise RunError(f"The config.json of {name} is damaged: its layers are no list of whole numbers.")
-    return value
+def shape_text(tensor: torch.Tensor) -> str:
+    """Return a tensor's shape as text, such as 2×3."""
+    return "×".join(map(str, tensor.shape))
 
 
-def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
-    """Return the head in a folder or on the hub; ``None`` if it is not a head.
+def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = False) -> TrainedHead:
+    """Read a head's weights.
+
+    Args:
+        target_layers: Number of the target's layers, if the head is in the target's checkpoint.
 
     Raises:
-        UsageError: Nothing has that name, or the head's kind is not supported.
-        RunError: Its configuration cannot be fetched or is damaged.
+        UsageError: The weights are pickled, quantized without scales, or have an invalid draft vocabulary.
+        RunError: The weights are missing or damaged, differ from the head's ``training.json``, or do not fit into
+        memory.
     """
-    hub = None
-    if spec.kind == "hub":
-        hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        folder = hub.folder
-    elif spec.kind == "packaged":
-        folder = packaged_folder(spec.source)
-    elif spec.kind == "folder":
-        folder = Path(spec.source)
-    else:
-        return None
-    settings = read_settings(folder, spec.name)
-    kind = _kind(settings)
-    if kind is None and _is_eagle_one(settings, folder, hub):
-        kind = "eagle"
-    if kind is None:
-        return None
-    if kind not in HEAD_KINDS:
-        raise UsageError(f"The head {spec.name} is of a kind that is not supported: {kind}.", _READ)
-    return HeadFiles(kind, spec.name, folder, settings, hub)
+    form = files.format
+    if files.hub is not None:
+        files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
+    check_weights(files.folder, files.name)
+    found = form.read(files, target_layers) if form.read else _read_all(files, allow_pickle)
+    tensors, target_tokens = (form.convert or usual)(files, _widened(found, files.name))
+    facts = f"{files.kind} {files.settings}"
+    return TrainedHead(files, tensors, target_tokens, fingerprint(facts, tensors.items()))
 
 
-def _kind(settings: Mapping[str, Any]) -> str | None:
-    """Return the kind of head that a configuration describes; ``None`` if it does not describe a head."""
-    named = settings.get("speculators_model_type")
-    if isinstance(named, str):
-        return named
-    if settings.get("model_type") in ASSISTANTS:
-        return "assistant"
-    architectures = settings.get("architectures")
-    words = [str(settings.get("model_type", ""))]
-    words += [str(each) for each in architectures] if isinstance(architectures, list) else []
-    known = ("peagle", "eagle3", "eagle", "medusa", "dflash2", "dflash", "dspark", "mlp_?speculator")
-    for kind in known:
-        if any(re.search(kind, word, re.IGNORECASE) for word in words):
-            masked = kind == "eagle3" and any(key in settings for key in _MASKS)
-            return "peagle" if masked else kind.replace("?", "")
-    if "medusa_num_heads" in settings:
-        return "medusa"
-    return "eagle3" if "draft_vocab_size" in settings else None
+_MOST_UNPACKED = 8
+"""Bytes for each packed one, at most: Huffman codes have at least one bit."""
 
 
-def _is_eagle_one(settings: Mapping[str, Any], folder: Path, hub: HubModel | None) -> bool:
-    """Return whether a configuration is of an EAGLE-1 head, which its authors store as a Llama of one layer.
+def _read_all(files: HeadFiles, allow_pickle: bool) -> Tensors:
+    names = [PACKED_WEIGHTS]  # packaged heads and some formats have other files than the usual ones
+    if own := files.format.weights:
+        names += [f"{own}.safetensors", *([f"{own}.pt"] if allow_pickle else [])]
+    paths = [path for name in names if (path := files.folder / name).is_file()][:1]
+    paths = paths or weight_files(files.folder, files.name, PreTrainedConfig(), allow_pickle)
+    sizes = (path.stat().st_size * (_MOST_UNPACKED if path.suffix == ".gz" else 1) for path in paths)
+    check_memory(2 * sum(sizes), name=files.name)
+    found: Tensors = {}
+    for path in paths:
+        found |= _read(path, files.name)
+    return found
 
-    It is if it has an option that only heads have, or if the names of the weights say so. If the weights are not
-    fetched yet, it is if there is no tokenizer.
-    """
-    if settings.get("model_type") != "llama" or settings.get("num_hidden_layers") != 1:
-        return False
-    if "bias" in settings:
-        return True
-    if hub is not None:
-        return not hub.has_tokenizer()
+
+def _read(path: Path, name: str) -> Tensors:
     try:
-        if (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                return "fc.weight" in file.keys()  # noqa: SIM118 - it is no dict
-        if (folder / "pytorch_model.bin").is_file():
-            # The names are plain bytes in the pickle, which is not run.
-            with ZipFile(folder / "pytorch_model.bin") as archive:
-                pickled = (each for each in archive.infolist() if each.filename.endswith("data.pkl"))
-                return any(
-                    b"fc.weight" in archive.read(each) for each in pickled if each.file_size <= _MOST_NAMES
-                )
-    except Exception:  # what parsers raise; loading it reports the damage
-        return False
-    return False
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                content = file.read(_MOST_UNPACKED * path.stat().st_size)
+                if file.read(1):
+                    raise ValueError("they unpack to too much")
+            return load(content)
+        read = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
+            raise ValueError("it has no named tensors")
+    except Exception as error:  # what unpicklers and parsers raise
+        reason = excerpt(error).rstrip(".")
+        raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error
+    return read
+
+
+def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> Tensors:
+    """Convert int8 weights to float32; the tensor ``X_scale`` has the scale of each row of the weight X."""
+    wide = dict(tensors)
+    for key, tensor in tensors.items():
+        if tensor.dtype != torch.int8:
+            continue
+        scales = wide.pop(f"{key}_scale", None)
+        if scales is None or scales.shape != tensor.shape[:1] or not scales.is_floating_point():
+            raise UsageError(f"The head {name} lacks the scales of {key}.", _FETCH_AGAIN)
+        wide[key] = tensor.float() * scales.float()[:, None]
+    return wide
+
+
+_UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+"""Tensors that training leaves in a head's file."""
+
+
+def usual(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    """Return tensors by the names that ``speculators`` gives them, and the target's tokens."""
+    own: Tensors = {}
+    for name, tensor in tensors.items():
+        plain = re.sub(r"^fusion_fc\.", "fc.", name.removeprefix("model."))
+        own[re.sub(r"^(midlayer|transformer)\.", "layers.0.", plain)] = tensor
+    return without_maps(files, {name: tensor for name, tensor in own.items() if name not in _UNUSED})
+
+
+def without_maps(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    """Return tensors without the usual maps of a draft vocabulary, and the target's tokens.
+
+    The target's token of draft token d is d + d2t[d]; the mask t2d marks all of these tokens.
+    """
+    steps, marks = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    found = None if steps is None else steps + torch.arange(len(steps))
+    target_tokens = checked_tokens(files, "draft_vocab_size", "d2t", found)
+    if target_tokens is not None and marks is not None:
+        marked = marks.flatten().nonzero()[:, 0]
+        if not torch.equal(marked, target_tokens.sort().values):
+            raise UsageError(
+                f"The maps t2d and d2t of the head {files.name} contradict each other.", _FETCH_AGAIN
+            )
+    return tensors, target_tokens
+
+
+def checked_tokens(files: HeadFiles, key: str, name: str, found: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the target tokens of a draft vocabulary; ``None`` without one.
+
+    Args:
+        key: Setting with the size of the draft vocabulary.
+        name, found: Name of the map that they follow from, and the tokens if there is one.
+
+    Raises:
+        UsageError: The map is missing, maps to a token that does not exist, or maps to a token twice.
+    """
+    vocab = files.number("vocab_size", 1 if found is None else None)
+    drafted, reason = files.number(key, vocab), None
+    if found is None:
+        if drafted != vocab:
+            reason = f"drafts {drafted} tokens, but lacks the tensor {name} that lists them"
+    elif found.shape != (drafted,) or found.is_floating_point():
+        reason = f"has a tensor {name} that does not describe its draft vocabulary"
+    elif len(found.unique()) < len(found) or int(found.min()) < 0 or int(found.max()) >= vocab:
+        reason = f"drafts tokens beyond the {vocab} of its target, or some of them twice"
+    if reason is not None:
+        raise UsageError(f"The head {files.name} {reason}.", _FETCH_AGAIN)
+    return None if found is None else found.long()

@@ -1,0 +1,118 @@
+"""DFlash and DFlash 2, as their authors and ``speculators`` write them.
+
+fc.weight             [hidden, states·width]
+hidden_norm.weight    [hidden]
+layers.I.*            with norms by head, see ``llama.py``
+norm.weight           [hidden]
+
+DFlash 2 has further tensors:
+
+layers.I.{attention,mlp}_conv.base_kernel                 [kernel, 2, hidden]
+layers.I.{attention,mlp}_conv.kernel_projection.weight    [kernel·2·hidden/group, hidden]
+candidate_selector.{predecessor,successor}_codebook       [vocab, rank]
+candidate_selector.hidden_projection.weight               [rank, hidden]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import Meta
+from torch import nn
+
+from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead
+from specbench.backends.torch.block_scorers import BlockScorer
+from specbench.backends.torch.heads import EagleShape
+from specbench.models.heads import llama
+from specbench.models.heads.base import HeadFiles, unsupported
+from specbench.models.heads.llama import Make, check_layers
+
+_Factor = Annotated[float, Meta(gt=0, lt=1e300)]
+
+
+def register(kind: str) -> Callable[[Make], Make]:
+    """Register a format of block drafters, whose layers are Llama's; see ``llama.register``."""
+    check = partial(check_layers, windows=True)
+    return llama.register(
+        kind, BlockScorer, names=(kind,), check=check, layers=_layers, section="dflash_config"
+    )
+
+
+def block_shape(
+    files: HeadFiles, *, anchored: bool = False, non_causal: bool = False, **own: Any
+) -> BlockShape:
+    """Return the structure of a block drafter.
+
+    Args:
+        anchored, non_causal: Defaults of the settings ``sample_from_anchor`` and ``sliding_window_non_causal``.
+        own: What it has of its own.
+    """
+    if files.setting("projector_type", Any) not in (None, files.kind):
+        raise unsupported(files.name, "it has projector_type")
+    windows = _windows(files)
+    non_causal = files.setting("sliding_window_non_causal", bool, non_causal)
+    causal = [window is not None and not non_causal for window in windows]
+    if (always := files.setting("is_causal", bool | None)) is not None:
+        causal = [always] * len(windows)
+    block = BlockShape(
+        files.number("block_size"),
+        files.token("mask_token_id"),
+        first=0 if files.setting("sample_from_anchor", bool, anchored) else 1,
+        windows=tuple(windows),
+        causal=tuple(causal),
+        embedding_scale=files.setting("input_embedding_scale", _Factor, 1.0),
+        logit_scale=files.setting("output_multiplier", _Factor, 1.0),
+        logit_cap=files.setting("final_logit_softcapping", _Factor | None),
+        **own,
+    )
+    if block.drafted < 1:
+        raise files.damaged("its block_size is too small")
+    return block
+
+
+def _layers(files: HeadFiles, total: int) -> Sequence[int]:
+    """Return the target's layers whose inputs are read.
+
+    The files of its authors name layers by their outputs; the output of the last layer is taken after the norm.
+    """
+    ids = files.setting("aux_hidden_state_layer_ids", list[int] | None)
+    if ids is None:
+        ids = [each + 1 for each in files.setting("target_layer_ids", list[int])]
+    return files.within(ids, total)
+
+
+def _windows(files: HeadFiles) -> list[int | None]:
+    """Return by layer how many positions a token sees; ``None`` for all."""
+    given, count = files.layer_settings, files.number("num_hidden_layers", 1)
+    kinds, window = given.get("layer_types"), given.get("sliding_window")
+    if not isinstance(kinds, list) or not given.get("use_sliding_window", True):
+        return [None] * count
+    windowed = [each == "sliding_attention" for each in kinds[:count]]
+    if any(windowed) and (type(window) is not int or window < 1):
+        raise files.damaged("its sliding_window is no whole number above 0")
+    return [window if each else None for each in windowed]
+
+
+@register("dflash")
+def _dflash(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    return DFlashHead(shape, block_shape(files))
+
+
+@register("dflash2")
+def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    group, hidden = files.number("conv_group_size", 16), shape.layer.hidden_size
+    if hidden % group:
+        raise files.damaged(f"its conv_group_size does not divide the hidden size, {hidden}")
+    if shape.vocab != shape.layer.vocab_size:
+        raise files.damaged("its draft_vocab_size is not the target's, as DFlash 2 needs")
+    block = block_shape(
+        files,
+        non_causal="speculators_model_type" in files.settings,
+        kernel=files.number("conv_kernel_size", 2),
+        group=group,
+        rank=files.number("selector_rank", 256),
+        selected=min(files.number("selector_top_k", 16), shape.vocab),
+    )
+    return DFlash2Head(shape, block)

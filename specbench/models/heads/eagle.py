@@ -1,0 +1,102 @@
+"""EAGLE: EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, and EAGLE-1 (and 2).
+
+    fc.weight                              [hidden, states·width]; also .bias
+    fc_norm.I.weight, input_norm.weight    [width], [states·width]: EAGLE-3.1's norms of the states
+    layers.I.*                             see ``llama.py``; its authors' midlayer.*. Layer 0 has 2·hidden inputs, and
+    layers.0.hidden_norm.weight            [hidden]
+    norm.weight                            [hidden]
+
+Of EAGLE-1 there are only these:
+
+    fc.weight                              [hidden, 2·hidden]; also .bias
+    layers.0.*                             of one layer without input_layernorm; ``speculators``' transformer.*
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedConfig
+
+from specbench.backends.torch.head_scorers import EagleScorer
+from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape
+from specbench.models.heads.base import HeadFiles
+from specbench.models.heads.llama import check_layers, register
+
+
+def check(files: HeadFiles, target: PreTrainedConfig) -> None:
+    """Refuse heads that differ from EAGLE-3's."""
+    last = files.part("eagle_config").get("use_aux_hidden_state") is False
+    check_layers(files, target, odd="it uses only the last hidden state" if last else None)
+
+
+def layers(files: HeadFiles, total: int) -> Sequence[int]:
+    """Return the target's layers whose inputs are read."""
+    named = _named_layers(files)
+    return files.within([2, total // 2, total - 3] if named is None else named, total - 1)
+
+
+def assumed(files: HeadFiles, read: Sequence[int]) -> str:
+    """Return what is assumed if the configuration does not name layers."""
+    if _named_layers(files) is not None:
+        return ""
+    return (
+        f"The config.json of the head {files.name} does not name the layers that it reads:"
+        f" {', '.join(map(str, read))} are assumed, as of EAGLE-3's authors."
+    )
+
+
+def _named_layers(files: HeadFiles) -> list[int] | None:
+    """Return the layers that the configuration names; in a section of its own it names them by their outputs."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    shift = 1 if files.settings.get(key) is None else 0
+    named = files.setting(key, list[int] | None, files.part("eagle_config").get(key))
+    return named and [each + shift for each in named]
+
+
+@register(
+    "eagle3",
+    EagleScorer,
+    names=("eagle3",),
+    claims=lambda files, named: named is None and "draft_vocab_size" in files.settings,
+    check=check,
+    layers=layers,
+    assumed=assumed,
+)
+def _eagle3(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    return EagleHead(shape)
+
+
+# -- EAGLE-1 ----------------------------------------------------------------------------------------
+
+
+def _claims_llama(files: HeadFiles, named: str | None) -> bool:
+    """Return whether a configuration is that of its authors, which is a Llama's of one layer.
+
+    It is if it has an option that only heads have, or if the names of the weights say so; of weights that are pickled
+    or not fetched yet, if there is no tokenizer.
+    """
+    settings = files.settings
+    llama = settings.get("model_type") == "llama" and settings.get("num_hidden_layers") == 1
+    if named is not None or not llama or "draft_vocab_size" in settings:
+        return False
+    if "bias" in settings:
+        return True
+    if files.hub is not None:
+        return not files.hub.has_tokenizer()
+    with suppress(OSError, SafetensorError), safe_open(files.folder / "model.safetensors", "pt") as file:
+        return "fc.weight" in file.keys()  # noqa: SIM118 - it is no dict
+    return (files.folder / "pytorch_model.bin").is_file() and not any(files.folder.glob("tokenizer*"))
+
+
+def _check_one(files: HeadFiles, target: PreTrainedConfig) -> None:
+    layers = files.number("num_hidden_layers", 1)
+    check_layers(files, target, odd=None if layers == 1 else f"it has {layers} layers")
+
+
+@register("eagle-1", EagleScorer, names=("eagle",), claims=_claims_llama, check=_check_one)
+def _eagle1(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    return Eagle1Head(shape)

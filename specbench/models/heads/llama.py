@@ -1,0 +1,130 @@
+"""Heads of Llama's decoder layers: what EAGLE and block drafters have in common.
+
+layers.I.self_attn.{q,k,v,o}_proj.weight    of layer I; each linear layer may have a .bias too
+layers.I.self_attn.{q,k}_norm.weight        [head_dim], if they are normalized by head as Qwen3's are
+layers.I.mlp.{gate,up,down}_proj.weight
+layers.I.{input,post_attention}_layernorm.weight
+lm_head.weight                              [draft vocab, hidden]; by default rows of the target's
+embed_tokens.weight                         [vocab, hidden]; by default the target's
+d2t, t2d                                    [draft vocab], [vocab]: the target's tokens, if not all are drafted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specbench.backends.torch.head_scorers import AnyHeadScorer
+from specbench.backends.torch.heads import EagleShape
+from specbench.base.textsafe import excerpt
+from specbench.models.heads import base
+from specbench.models.heads.base import HeadFiles, OwnHead, TrainedHead, unsupported
+
+_SETTINGS = (
+    "attention_bias", "dtype", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
+    "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "torch_dtype", "vocab_size",
+)  # fmt: skip
+
+_BIASES = {
+    "attention_bias": ("q_proj", "k_proj", "v_proj"),
+    "mlp_bias": ("gate_proj", "up_proj", "down_proj"),
+}
+"""The linear layers that have a bias by a setting."""
+
+_BLOCKS_OWN = ("markov_head.", "confidence_head.")
+"""Parts of block drafters, with linear layers of the same names."""
+
+
+Make: TypeAlias = Callable[[HeadFiles, EagleShape], nn.Module]
+"""Makes a module without weights, of the files of a head and the structure of its layers."""
+
+
+def _layer_config(files: HeadFiles) -> LlamaConfig:
+    """Return the configuration of a head's decoder layers; raise ``RunError`` if it is damaged."""
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        files.number(key)
+    given = {key: files.layer_settings.get(key) for key in _SETTINGS}
+    try:
+        return LlamaConfig(**{key: value for key, value in given.items() if value is not None})
+    except Exception as error:  # configuration classes check their values in many ways
+        raise files.damaged(excerpt(error).rstrip(".")) from error
+
+
+def check_layers(
+    files: HeadFiles, target: PreTrainedConfig, *, odd: str | None = None, windows: bool = False
+) -> None:
+    """Refuse heads whose layers differ from Llama's.
+
+    Args:
+        odd: What is found to differ already.
+        windows: Whether attention may have windows.
+    """
+    _layer_config(files)  # or the refusal
+    given = files.layer_settings
+    if odd is None and given.get("hidden_act", "silu") not in ("silu", "swish"):
+        odd = f"its activation is {given['hidden_act']!r}"
+    if odd is None and not windows and given.get("sliding_window") and given.get("use_sliding_window", True):
+        odd = f"its attention has a sliding window of {given['sliding_window']} tokens"
+    if odd is None and (files.settings.get("layernorms") or files.settings.get("add_para_norm")):
+        odd = "it normalizes its inputs, as HASS does"
+    if odd is not None:
+        raise unsupported(files.name, odd)
+
+
+def register(kind: str, scorer: Callable[..., AnyHeadScorer], **more: Any) -> Callable[[Make], Make]:
+    """Register a format of heads of such layers; the decorated function makes its module without weights."""
+
+    def add(make: Make) -> Make:
+        own = {"check": check_layers, "context_limit": _context_limit} | more
+        base.register(kind, scorer, **own)(partial(_module, make))
+        return make
+
+    return add
+
+
+def _context_limit(files: HeadFiles) -> int:
+    return int(_layer_config(files).max_position_embeddings)
+
+
+def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
+    files, tensors = head.files, dict(head.tensors)
+    shape = _shape(files, tensors, len(files.layers(target)))
+    with torch.device("meta"):
+        module: Any = make(files, shape)
+    module.rotary_emb = LlamaRotaryEmbedding(shape.layer)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = head.rows(own_head, shape.layer.vocab_size)
+    head.fill(module, tensors)
+    return module  # type: ignore[no-any-return]
+
+
+def _shape(files: HeadFiles, names: Collection[str], states: int) -> EagleShape:
+    """Return the structure of a head, by its configuration and the names of its tensors.
+
+    Args:
+        states: Number of hidden states that it reads at each position.
+    """
+    layer, biased = _layer_config(files), [name for name in names if name.endswith(".bias")]
+    biases = {name.split(".")[-2] for name in biased if not name.startswith(_BLOCKS_OWN)}
+    for key, linear in _BIASES.items():
+        if getattr(layer, key):
+            biases |= {*linear}
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    return EagleShape(
+        states=states,
+        width=files.width(),
+        vocab=files.number("draft_vocab_size", layer.vocab_size),
+        layer=layer,
+        layers=files.number("num_hidden_layers", 1),
+        embeds="embed_tokens.weight" in names,
+        biases=frozenset(biases),
+        head_norms=any("q_norm" in name for name in names),
+        **{name: bool(files.settings.get(name)) for name in norms},
+    )

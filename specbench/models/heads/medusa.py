@@ -1,0 +1,66 @@
+"""Medusa, as its authors and vLLM write it.
+
+blocks.I.layers.J.weight    [width, width]; also .bias. Block J of head I; its authors' I.J.linear
+lm_heads.I.weight           [vocab, width]; its authors' I.J, the last J of head I. With ``original_lm_head`` there
+                            is at most that of head 0, by default the target's
+token_map                   [draft vocab]: the target's tokens, if not all are drafted
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from specbench.backends.torch.head_scorers import MedusaScorer
+from specbench.backends.torch.heads import MedusaHeads
+from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, checked_tokens, register
+
+
+def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    """Rename tensors, and trim projections to a draft vocabulary if they have all tokens."""
+    found = tensors.pop("token_map", None)
+    target_tokens = checked_tokens(files, "truncated_vocab_size", "token_map", found)
+    own: Tensors = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        plain = re.sub(r"^lm_head\.", "lm_heads.0.", plain)
+        plain = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", plain)
+        plain = re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", plain)
+        whole = (
+            target_tokens is not None and plain.startswith("lm_heads.") and len(tensor) > len(target_tokens)
+        )
+        own[plain] = tensor[target_tokens] if whole else tensor
+    return own, target_tokens
+
+
+@register(
+    "medusa",
+    MedusaScorer,
+    names=("medusa",),
+    claims=lambda files, named: named is None and "medusa_num_heads" in files.settings,
+    convert=_convert,
+    weights="medusa_lm_head",
+)
+def _module(head: TrainedHead, target: PreTrainedConfig, own_head: OwnHead) -> nn.Module:
+    files, tensors = head.files, dict(head.tensors)
+    shared = bool(files.settings.get("original_lm_head"))
+    if shared and "lm_heads.0.weight" not in tensors:
+        tensors["lm_heads.0.weight"] = head.rows(own_head, files.number("vocab_size"))
+    projection = tensors.get("lm_heads.0.weight", torch.empty(1, 1))
+    heads = [int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d+)\.", name))]
+    count = files.number("num_heads", files.number("medusa_num_heads", 1))
+    blocks = "medusa_num_layers" if "medusa_num_heads" in files.settings else "num_hidden_layers"
+    with torch.device("meta"):
+        module = MedusaHeads(
+            1 + max(heads, default=count - 1),
+            files.number(blocks, 1),
+            files.number("hidden_size", projection.shape[1]),
+            files.number("truncated_vocab_size", files.number("vocab_size", len(projection))),
+            biased=any(name.endswith(".bias") for name in tensors),
+            shared=shared,
+        )
+    head.fill(module, tensors)
+    return module
