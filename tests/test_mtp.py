@@ -226,10 +226,12 @@ def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_
 
 def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, tmp_path, monkeypatch):
     made, asked = checkpoint("deepseek", folder), []
+    fetched = tmp_path / "config.json"
+    fetched.write_bytes((made.folder / "config.json").read_bytes())
 
     def config(repository: str, file: str, *, revision: str | None, **_: Any) -> str:
         asked.append((repository, file, revision))
-        return str(made.folder / file)
+        return str(fetched)
 
     def headers(repository: str, *, revision: str | None) -> Any:
         tensors = load_file(made.folder / "model.safetensors")
@@ -242,7 +244,6 @@ def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, 
     assert asked == [("org/model", "config.json", "1")]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(made.folder / "missing"))
     assert default_drafter("org/model@1") == "lookup"
-    monkeypatch.setattr(
-        huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(made.folder / "config.json")
-    )
+    monkeypatch.delattr(huggingface_hub, "get_safetensors_metadata")  # the weights are in the cache
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, file, **__: str(made.folder / file))
     assert default_drafter("org/model@1") == "mtp"

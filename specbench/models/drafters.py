@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -231,10 +231,10 @@ def wrap_drafter(
     """
     model, translation = language_model.model, translation_of(target.language_model, language_model)
     make_cache(cache, model.config)  # can refuse, before the layers change
-    draftable = None if translation is None else sorted(translation.shared)
-    rows = None if translation is None else tuple(translation.shared[token] for token in draftable or ())
+    shared = {} if translation is None else dict(sorted(translation.shared.items()))
     rounded = language_model.quantize or ("int8" if int8 and model.device.type == "cpu" else None)
-    name = f"{language_model.name} ({_transform_model(language_model, rows, rounded, progress)})"
+    dtype = _transform_model(language_model, tuple(shared.values()), rounded, progress)
+    name = f"{language_model.name} ({dtype})"
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(
         model,
@@ -242,23 +242,25 @@ def wrap_drafter(
         vocab_size=target.vocab_size,
         context_limit=language_model.context_limit,
         output_device=target.scorer.device,
-        places=None if draftable is None else torch.tensor(draftable),
+        places=torch.tensor([*shared]) if shared else None,
     )
-    if translation is None:
-        return _with_prior(ModelDrafter(scorer, name), model, target)
-    return _with_prior(TranslatingDrafter(scorer, name, translation), model, target)
+    drafter = (
+        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
+    )
+    drafter.traits = replace(drafter.traits, prior=_prior(model, target))
+    return drafter
 
 
 def _transform_model(
     language_model: LanguageModel,
-    rows: tuple[int, ...] | None,
+    rows: tuple[int, ...],
     rounded: QuantizedName | None,
     progress: Progress | None,
 ) -> str:
-    """Fold a model's attention, trim its head to these logits, and quantize or pack it; return its dtype."""
+    """Fold a model's attention, trim its head to logits (if any), and quantize or pack it; return its dtype."""
     model = language_model.model
     fold_attention(model)
-    if rows not in (None, language_model.head_rows):
+    if rows and rows != language_model.head_rows:
         if language_model.head_rows is not None:
             raise UsageError(
                 f"The head of {language_model.name} was already trimmed to another vocabulary, for another target.",
@@ -273,18 +275,11 @@ def _transform_model(
     return rounded
 
 
-D = TypeVar("D", bound=ModelDrafter)
-
-
-def _with_prior(drafter: D, module: nn.Module, target: Target, acceptance: float | None = None) -> D:
-    """Give a drafter what is known of it before it drafts.
-
-    Prompts are read in proportion to the weights of linear layers.
-    """
+def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -> DrafterPrior:
+    """Return what is known of a drafter before it drafts: models read prompts by the weights of linear layers."""
     own, whole = (linear_weights(each) for each in (module, target.language_model.model))
     share = min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
-    drafter.traits = replace(drafter.traits, prior=DrafterPrior(share, acceptance))
-    return drafter
+    return DrafterPrior(share, acceptance)
 
 
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
@@ -325,37 +320,28 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     """
     options, files, form = options or LoadOptions(), head.files, head.files.format
     if options.device != "auto":
-        raise UsageError(
-            f"The head {head.name} always runs on its target's device.",
-            "Leave the drafter's device out.",
-        )
-    model: Any = target.language_model.model
-    device = target.scorer.device
+        what = f"The head {head.name} always runs on its target's device."
+        raise UsageError(what, "Leave the drafter's device out.")
+    model, scorer = cast("Any", target.language_model.model), target.scorer
     files.check(model.config, target.name)
     if not options.any_target:
-        files.check_weights(target.language_model.identity, target.name)
+        hint = "Use it with its own target, or add the option any-target: --drafter HEAD:any-target."
+        files.check_weights(target.language_model.identity, target.name, hint)
     module = form.module(head, model.config, partial(_head_of, target))
     dtype, name = _transform_head(module, target, options)
     layers = files.layers(model.config)
     require_states(target, layers)
     limit = form.context_limit(files) if form.context_limit else target.language_model.context_limit
-    tokens = None if head.target_tokens is None else head.target_tokens.to(device)
-    of_target = OfTarget(
-        model.get_input_embeddings(),
-        layers,
-        FittedLogits(target.vocab_size, tokens),
-        limit,
-        dtype,
-        device,
-        model.config,
-        target.scorer.cache,
-    )
+    tokens = None if head.target_tokens is None else head.target_tokens.to(scorer.device)
+    embed, fitted = model.get_input_embeddings(), FittedLogits(target.vocab_size, tokens)
+    of_target = OfTarget(embed, layers, fitted, limit, dtype, scorer.device, model.config, scorer.cache)
     drafter = HeadDrafter(form.scorer(module, of_target), f"{head.name} ({name})")
+    drafter.traits = replace(drafter.traits, prior=_prior(module, target, files.training.acceptance))
     drafter.assumed = form.assumed(files, layers) if form.assumed else ""
-    return _with_prior(drafter, module, target, files.training.acceptance)
+    return drafter
 
 
-def _transform_head(module: nn.Module, target: Target, options: LoadOptions) -> tuple[torch.dtype, str]:
+def _transform_head(module: Any, target: Target, options: LoadOptions) -> tuple[torch.dtype, str]:
     """Move a head to its target, and quantize or pack it; return the dtype of its inputs, and of its layers."""
     model: Any = target.language_model.model
     device, rounded = target.scorer.device, quantized(options.dtype)

@@ -47,7 +47,6 @@ class Layout:
         kind: Kind of attention of the decoder layers, unless it is in the configuration.
         chained: Whether a layer reads the output of the one before it, if there are several; otherwise all read the
             target's hidden states.
-        written: Prefix of a first layer's tensors where ``specbench train`` writes them.
     """
 
     families: str
@@ -58,14 +57,13 @@ class Layout:
     shared: bool = False
     kind: str = "full_attention"
     chained: bool = True
-    written: str = ""
 
     def stored_name(self, own: str) -> str:
-        """Return how a first layer's tensor is called in a checkpoint, from its name in ``MtpLayer``."""
+        """Return a tensor's name without the layer, from its name in ``MtpLayer``."""
         for stored, beginning in self.parts.items():
             if beginning not in (None, BLOCK) and own.startswith(beginning):
-                return self.written + stored + own.removeprefix(beginning)
-        return self.written + own.removeprefix(BLOCK)
+                return stored + own.removeprefix(beginning)
+        return own.removeprefix(BLOCK)
 
     def place(self, name: str, target_layers: int) -> tuple[int, str] | None:
         """Return the MTP layer of a checkpoint's tensor, and its name in ``MtpLayer``; ``None`` if it has no place."""
@@ -122,7 +120,6 @@ SPECULATORS = Layout(
     "speculators",
     re.compile(r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=lm_head\.))(?P<part>.+)"),
     {**_LAYERNORMS, "lm_head.": "lm_head.", "embed_tokens.": None},
-    written="mtp_layers.0.",
 )
 """The layout of the layers that ``specbench train`` writes."""
 

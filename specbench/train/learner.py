@@ -183,7 +183,7 @@ def _rate_factor(number: int, steps: int) -> float:
 
 def check_start(start: TrainedHead, target: Target, settings: TrainingSettings) -> None:
     """Check the head to continue from, before anything is written."""
-    files, model, identity = start.files, target.language_model.model, target.language_model.identity
+    files, model = start.files, target.language_model.model
     kind = "eagle" if files.kind == "eagle3" else files.kind
     if kind != settings.kind:
         raise UsageError(
@@ -191,11 +191,7 @@ def check_start(start: TrainedHead, target: Target, settings: TrainingSettings) 
             f"Give --kind {kind}." if kind in KINDS else "Choose another --start.",
         )
     files.check(model.config, target.name)
-    if files.settings.get("target_fingerprint", identity) != identity:
-        raise UsageError(
-            f"The head {start.name} was trained for other weights than those of {target.name}.",
-            "Choose another --start.",
-        )
+    files.check_weights(target.language_model.identity, target.name, "Choose another --start.")
     _student_from(start, model, Teacher(model, start.target_tokens).head, settings)
 
 

@@ -55,7 +55,8 @@ class MtpStudent(EagleStudent):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
-            SPECULATORS.stored_name(name): tensor.detach() for name, tensor in self.head.state_dict().items()
+            f"mtp_layers.0.{SPECULATORS.stored_name(name)}": tensor.detach()
+            for name, tensor in self.head.state_dict().items()
         }
 
 

@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
 from specbench.backends.torch.head_scorers import EagleScorer, HeadSteps, OfTarget
@@ -181,12 +180,10 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class AssistantScorer(EagleScorer):
     """An assistant, which attends to the keys and values that the target has of the context."""
 
-    def __init__(
-        self, head: Assistant, target: OfTarget, target_cache: KVCache, shared: Mapping[str, SharedLayer]
-    ) -> None:
+    def __init__(self, head: Assistant, target: OfTarget, shared: Mapping[str, SharedLayer]) -> None:
         super().__init__(head, target)
         self._forward, self._caches = AssistantForward(head), ()
-        self.target_cache, self._layers_of = target_cache, shared
+        self.target_cache, self._layers_of = target.cache, shared
 
     def _reset(self) -> None:
         super()._reset()

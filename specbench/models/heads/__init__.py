@@ -19,9 +19,6 @@ __all__ = ["FORMATS", "HeadFiles", "TrainedHead", "find_head", "load_head"]
 for _module in iter_modules(__path__):  # registers the formats
     import_module(f"{__name__}.{_module.name}")
 
-_NO_FORMATS = {"mlp_speculator": "mlp_speculator", "mlpspeculator": "mlp_speculator"}
-"""Kinds of heads that are known and not supported, by the names in their configurations."""
-
 
 def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | None:
     """Return the head in a folder or on the hub; ``None`` if it is not a head.
@@ -51,7 +48,8 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
 
 def _kind(files: HeadFiles) -> str | None:
     """Return the kind of head that a configuration describes; ``None`` if it does not describe a head."""
-    names = {name: kind for kind, form in FORMATS.items() for name in form.names} | _NO_FORMATS
+    names = {name: kind for kind, form in FORMATS.items() for name in form.names}
+    names |= dict.fromkeys(("mlp_speculator", "mlpspeculator"), "mlp_speculator")  # known, and not supported
     named = files.settings.get("speculators_model_type")
     if isinstance(named, str):
         return names.get(named, named)

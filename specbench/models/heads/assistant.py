@@ -62,13 +62,13 @@ def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor |
 
 def _scorer(module: Assistant, target: OfTarget) -> AssistantScorer:
     assert target.config is not None
-    if target.cache is None or isinstance(target.cache, NoKVCache):
+    if isinstance(target.cache, NoKVCache):
         raise UsageError(
             "Gemma 4's assistant attends to the target's keys and values, which --cache none does not keep.",
             "Choose another cache.",
         )
     shared = shared_layers(text_config(target.config), module.shape.layer)
-    return AssistantScorer(module, target, target.cache, shared)
+    return AssistantScorer(module, target, shared)
 
 
 @register(

@@ -182,13 +182,12 @@ class HeadFiles:
             )
         return ids
 
-    def check_weights(self, identity: str, name: str) -> None:
+    def check_weights(self, identity: str, name: str, hint: str) -> None:
         """Raise ``UsageError`` if its metadata says that it was trained for weights of another ``identity``."""
         made_for = self.settings.get("target_fingerprint")
         if isinstance(made_for, str) and made_for != identity:
             raise UsageError(
-                f"The head {self.name} was trained for other weights than those of {name}.",
-                "Use it with the target it was trained for, or add the option any-target: --drafter HEAD:any-target.",
+                f"The head {self.name} was trained for other weights than those of {name}.", hint
             )
 
     def check(self, target: PreTrainedConfig, name: str) -> None:

@@ -1,15 +1,15 @@
 """EAGLE: EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, and EAGLE-1 (and 2).
 
-    fc.weight                              [hidden, states·width]; also .bias
-    fc_norm.I.weight, input_norm.weight    [width], [states·width]: EAGLE-3.1's norms of the states
-    layers.I.*                             see ``llama.py``; its authors' midlayer.*. Layer 0 has 2·hidden inputs, and
-    layers.0.hidden_norm.weight            [hidden]
-    norm.weight                            [hidden]
+fc.weight                              [hidden, states·width]; also .bias
+fc_norm.I.weight, input_norm.weight    [width], [states·width]: EAGLE-3.1's norms of the states
+layers.I.*                             see ``llama.py``; its authors' midlayer.*. Layer 0 has 2·hidden inputs, and
+layers.0.hidden_norm.weight            [hidden]
+norm.weight                            [hidden]
 
 Of EAGLE-1 there are only these:
 
-    fc.weight                              [hidden, 2·hidden]; also .bias
-    layers.0.*                             of one layer without input_layernorm; ``speculators``' transformer.*
+fc.weight                              [hidden, 2·hidden]; also .bias
+layers.0.*                             of one layer without input_layernorm; ``speculators``' transformer.*
 """
 
 from __future__ import annotations

@@ -32,16 +32,6 @@ _SETTINGS = (
     "torch_dtype", "vocab_size",
 )  # fmt: skip
 
-_BIASES = {
-    "attention_bias": ("q_proj", "k_proj", "v_proj"),
-    "mlp_bias": ("gate_proj", "up_proj", "down_proj"),
-}
-"""The linear layers that have a bias by a setting."""
-
-_BLOCKS_OWN = ("markov_head.", "confidence_head.")
-"""Parts of block drafters, with linear layers of the same names."""
-
-
 Make: TypeAlias = Callable[[HeadFiles, EagleShape], nn.Module]
 """Makes a module without weights, of the files of a head and the structure of its layers."""
 
@@ -106,16 +96,12 @@ def _module(make: Make, head: TrainedHead, target: PreTrainedConfig, own_head: O
 
 
 def _shape(files: HeadFiles, names: Collection[str], states: int) -> EagleShape:
-    """Return the structure of a head, by its configuration and the names of its tensors.
-
-    Args:
-        states: Number of hidden states that it reads at each position.
-    """
-    layer, biased = _layer_config(files), [name for name in names if name.endswith(".bias")]
-    biases = {name.split(".")[-2] for name in biased if not name.startswith(_BLOCKS_OWN)}
-    for key, linear in _BIASES.items():
-        if getattr(layer, key):
-            biases |= {*linear}
+    """Return the structure of a head that reads so many states, by its configuration and its tensors' names."""
+    layer, biased = _layer_config(files), [name.split(".") for name in names if name.endswith(".bias")]
+    # DSpark's own parts have linear layers of the same names.
+    biases = {name[-2] for name in biased if name[0] not in ("markov_head", "confidence_head")}
+    biases |= {"q_proj", "k_proj", "v_proj"} if layer.attention_bias else set()
+    biases |= {"gate_proj", "up_proj", "down_proj"} if layer.mlp_bias else set()
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return EagleShape(
         states=states,

@@ -1,9 +1,9 @@
 """MTP layers: those of a target's own checkpoint, and those that were trained for it.
 
-    enorm.weight, hnorm.weight, norm.weight    [width]: of embeddings, of hidden states, and maybe a final norm
-    eh_proj.weight                             [width, 2·width]
-    layers.0.*                                 a decoder layer of the target's class, or of that in the configuration
-    lm_head.weight                             by default the target's
+enorm.weight, hnorm.weight, norm.weight    [width]: of embeddings, of hidden states, and maybe a final norm
+eh_proj.weight                             [width, 2·width]
+layers.0.*                                 a decoder layer of the target's class, or of that in the configuration
+lm_head.weight                             by default the target's
 
 ``mtp_layouts.py`` has what checkpoints call them.
 """
