@@ -20,12 +20,12 @@ from cli_runs import refusal
 from gguf_files import add
 from tiny import CHAT_TEMPLATE, TURN_START, tiny_llama, tiny_tokenizer
 
+from specbench.base.cache import cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.stops import special_tokens
 from specbench.models import builtin, checkpoints
 from specbench.models import gguf as gguf_files
 from specbench.models.builtin import prepare_builtin, prepare_gguf
-from specbench.models.cache import cache_folder
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_config, load_model
 from specbench.options import LoadOptions

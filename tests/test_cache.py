@@ -17,10 +17,10 @@ from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
+from specbench.base import cache
+from specbench.base.cache import cache_folder, cached, remove_cached
 from specbench.base.errors import RunError
-from specbench.models import cache
 from specbench.models import kept_layers as module
-from specbench.models.cache import cache_folder, cached, remove_cached
 from specbench.models.drafters import load_drafter
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx2
 from huggingface_hub import constants
 
+from specbench.base.cache import SUITES_FOLDER, cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, sha256, write_bytes
 from specbench.base.progress import Progress, announce
 from specbench.bench.prompts import Prompt, interleave, load_prompts, shuffled
-from specbench.models.cache import SUITES_FOLDER, cache_folder
 from specbench.results.run import StoredSuite
 
 _TIMEOUT_S = 60.0

@@ -16,7 +16,7 @@ def cache(
     ] = None,
 ) -> None:
     """Show what the cache folder holds and how large it is, or remove some of it."""
-    from specbench.models.cache import cache_folder, cached, remove_cached
+    from specbench.base.cache import cache_folder, cached, remove_cached
 
     if remove:
         typer.echo(f"{_size(sum(map(remove_cached, remove)))} removed.")

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from specbench.base.cache import CACHE_VARIABLE, cache_folder, is_intact, write_manifest
 from specbench.base.errors import RunError
 from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
-from specbench.models.cache import CACHE_VARIABLE, cache_folder, is_intact, write_manifest
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 

@@ -31,9 +31,7 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
-from specbench.base.files import sync
-from specbench.base.progress import Progress, announce
-from specbench.models.cache import (
+from specbench.base.cache import (
     LAYERS_FOLDER,
     MANIFEST,
     cache_folder,
@@ -41,6 +39,8 @@ from specbench.models.cache import (
     is_intact,
     write_manifest,
 )
+from specbench.base.files import sync
+from specbench.base.progress import Progress, announce
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import KeptLayers

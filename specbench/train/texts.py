@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from specbench.base.cache import CACHE_VARIABLE, cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, refuse_link
 from specbench.base.record import Count
@@ -24,7 +25,6 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Greedy, Multinomial
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
-from specbench.models.cache import CACHE_VARIABLE, cache_folder
 
 if TYPE_CHECKING:
     from specbench.models.target import Target

@@ -21,10 +21,10 @@ from pathlib import Path
 import httpx2
 import psutil
 
+from specbench.base.cache import cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines import guard
-from specbench.models.cache import cache_folder
 
 _POLL_S = 0.1
 _ANSWER_S = 10.0
