@@ -36,7 +36,6 @@ from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.rows import Condition, LoadedName, Row
 from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
@@ -47,6 +46,7 @@ from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
 from specbench.results.turns import conversation_warnings
+from specbench.rows import Condition, LoadedName, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy

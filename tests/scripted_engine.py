@@ -15,7 +15,6 @@ from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt
-from specbench.bench.rows import LoadedName, Row
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
@@ -32,6 +31,7 @@ from specbench.results.lines import (
 from specbench.results.load import LoadSnapshot
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
+from specbench.rows import LoadedName, Row
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 

@@ -20,9 +20,9 @@ from tiny import save_tiny
 
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.prompts import load_prompts
-from specbench.bench.rows import Row
 from specbench.options import DecodingOptions
 from specbench.results.results import load_results
+from specbench.rows import Row
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

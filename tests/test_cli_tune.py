@@ -24,13 +24,13 @@ import specbench.tune.answer
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.bench.rows import Row
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
+from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading

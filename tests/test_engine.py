@@ -19,7 +19,6 @@ from specbench.bench.engines.own import ModelEngine, check_engine, load_engine
 from specbench.bench.grid import SweepOptions
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
-from specbench.bench.rows import Row
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -28,6 +27,7 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import DrafterTimes, ReadingTimes, TreeTimes
+from specbench.rows import Row
 from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 

@@ -20,7 +20,6 @@ from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepOptions
-from specbench.bench.rows import Row
 from specbench.cli import run
 from specbench.generate import autoregressive_generate
 from specbench.models.drafters import load_drafter, wrap_drafter
@@ -29,6 +28,7 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.results.results import load_results
+from specbench.rows import Row
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, parse_policy, policy_words
 

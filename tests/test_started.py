@@ -27,7 +27,6 @@ from specbench.bench.engines.processes import EngineProcess, StartError, end_lef
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import command_line, open_run
 from specbench.bench.prompts import load_prompts
-from specbench.bench.rows import Row
 from specbench.bench.serving import Workload
 from specbench.cli.started import engine_configs, engine_drafters, started_engine
 from specbench.export.setting import Model
@@ -35,6 +34,7 @@ from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, 
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
+from specbench.rows import Row
 from specbench.specs.drafters import parse_drafter
 from specbench.tune.engine_answer import schedule, start_command
 from specbench.tune.engine_search import EngineSearch

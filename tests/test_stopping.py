@@ -16,13 +16,13 @@ from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
 from specbench.bench.prompts import Prompt, shuffled
-from specbench.bench.rows import Row
 from specbench.bench.runner import SweepResult, run_sweep
 from specbench.bench.stopping import looks
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
+from specbench.rows import Row
 from specbench.specs.stopping import parse_until
 
 PROMPTS = [Prompt(f"p{i}", f"kind {i % 3}", (f"text {i}",)) for i in range(20)]

@@ -27,7 +27,6 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.rows import OtherLibrary
 from specbench.bench.runner import SweepProgress, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
@@ -36,6 +35,7 @@ from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
+from specbench.rows import OtherLibrary
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 

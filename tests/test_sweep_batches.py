@@ -23,7 +23,6 @@ from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, make_groups
 from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
-from specbench.bench.rows import Row
 from specbench.bench.runner import run_sweep
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.generate_many import GenerationRuns
@@ -32,6 +31,7 @@ from specbench.results.compare import compare_configs
 from specbench.results.requests import RequestRow, batch_curves, request_rows
 from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize, to_frame
+from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
 

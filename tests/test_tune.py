@@ -20,7 +20,6 @@ from stored_runs import run_json
 from specbench.base.errors import RunError
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.rows import Row
 from specbench.config import config_from_recipe
 from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts
@@ -32,6 +31,7 @@ from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
 from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
+from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter

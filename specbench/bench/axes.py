@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
-from specbench.bench.rows import OtherLibrary
+from specbench.rows import OtherLibrary
 from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)

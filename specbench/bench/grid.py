@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from specbench.base.errors import UsageError
-from specbench.bench.rows import BatchArrivals, Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
+from specbench.rows import BatchArrivals, Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until

@@ -22,7 +22,6 @@ from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs, shared_costs, shared_widths
-from specbench.bench.rows import Row
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
@@ -33,6 +32,7 @@ from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
+from specbench.rows import Row
 from specbench.specs.arrivals import Poisson
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import end_left
 from specbench.bench.grid import SweepOptions, server_rows
 from specbench.bench.manifest import command_line
-from specbench.bench.rows import Row
 from specbench.cli.console import say
 from specbench.export.registry import load_engine
 from specbench.export.setting import Model
@@ -29,6 +28,7 @@ from specbench.export.start import (
     parse_engine_drafter,
     settings_of,
 )
+from specbench.rows import Row
 from specbench.specs.drafters import SmallModel
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.servers import EngineSpec, parse_engine

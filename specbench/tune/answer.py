@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.base.record import NO_FIGURE, Estimate, Json
 from specbench.base.textsafe import counted, one_line
-from specbench.bench.rows import Row
 from specbench.export.output import export_fastest
 from specbench.export.registry import load_engines
 from specbench.export.setting import MeasuredSetting, RunSettings, Setting
@@ -20,6 +19,7 @@ from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
+from specbench.rows import Row
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
 from specbench.tune.race import MARGIN, Race
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, replace
 
 import msgspec
 
-from specbench.bench.rows import Row
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
+from specbench.rows import Row
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,

@@ -25,8 +25,8 @@ import numpy as np
 from specbench.base.errors import RunError
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, Sweep, make_groups
-from specbench.bench.rows import Row
 from specbench.results.lines import Generation, Group
+from specbench.rows import Row
 from specbench.tune.candidates import MIN_SHARE, Selection
 from specbench.tune.race import Block, Ending, Race, Timing, Timings, run_blocks, shuffled
 from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, StoredSearch

@@ -25,8 +25,8 @@ from specbench.tune.candidates import drafters_to_try, is_tried
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.grid import SweepOptions
-    from specbench.bench.rows import Row
     from specbench.options import CacheKind, ModelOptions
+    from specbench.rows import Row
     from specbench.specs.models import ModelSpec
 
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)

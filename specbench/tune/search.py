@@ -20,12 +20,12 @@ from specbench.base.errors import RunError
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep
 from specbench.bench.passes import pass_costs
-from specbench.bench.rows import Row
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement, StepLists
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Tuning
+from specbench.rows import Row
 from specbench.tune.candidates import Probe, Selection, predict, probes_of, select
 from specbench.tune.race import Block, Ending, Race, Timing, relative_slowdown, run_race
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.base.errors import RunError
-from specbench.bench.rows import Row
 from specbench.bench.serving import Encoded, Workload
 from specbench.decoding.records import Step
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine, Pool, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
+from specbench.rows import Row
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference

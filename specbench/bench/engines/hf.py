@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.bench.engines.engine import Outcome
-from specbench.bench.rows import LOOKUP_TOKENS, OtherLibrary, Row
 from specbench.options import DecodingOptions
+from specbench.rows import LOOKUP_TOKENS, OtherLibrary, Row
 
 if TYPE_CHECKING:
     from specbench.decoding.clocks import Clock

@@ -23,10 +23,10 @@ from specbench.bench.engines.processes import EngineProcess, StartError, free_po
 from specbench.bench.engines.servers import Api, ServerEngine, ServerPrompt
 from specbench.bench.grid import WARMUP_TOKENS
 from specbench.bench.prompts import Prompt
-from specbench.bench.rows import Condition, Row, Server
 from specbench.bench.serving import Workload
 from specbench.options import DecodingOptions
 from specbench.results.run import TargetModel
+from specbench.rows import Condition, Row, Server
 from specbench.specs.servers import ServerSpec
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
 from specbench.bench.passes import time_passes, time_shared_passes
-from specbench.bench.rows import LoadedName, OtherLibrary, Row
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
@@ -29,6 +28,7 @@ from specbench.options import DecodingOptions, quantized
 from specbench.policies.batch_costs import BatchCosts
 from specbench.results.lines import CostLine, Pool
 from specbench.results.run import TargetModel
+from specbench.rows import LoadedName, OtherLibrary, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel
 
 if TYPE_CHECKING:

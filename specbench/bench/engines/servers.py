@@ -33,11 +33,11 @@ from specbench.bench.engines.client import (
 from specbench.bench.engines.dialects import Dialect, dialect_of
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.grid import Salt
-from specbench.bench.rows import Row
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
+from specbench.rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
