@@ -15,6 +15,7 @@ import msgspec
 from specbench.base.record import Record
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.results import lines as _lines  # noqa: F401 - declares records
+from specbench.rows import Row
 
 
 def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
@@ -64,9 +65,7 @@ def _type(kind: Any) -> str:
     if inner:  # a union
         known = " or ".join(_type(each) for each in inner if each is not NoneType)
         return f"{known} or `null`" if NoneType in inner else known
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return f"`{kind.__name__}`"
-    return _JSON[kind]
+    return _JSON.get(kind) or f"`{'StoredRow' if kind is Row else kind.__name__}`"
 
 
 _PLACE = re.compile(r"^<!-- (\w+) -->$", re.MULTILINE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Literal, TypeAlias
 
+import msgspec
+
+from specbench.base.errors import UsageError
+from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dict
 from specbench.recipe import Recipe
-from specbench.results.run import RunConfig
-from specbench.specs.arrivals import Arrivals, Closed
+from specbench.specs.arrivals import Arrivals, Closed, parse_arrivals
 from specbench.specs.policies import PolicySpec
 
 LOOKUP_TOKENS = 10
@@ -15,114 +19,109 @@ LOOKUP_TOKENS = 10
 
 Kind = Literal["plain", "speculative", "transformers", "assisted", "beam", "server"]
 
-BatchArrivals: TypeAlias = tuple[int, Arrivals]
-"""A batch size, and how its requests arrive."""
 
+class Condition(Record, kw_only=False):
+    """What a decoder and its baseline are measured under: the axes of a sweep."""
 
-@dataclass(frozen=True)
-class Condition:
-    """What a decoder and its baseline are measured under: the axes of a sweep.
-
-    Attributes:
-        temperature: 0 is greedy.
-        workload: Batch size and arrivals; ``None`` for one prompt after the other.
-        context: Tokens of each prompt, with text in front; ``None`` for the prompts as they are.
-    """
-
-    temperature: float = 0.0
-    workload: BatchArrivals | None = None
-    context: int | None = None
+    temperature: Annotated[Size, doc("0 is greedy")] = 0.0
+    batch: Annotated[
+        Count | None, doc("how many requests are decoded at a time; `null` for one prompt after the other")
+    ] = None
+    arrivals: Annotated[
+        str | None, doc("with a batch: how requests come, as `--arrivals` takes it (`closed:8`)")
+    ] = None
+    context: Annotated[
+        Length | None, doc("tokens of each prompt, with text in front; `null` for the prompts as they are")
+    ] = None
 
     @property
-    def batch(self) -> int | None:
-        return None if self.workload is None else self.workload[0]
+    def workload(self) -> Arrivals | None:
+        """How the requests of a batch come."""
+        return None if self.arrivals is None else parse_arrivals(self.arrivals)
 
     @property
-    def arrivals(self) -> Arrivals | None:
-        return None if self.workload is None else self.workload[1]
+    def is_closed(self) -> bool:
+        """Whether as many clients as the batch holds wait for their answers."""
+        return self.batch is not None and self.arrivals == str(Closed(self.batch))
 
     @property
     def ending(self) -> str:
         """What ids end with."""
-        parts = [f"t={self.temperature:g}"] if self.temperature else []
-        parts += [] if self.context is None else [f"c={self.context}"]
-        parts += [] if self.workload is None else [f"b={self.batch}", *self._unusual]
-        return "".join(f",{part}" for part in parts)
+        return "".join(f",{part}" for part in self._parts("t={:g}", "c={}", "b={}"))
 
     @property
     def words(self) -> str:
         """What labels end with."""
-        parts = [f"T={self.temperature:g}"] if self.temperature else []
-        parts += [] if self.context is None else [f"context {self.context:,}"]
-        parts += [] if self.workload is None else [f"batch {self.batch}", *self._unusual]
-        return "".join(f", {part}" for part in parts)
+        return "".join(f", {part}" for part in self._parts("T={:g}", "context {:,}", "batch {}"))
 
-    @property
-    def _unusual(self) -> list[str]:
-        """The arrivals, if they are not those of as many clients as the batch holds."""
-        if self.workload is None or self.workload[1] == Closed(self.workload[0]):
-            return []
-        return [str(self.workload[1])]
+    def _parts(self, temperature: str, context: str, batch: str) -> list[str]:
+        """Return what is unusual, in these forms."""
+        parts = [temperature.format(self.temperature)] if self.temperature else []
+        parts += [] if self.context is None else [context.format(self.context)]
+        parts += [] if self.batch is None else [batch.format(self.batch)]
+        return parts if self.arrivals is None or self.is_closed else [*parts, self.arrivals]
 
 
-@dataclass(frozen=True)
-class OtherLibrary:
-    """``generate`` of `transformers` with the same target.
+class OtherLibrary(Record, kw_only=False, tag="library"):
+    """``generate`` of `transformers` with the same target."""
 
-    Attributes:
-        kind: Its own decoding, assisted generation, or beam search.
-        beams: Number of beams of a beam search.
-    """
-
-    kind: Literal["transformers", "assisted", "beam"]
-    beams: int | None = None
+    kind: Annotated[
+        Literal["transformers", "assisted", "beam"],
+        doc("its own decoding, assisted generation, or beam search"),
+    ]
+    beams: Annotated[Count | None, doc("of a beam search: number of beams")] = None
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that is measured.
-
-    Attributes:
-        name: Its name.
-        baseline: The name of the server that it is compared with.
-        gamma: Tokens that it drafts in a step, if that is known.
-    """
+class Server(Record, kw_only=False, tag="server"):
+    """A server that is measured."""
 
     name: str
-    baseline: str
-    gamma: int | None = None
+    baseline: Annotated[str, doc("name of the server that it is compared with")]
+    gamma: Annotated[Length | None, doc("tokens that it drafts in a step; `null` if not known")] = None
 
 
-@dataclass(frozen=True)
-class LoadedName:
-    """What is known of a drafter once it is loaded.
-
-    Attributes:
-        name: Its name in results, with the dtype of its weights.
-        dtype: In which its own weights draft; ``None`` if it has none.
-        fingerprint: Of these weights.
-    """
-
-    name: str
-    dtype: str | None = None
-    fingerprint: str | None = None
+Decoder: TypeAlias = Recipe | OtherLibrary | Server
+"""What decodes: specbench with a recipe, another library, or a server."""
 
 
-@dataclass(frozen=True)
+class LoadedName(Record, kw_only=False):
+    """What is known of a drafter once it is loaded."""
+
+    name: Annotated[str, doc("its name in results, with the dtype of its weights")]
+    dtype: Annotated[str | None, doc("in which its own weights draft; `null` if it has none")] = None
+    fingerprint: Annotated[str | None, doc("hash of these weights")] = None
+
+
+class StoredRow(Record):
+    """A row as ``run.json`` stores it."""
+
+    decoder: Annotated[
+        Json, doc("what decodes: a recipe, another library or a server, as `type` says, with its fields")
+    ]
+    condition: Annotated[Condition, doc("what it is measured under")]
+    drafter: Annotated[LoadedName | None, doc("the drafter that was loaded; `null` without one")] = None
+
+
 class Row:
     """A decoder under a condition.
 
     Attributes:
-        decoder: A recipe that specbench runs, another library, or a server.
+        decoder: What decodes.
         condition: What it is measured under.
         loaded: The drafter of the decoder; ``None`` without one.
     """
 
-    decoder: Recipe | OtherLibrary | Server
-    condition: Condition
-    loaded: LoadedName | None = None
+    def __init__(self, decoder: Decoder, condition: Condition, loaded: LoadedName | None = None) -> None:
+        self.decoder, self.condition, self.loaded = decoder, condition, loaded
 
-    @property
+    def __eq__(self, other: object) -> bool:
+        parts = self.decoder, self.condition, self.loaded
+        return isinstance(other, Row) and parts == (other.decoder, other.condition, other.loaded)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @cached_property
     def recipe(self) -> Recipe | None:
         """What specbench runs; ``None`` if something else decodes."""
         if not isinstance(self.decoder, Recipe):
@@ -135,13 +134,13 @@ class Row:
         """The draft policy of a recipe; ``None`` where nothing is drafted."""
         return self.decoder.policy if isinstance(self.decoder, Recipe) else None
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         if isinstance(self.decoder, Recipe):
             return "plain" if self.policy is None else "speculative"
         return "server" if isinstance(self.decoder, Server) else self.decoder.kind
 
-    @property
+    @cached_property
     def drafter(self) -> str:
         """The drafter's name, or the server's."""
         if isinstance(self.decoder, Server):
@@ -150,16 +149,18 @@ class Row:
             return "lookup"
         return "none" if self.loaded is None else self.loaded.name
 
-    @property
+    @cached_property
     def gamma(self) -> int | None:
         """Tokens drafted in a step, where these are the same in all."""
         if isinstance(self.decoder, Server):
             return self.decoder.gamma
         if self.kind == "assisted":
             return LOOKUP_TOKENS if self.loaded is None else None
-        return None if self.policy is None or self.policy.word != "fixed" else self.policy.options["gamma"]
+        return (
+            None if self.policy is None or self.policy.word != "fixed" else self.policy.options.get("gamma")
+        )
 
-    @property
+    @cached_property
     def draft_policy(self) -> str:
         """The draft policy without γ."""
         if self.policy is None:
@@ -168,22 +169,34 @@ class Row:
         return str(replace(self.policy, options=options) if self.policy.word == "fixed" else self.policy)
 
     @property
+    def cache(self) -> str:
+        """The kind of key/value cache."""
+        if isinstance(self.decoder, Recipe):
+            return self.decoder.caching.cache
+        return "none" if isinstance(self.decoder, Server) else "dynamic"
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the drafter's own weights."""
+        return None if self.loaded is None else self.loaded.fingerprint
+
+    @cached_property
     def id(self) -> str:
         """Its name in files."""
         return self._names[0] + self.condition.ending
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Its name in tables."""
         return self._names[1] + self.condition.words
 
-    @property
+    @cached_property
     def baseline(self) -> str:
         """The id of the row that it is compared with: the plain decoder, or the first server, of its condition."""
         first = self.decoder.baseline if isinstance(self.decoder, Server) else "plain"
         return first + self.condition.ending
 
-    @property
+    @cached_property
     def _names(self) -> tuple[str, str]:
         """The beginnings of id and label."""
         drafter, what = self.drafter, self.decoder
@@ -201,25 +214,24 @@ class Row:
         rest = self.draft_policy.removeprefix("fixed").replace(":", ",", 1)
         return f"{drafter}@{self.gamma}{rest}", f"{drafter} γ={self.gamma}{rest}"
 
-    def record(self) -> RunConfig:
+    def to_json(self) -> Json:
         """Return the row as ``run.json`` stores it."""
-        recipe, at, loaded = self.recipe, self.condition, self.loaded or LoadedName("none")
-        other = "none" if self.kind == "server" else "dynamic"
-        return RunConfig(
-            id=self.id,
-            label=self.label,
-            kind=self.kind,
-            drafter=self.drafter,
-            gamma=self.gamma,
-            draft_policy=self.draft_policy,
-            temperature=at.temperature,
-            cache=other if recipe is None else recipe.caching.cache,
-            baseline=self.baseline,
-            drafter_fingerprint=loaded.fingerprint,
-            drafter_dtype=loaded.dtype,
-            beams=self.decoder.beams if isinstance(self.decoder, OtherLibrary) else None,
-            batch=at.batch,
-            arrivals=None if at.arrivals is None else str(at.arrivals),
-            context=at.context,
-            recipe=None if recipe is None else recipe.to_json(),
-        )
+        what = self.decoder
+        decoder = {"type": "recipe", **what.to_json()} if isinstance(what, Recipe) else to_dict(what)
+        return to_dict(StoredRow(decoder=decoder, condition=self.condition, drafter=self.loaded))
+
+    @classmethod
+    def from_json(cls, data: Json) -> Row:
+        """Return the row that ``to_json`` stored; see ``Recipe.from_json``.
+
+        Raises:
+            ValueError: A part is missing, invalid, or not known to this version.
+        """
+        stored = msgspec.convert(data, StoredRow)
+        if stored.decoder.get("type") != "recipe":
+            other = msgspec.convert(stored.decoder, OtherLibrary | Server)
+            return cls(other, stored.condition, stored.drafter)
+        try:
+            return cls(Recipe.from_json(stored.decoder), stored.condition, stored.drafter)
+        except UsageError as error:
+            raise ValueError(str(error)) from None

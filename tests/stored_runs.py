@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from specbench.base.errors import UsageError
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
+from specbench.base.record import from_dict
+from specbench.options import DecodingOptions
 from specbench.recipe import Recipe, options_of, with_models
 from specbench.results.lines import Measurement, parse_line
 from specbench.results.run import VERSION, Run
 from specbench.results.store import read_run
+from specbench.rows import Condition, LoadedName, OtherLibrary, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
 from specbench.specs.policies import parse_policy
@@ -38,16 +38,26 @@ TOKENS = 1 + 2 * STEPS  # one by the prefill, two in every step
 # -- their parts -------------------------------------------------------------------------------------
 
 
-def config_from_recipe(name: str, **changed: Any) -> dict[str, Any]:
-    """A configuration called ``drafter@gamma``, ``plain``, or what ``transformers`` does."""
-    drafter, _, gamma = name.partition("@")
-    kind = name if name in ("plain", "transformers") else "speculative"
-    return {
-        "id": name, "label": f"{drafter} γ={gamma}" if gamma else name, "kind": kind,
-        "drafter": drafter if kind == "speculative" else "none", "drafter_fingerprint": None,
-        "gamma": int(gamma) if gamma else None, "draft_policy": "fixed" if kind == "speculative" else "none",
-        "temperature": 0.0, "cache": "dynamic", "baseline": "plain", **changed,
-    }  # fmt: skip
+def row_of(
+    name: str, *, drafter: str | None = None, fingerprint: str | None = None, temperature: float = 0.0
+) -> Row:
+    """The row called ``plain``, ``transformers``, ``drafter@γ`` or ``drafter@policy``, with ``,t=`` and a temperature.
+
+    ``drafter`` is its name, where that is not in the row's; one that is no known name is a model.
+    """
+    name, _, hot = name.partition(",t=")
+    at = Condition(float(hot or temperature))
+    if name == "transformers":
+        return Row(OtherLibrary("transformers"), at)
+    recipe = Recipe(ModelSpec("folder", "model"))
+    if name == "plain":
+        return Row(recipe, at)
+    front, _, draft_policy = name.rpartition("@")
+    drafter = drafter or front
+    draft_policy = f"fixed:gamma={draft_policy}" if draft_policy.isdecimal() else draft_policy
+    recipe = replace(recipe, drafter=_drafter(drafter), policy=parse_policy(draft_policy))
+    dtype = re.search(r" \((\w+)\)$", drafter)
+    return Row(recipe, at, LoadedName(drafter, dtype and dtype[1], fingerprint))
 
 
 def prompt_of(name: str, **changed: Any) -> dict[str, Any]:
@@ -55,15 +65,13 @@ def prompt_of(name: str, **changed: Any) -> dict[str, Any]:
     return {"id": name, "category": name.rsplit("-", 1)[0], "turns": 1, "fingerprint": None, **changed}
 
 
-def described(
-    configs: Iterable[dict[str, Any]], prompts: Iterable[dict[str, Any]], **changed: Any
-) -> dict[str, Any]:
-    """What ``run.json`` holds."""
+def described(rows: Iterable[Row], prompts: Iterable[dict[str, Any]], **changed: Any) -> dict[str, Any]:
+    """What ``run.json`` holds, with the rows as they are."""
     return {
         "schema": VERSION, "kind": "specbench-sweep", "specbench": "0.1.0", "run_id": "c0ffee", "command": ["sweep"],
         "options": {}, "environment": ENVIRONMENT,
         "target": {"name": "target", "fingerprint": "f0", "dtype": "float32", "device": "cpu"},
-        "configs": [*configs], "prompts": [*prompts], "seed": 0, "repeats": 2, "warmup": 1, "max_new_tokens": TOKENS,
+        "configs": [*rows], "prompts": [*prompts], "seed": 0, "repeats": 2, "warmup": 1, "max_new_tokens": TOKENS,
         "ignore_eos": True, "created": "2025-01-01T00:00:00+00:00", "finished": "2025-01-01T01:00:00+00:00",
         "costs": None, "differences": [], "warnings": [], "changes": [], **changed,
     }  # fmt: skip
@@ -111,28 +119,13 @@ def steps_of(
     }  # fmt: skip
 
 
-def recipe_of(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any] | None:
-    """The recipe of a configuration by its names: a drafter of no known name is a model."""
-    if config["kind"] not in ("plain", "speculative"):
-        return None
-    options = run["options"]
-    with suppress(UsageError, TypeError):
-        recipe = Recipe(
-            _model(options.get("target") or run["target"].get("name") or "model"),
-            models=ModelOptions(dtype=(options.get("target_options") or {}).get("dtype", "auto")),
-            caching=CacheOptions(cache=config["cache"]),
-            decoding=options_of(DecodingOptions, options),
-            sampling=SamplingOptions(temperature=config["temperature"]),
-        )  # fmt: skip
-        if config["kind"] == "speculative":
-            policy = parse_policy(config["draft_policy"])
-            policy = policy if config["gamma"] is None else policy.with_options({"gamma": config["gamma"]})
-            name = re.sub(
-                r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", config["drafter"]
-            )
-            recipe = replace(recipe, drafter=_drafter(name), policy=policy)
-        return recipe.to_json()
-    return None
+def decoded_in(run: dict[str, Any], row: Row) -> Row:
+    """A row with the target and the options of a run."""
+    if not isinstance(row.decoder, Recipe):
+        return row
+    options, target = run["options"], _model(run["target"].get("name") or "model")
+    recipe = replace(row.decoder, target=target, decoding=options_of(DecodingOptions, options))
+    return Row(recipe, row.condition, row.loaded)
 
 
 def _model(name: str) -> ModelSpec:
@@ -142,12 +135,11 @@ def _model(name: str) -> ModelSpec:
 
 
 def _drafter(name: str) -> DrafterSpec:
+    name = re.sub(r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", name)
+    front, plus, model = name.rpartition("+")
     try:
-        return with_models(parse_drafter(name), lambda model: _model(model.name))
+        return with_models(parse_drafter(name), lambda each: _model(each.name))
     except UsageError:
-        front, plus, model = name.rpartition("+")
-        if re.search("[:|]", model):  # no name of a model
-            raise
         if not plus:
             return SmallModel(_model(model))
         return replace(parse_drafter(f"{front}+self:int8"), back=SmallModel(_model(model)))  # type: ignore[call-arg]
@@ -159,11 +151,7 @@ def _drafter(name: str) -> DrafterSpec:
 def write_stored(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> Path:
     """A run folder of these contents; the lines get the run's id."""
     path.mkdir(parents=True, exist_ok=True)
-    dtypes = [re.search(r" \((\w+)\)$", each["drafter"]) for each in run["configs"]]
-    configs = [
-        {"drafter_dtype": dtype and dtype[1], "recipe": recipe_of(each, run), **each}
-        for each, dtype in zip(run["configs"], dtypes, strict=True)
-    ]
+    configs = [decoded_in(run, row).to_json() for row in run["configs"]]
     (path / "run.json").write_text(json.dumps({**run, "configs": configs}), encoding="utf-8")
     write_lines(path, ({**line, "run_id": run["run_id"]} for line in lines))
     return path
@@ -213,7 +201,7 @@ def run_json(folder: Path) -> dict[str, Any]:
 
 def run_of(fields: Mapping[str, Any]) -> Run:
     """A run with these fields."""
-    return msgspec.convert(dict(fields), Run, strict=True)
+    return from_dict(dict(fields), Run)
 
 
 def measurement(row: Mapping[str, Any]) -> Measurement:
@@ -230,7 +218,7 @@ def write_exact(
     path: Path,
     speeds: Mapping[str, Mapping[str, Sequence[float | None]]],
     *,
-    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    rows: Mapping[str, Row] | None = None,
     environment: Mapping[str, Any] | None = None,
     target: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -244,13 +232,15 @@ def write_exact(
         path: Its folder.
         speeds: Decode tokens/s by configuration, by prompt (``code-01`` of category ``code``, or ``code-01#1`` for
             its second turn), and by repeat; ``None`` for a generation that failed. ``plain`` is the baseline.
-        configs, environment, target: Fields other than the usual.
+        rows: Rows other than ``row_of`` of these names.
+        environment, target: Fields other than the usual.
         texts: Fingerprints of prompts.
         tokens: Output of a configuration.
         disturbed: Ids of what disturbed every generation.
         run: Other fields of ``run.json``.
     """
     lines = []
+    rows = {name: row_of(name) for name in speeds} | dict(rows or {})
     for config, prompts in speeds.items():
         for name, repeats in prompts.items():
             prompt, _, turn = name.partition("#")
@@ -258,13 +248,15 @@ def write_exact(
                 given = list((tokens or {}).get(config, range(TOKENS)))
                 how = {} if speed is None else measured(speed, config, given)
                 lines.append(
-                    line_of(config, prompt, repeat, turn=int(turn or 0), warnings=[*disturbed], **how)
+                    line_of(
+                        rows[config].id, prompt, repeat, turn=int(turn or 0), warnings=[*disturbed], **how
+                    )
                 )
     turns: dict[str, int] = {}
     for name in dict.fromkeys(name for prompts in speeds.values() for name in prompts):
         turns[name.partition("#")[0]] = turns.get(name.partition("#")[0], 0) + 1
     facts = described(
-        [config_from_recipe(name, **(configs or {}).get(name, {})) for name in speeds],
+        [rows[name] for name in speeds],
         [prompt_of(name, turns=count, fingerprint=(texts or {}).get(name)) for name, count in turns.items()],
         run_id=path.name,
         repeats=max(len(each) for prompts in speeds.values() for each in prompts.values()),
@@ -334,15 +326,9 @@ def write_run(
 ) -> Path:
     """Write a run folder; every generation emits ``tokens`` tokens, the first of them by the prefill."""
     rng = np.random.default_rng(0)
-    configs = [config_from_recipe("plain")]
-    configs += [
-        config_from_recipe(f"{each.name}@{g}", id=f"{each.name}-g{g}") for each in drafters for g in gammas
-    ]
-    for name in policies:
-        who = drafters[0].name
-        configs.append(config_from_recipe(name, label=f"{who} {name}", drafter=who, draft_policy=name))
-    if transformers_row:
-        configs.append(config_from_recipe("transformers", id="hf"))
+    rows = [row_of("plain"), *(row_of(f"{each.name}@{g}") for each in drafters for g in gammas)]
+    rows += [row_of(f"{drafters[0].name}@{policy}") for policy in policies]
+    rows += [row_of("transformers")] if transformers_row else []
     by_name = {drafter.name: drafter for drafter in drafters}
     prompts = [f"{category}-{i + 1:02d}" for category in categories for i in range(prompts_per_category)]
     tilt = dict(zip(categories, np.linspace(-1.2, 1.2, len(categories)), strict=True))
@@ -353,14 +339,14 @@ def write_run(
         answer = rng.integers(0, 30000, tokens).tolist()
         for repeat in range(repeats):
             drift = np.exp(rng.normal() * 0.1)
-            for order, place in enumerate(rng.permutation(len(configs)).tolist()):
-                config = configs[place]
-                who = by_name.get(config["drafter"])
+            for order, place in enumerate(rng.permutation(len(rows)).tolist()):
+                row = rows[place]
+                who = by_name.get(row.drafter)
                 shift = tilt[category] + own
                 alpha = 0.0 if who is None else float(np.clip(who.alpha + who.spread * shift, 0.02, 0.98))
-                steps = _steps(rng, config, who, alpha, tokens - 1, drift)
+                steps = _steps(rng, row, who, alpha, tokens - 1, drift)
                 plain_s = 0.0
-                if config["kind"] == "transformers":
+                if row.kind == "transformers":
                     plain_s = 1.6 * PASS_S[1] * (tokens - 1) * drift * float(np.exp(rng.normal() * NOISE))
                     steps = {name: {} if name == "policy" else [] for name in steps}
                 decode = plain_s + sum(
@@ -371,13 +357,13 @@ def write_run(
                     decode, answer, steps, prompt_tokens=80, ttft_s=ttft, prefill_s=ttft, total_s=ttft + decode,
                     peak_memory_bytes=4_200_000_000,
                 )  # fmt: skip
-                lines.append(line_of(config["id"], prompt, repeat, order=order, **how))
+                lines.append(line_of(row.id, prompt, repeat, order=order, **how))
     times = {
         "target_pass_s": {str(n): s for n, s in PASS_S.items()},
         "drafter_pass_s": {d.name: d.c * PASS_S[1] for d in drafters},
     }
     run = described(
-        configs, map(prompt_of, prompts), run_id=run_id, repeats=repeats, max_new_tokens=tokens,
+        rows, map(prompt_of, prompts), run_id=run_id, repeats=repeats, max_new_tokens=tokens,
         environment={"cpu": "AMD EPYC 9R14", "cores": 2, "threads": 2, "ram_gb": 25.0, "devices": []},
         target={"name": target, "fingerprint": "0", "dtype": "bfloat16", "device": "cpu", "vocab_size": 151936},
         costs=times if costs else None,
@@ -387,7 +373,7 @@ def write_run(
 
 def _steps(
     rng: np.random.Generator,
-    config: dict[str, Any],
+    row: Row,
     drafter: Drafter | None,
     alpha: float,
     tokens: int,
@@ -402,7 +388,7 @@ def _steps(
     while left:
         gamma = 0
         if drafter is not None and rng.random() < drafter.finds:
-            wanted = config["gamma"]
+            wanted = row.gamma
             if wanted is None:
                 h = float(np.clip(rng.gamma(1.3, 0.12), 0, 1))
                 smooth = 0.7 * smooth + 0.3 * h
@@ -422,7 +408,7 @@ def _steps(
             "expected_acceptance": [float(np.clip(alpha + 0.05 * rng.normal(), 0, 1)) for _ in range(tested)],
             "closing": "target" if not gamma else "bonus" if accepted == gamma else "corrected",
         }  # fmt: skip
-        if "tree" in config["draft_policy"]:  # two candidates for every draft, the second kept now and then
+        if "tree" in row.draft_policy:  # two candidates for every draft, the second kept now and then
             ranks = (rng.random(accepted) < 0.2).astype(int).tolist()
             values |= {"nodes": 2 * gamma, "widths": [2] * tested, "ranks": ranks}
         for name, value in values.items():

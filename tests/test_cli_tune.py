@@ -29,6 +29,7 @@ from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
+from specbench.results.store import read_run
 from specbench.results.summary import categorize, summarize
 from specbench.rows import Row
 from specbench.show.answer import find_answers
@@ -101,7 +102,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert stored["options"]["tune"] is True
     assert "lookup@auto" in stored["tuning"]["raced"]
     assert stored["finished"]
-    tried = {config["drafter"] for config in stored["configs"]} - {"none"}
+    tried = {row.drafter for row in read_run(folder).configs} - {"none"}
     assert tried == {
         "lookup", "suffix", "self:int8", "small (int8)", "lookup+self:int8", "suffix+self:int8",
         "lookup+small (int8)", "suffix+small (int8)",
@@ -129,8 +130,8 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     assert said.code == 0, said.err
     assert said.out.startswith("self:int8 auto:verification=block: 2.00")
     assert read_config(tmp_path / "specbench.toml").draft_policy == "auto:verification=block"
-    configs = _configs(tmp_path / "results")
-    assert not any("block" in config["draft_policy"] for config in configs if config["drafter"] == "lookup")
+    rows = _rows(tmp_path / "results")
+    assert not any("block" in row.draft_policy for row in rows if row.drafter == "lookup")
 
 
 def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):
@@ -326,5 +327,5 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
     assert said.out.startswith("lookup auto: 2.00")
 
 
-def _configs(folder: Path) -> list[dict[str, Any]]:
-    return [config for path in folder.glob("*/run.json") for config in run_json(path.parent)["configs"]]
+def _rows(folder: Path) -> list[Row]:
+    return [row for path in folder.glob("*/run.json") for row in read_run(path.parent).configs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tiny import save_tiny
 
 from specbench.base.errors import UsageError
 from specbench.config import FILE_NAME, Config, read_config, write_config
+from specbench.results.store import read_run
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def test_sweep_takes_it(tiny, cli):
         *("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--out", "run", "--temperature", 0)
     )
     assert result.code == 0, result.err
-    stored = json.loads((tiny / "run" / "run.json").read_text())
-    assert stored["options"]["target"] == "tiny"
-    assert [config["id"] for config in stored["configs"]] == ["plain", "self:layers=1@3"]
+    stored = read_run(tiny / "run")
+    assert stored.options["target"] == "tiny"
+    assert [row.id for row in stored.configs] == ["plain", "self:layers=1@3"]
 
 
 def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny, cli):

@@ -106,7 +106,7 @@ def test_every_length_has_its_own_baseline():
     assert set(configs) == {f"{name},c={c}" for name in ("plain", "d@1", "d@2") for c in (16, 64)}
     assert configs["d@2,c=64"].baseline == "plain,c=64"
     assert configs["d@2,c=64"].label == "d γ=2, context 64"
-    assert configs["d@2,c=64"].record().context == 64
+    assert configs["d@2,c=64"].condition.context == 64
     servers = server_rows(
         SweepOptions(contexts=(1024,), turns=1, servers=("a", "b")), [("a", None), ("b", None)]
     )
@@ -263,7 +263,7 @@ def falls(tmp_path_factory) -> Path:
 def test_the_answer_names_the_longest_context_that_pays_and_the_best(falls):
     results = load_results(falls)
     summary = summarize(results)
-    assert [row.config.context for row in context_curves(summary)[0]] == [16, 64, 128]
+    assert [row.config.condition.context for row in context_curves(summary)[0]] == [16, 64, 128]
     (answer,) = find_answers(results, summary, [])
     assert answer.verdict == "faster"
     assert answer.headline.startswith("d γ=1: pays up to 64 tokens of context, ")

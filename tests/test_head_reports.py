@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pandas as pd
 import pytest
-from msgspec import structs
-from stored_runs import Drafter, change_run, write_run
+from stored_runs import Drafter, change_run, row_of, write_run
 
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 from specbench.results.heads import best_measurement, distinct_trainings, head_rows, training_rows
@@ -56,7 +55,7 @@ def df(folder) -> Results:
 def test_heads_are_told_by_category(df):
     heads = head_rows(df)
     assert [(row.config.id, row.category) for row in heads] == [
-        (f"head (int8)-g{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
+        (f"head (int8)@{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
     ]
     steps, rows = df.steps, df.generations
     speedups = {(row.config.id, row.category): row.speedup for row in categorize(df)}
@@ -86,7 +85,7 @@ def no_figures(monkeypatch):
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     rows = head_rows(df)
     sheet = tables.head_sheet(rows)
-    worst = min((row for row in rows if row.config.id == "head (int8)-g2"), key=lambda row: row.first)
+    worst = min((row for row in rows if row.config.id == "head (int8)@2"), key=lambda row: row.first)
     assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
     slower = {row.config.label for row in rows if row.verdict == "slower"}
     assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
@@ -122,7 +121,7 @@ def test_in_a_cascade_the_drafts_of_both_parts_count(df):
     note = "In a cascade the drafts of both parts count."
     rows = head_rows(df)
     assert note not in tables.head_sheet(rows).notes
-    cascade = structs.replace(rows[0].config, drafter="lookup+head (int8)")
+    cascade = row_of("lookup+head (int8)@2")
     assert note in tables.head_sheet([replace(rows[0], config=cascade)]).notes
 
 

@@ -176,7 +176,7 @@ def test_ill_typed_results(stored, name):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("configs", 1, "gamma"), "2"),
+        (("configs", 1, "condition", "batch"), "2"),
         (("differences", 0, "config"), "x"),
         (("differences", 0, "gap"), None),
         (("costs",), 7),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specbench"
 
 FOLDERS = [
-    "_version", "base", "specs", "options", "recipe", "config", "decoding", "policies", "backends", "drafters",
+    "_version", "base", "specs", "options", "recipe", "rows", "config", "decoding", "policies", "backends", "drafters",
     "models", "generate", "loaded", "generate_many,conversation", "results", "bench", "show", "check", "doctor",
     "export", "predict", "tune", "train", "serve", "cli", "__main__",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from stored_runs import change_lines, finished, steps_of, write_exact
 from specbench.results.results import load_results
 
 DRAFT_S, FIRST = 0.25, 1
-WISE = "d@99"
+WISE = "d@heuristic"
 REST_S = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5, 5: 1.5, 6: 1.75, 7: 2.0, 8: 2.0, 9: 2.5}
 COSTS = oracle.StepCosts(DRAFT_S, [0.0, *REST_S.values()])
 
@@ -82,8 +82,7 @@ def write_run(path: Path, prefill_s: float = 0.0) -> Path:
     """A run over two prompts with every γ, and a rule that knows everything."""
     both = {"a-1": random_right(1, 40), "b-1": random_right(5, 40, 0.9)}
     gammas = {"plain": 0, WISE: 0, **{f"d@{gamma}": gamma for gamma in range(1, 9)}}
-    wise = {"gamma": None, "draft_policy": "wise", "label": "d wise"}
-    write_exact(path, {config: {prompt: [1.0] for prompt in both} for config in gammas}, configs={WISE: wise})
+    write_exact(path, {config: {prompt: [1.0] for prompt in both} for config in gammas})
 
     def steps_in(line: dict[str, Any]) -> dict[str, Any]:
         config, right = line["config"], both[line["prompt"]]

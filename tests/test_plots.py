@@ -112,22 +112,22 @@ class TestContent:
         axes = drawn.figures[name].axes[0]
         found = [tuple(np.round(line.get_ydata(), 9)) for line in axes.lines if len(line.get_xdata()) == 4]
         for drafter in DRAFTERS:
-            expected = summary.loc[[f"{drafter.name}-g{gamma}" for gamma in (1, 2, 4, 8)], column]
+            expected = summary.loc[[f"{drafter.name}@{gamma}" for gamma in (1, 2, 4, 8)], column]
             assert tuple(np.round(expected.to_numpy(), 9)) in found
         segments = [
             (round(path.vertices[0][1], 9), round(path.vertices[1][1], 9))
             for collection in axes.collections
             for path in collection.get_paths()
         ]
-        row = summary.loc["lookup-g4"]
+        row = summary.loc["lookup@4"]
         assert (round(row[f"{column}_low"], 9), round(row[f"{column}_high"], 9)) in segments
 
     def test_a_rule_stands_at_the_mean_it_drafted(self, drawn, summary):
         (rule,) = [
             line for line in drawn.figures["speedup"].axes[0].lines if line.get_markerfacecolor() == "white"
         ]
-        assert rule.get_xdata().item() == pytest.approx(summary.loc["egag", "mean_gamma"], abs=0.3)
-        assert rule.get_ydata().item() == pytest.approx(summary.loc["egag", "speedup"])
+        assert rule.get_xdata().item() == pytest.approx(summary.loc[f"{DRAFTERS[0].name}@egag", "mean_gamma"], abs=0.3)
+        assert rule.get_ydata().item() == pytest.approx(summary.loc[f"{DRAFTERS[0].name}@egag", "speedup"])
 
     def test_a_series_has_one_mark_in_all_figures(self, drawn):
         """Its color and marker, hollow for an adaptive policy."""
@@ -172,7 +172,7 @@ class TestContent:
             ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
         named = [label.get_text() for label in axes.get_yticklabels()]
         assert named[5:9] == ["self:int8: γ=1", "γ=2", "γ=4", "γ=8"], "after a policy of the first drafter"
-        speeds = summary.loc[[f"self:int8-g{gamma}" for gamma in (1, 2, 4, 8)], "tokens_per_second"]
+        speeds = summary.loc[[f"self:int8@{gamma}" for gamma in (1, 2, 4, 8)], "tokens_per_second"]
         assert [ends[y] for y in sorted(ends)][5:9] == pytest.approx((1000 / speeds).tolist(), rel=0.02)
         (plain,) = (line.get_xdata()[0] for line in axes.lines)
         assert plain == pytest.approx(1000 / summary.loc["plain", "tokens_per_second"])
@@ -186,7 +186,7 @@ class TestContent:
                 if line.get_linestyle() == "None"
                 for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
             }
-            row = summary.loc["ngram-g8"]
+            row = summary.loc["ngram@8"]
             assert (round(row[column], 9), round(row["speedup"], 9)) in points
             assert axes.get_xlim() == axes.get_ylim()
 
@@ -298,7 +298,7 @@ class TestSmallAndOdd:
         slow = Drafter("slow", 0.3, 0.5)  # fastest with the least γ
         options: dict[str, Any] = {"drafters": (slow,), "categories": ("chat",), "tokens": 32}
         df = load_results(write_run(tmp_path / "several", gammas=(1, 2, 4), **options))
-        assert summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax() == "slow-g1"
+        assert summarize(df).frame.set_index("config")["speedup"].drop("plain").idxmax() == "slow@1"
         drawn = plots.draw_figures(df, ["accepted-length"])
         assert "γ=2" in texts(drawn.figures["accepted-length"])
         df = load_results(write_run(tmp_path / "one", gammas=(1,), **options))

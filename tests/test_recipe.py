@@ -1,18 +1,17 @@
-"""A recipe as words of the command line and as JSON, and recipes of runs from before they had any."""
+"""A recipe as words of the command line and as JSON."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-from msgspec import structs
-from stored_runs import run_of
+from stored_runs import row_of
 
 from specbench.base.errors import UsageError
+from specbench.base.record import without_wrong_fields
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, drafter_argument
-from specbench.results.run import Run, stored_recipes
+from specbench.results.run import Run
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
@@ -75,19 +74,12 @@ def test_plainly():
         ("decoding", {"max_new_tokens": 0}),
     ],
 )  # fmt: skip
-def test_what_this_version_does_not_know_is_left_out(field, value):
+def test_a_row_that_this_version_does_not_know_is_left_out(field, value):
     stored = {**RECIPES["tree"].to_json(), field: value}
     with pytest.raises(UsageError):
         Recipe.from_json(stored)
-    run = small_run("lookup")
-    config = structs.replace(run.configs[0], recipe=stored)
-    assert stored_recipes(structs.replace(run, configs=[config, *run.configs])) == {}
-
-
-def small_run(drafter: str, **config: Any) -> Run:
-    config = {"id": "x", "kind": "speculative", "drafter": drafter, "gamma": None, "draft_policy": "auto",
-              "temperature": 0.0, "cache": "dynamic", "label": "x", "baseline": "plain", **config}  # fmt: skip
-    options = {"target": "org/big@v2", "target_options": {"dtype": "float32"},
-               "max_new_tokens": 48}  # fmt: skip
-    return run_of({"run_id": "r", "configs": [config], "options": options, "target": {"name": "big"},
-                   "environment": {}, "prompts": [], "command": ["sweep", "--bit-exact"]})  # fmt: skip
+    rows = [row_of("plain").to_json(), row_of("lookup@2").to_json()]
+    rows[1]["decoder"] = {"type": "recipe", **stored}
+    run = {"run_id": "r", "configs": rows, "options": {}, "target": {}, "environment": {}, "prompts": []}
+    known, wrong = without_wrong_fields(run, Run)
+    assert ([row.id for row in known.configs], wrong) == (["plain"], ["configs[1]"])

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import DRAFTERS, write_exact, write_run
+from stored_runs import DRAFTERS, row_of, write_exact, write_run
 
 from specbench.base.errors import RunError, UsageError
 from specbench.cli.report import report as command
 from specbench.options import CacheOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.results import load_results
-from specbench.results.run import RunConfig
 from specbench.show import document, tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes
@@ -145,10 +144,7 @@ class TestAnswer:
         ],
     )
     def test_the_command_decodes_as_the_configuration_did(self, changes, command):
-        config = RunConfig(
-            id="d@3", label="d γ=3", kind="speculative", drafter="d", gamma=3, draft_policy="fixed", temperature=0.0,
-            cache="dynamic", baseline="plain",
-        )  # fmt: skip
+        config = row_of("d@3")
         recipe = Recipe(ModelSpec("hub", "y"), parse_drafter("d"), parse_policy("fixed:gamma=3"))
         drafts = "--drafter none" not in command
         found = generate_command(dataclasses.replace(recipe, **changes), config, drafts=drafts)
@@ -175,12 +171,8 @@ class TestAnswer:
         assert said in " ".join(tables.notes(report.summary))
 
     def test_each_temperature_has_its_answer(self, tmp_path):
-        warm = {"temperature": 0.7, "baseline": "plain-warm"}
-        report = reported(
-            tmp_path,
-            {"plain": PLAIN, "d@2": times(2.0), "plain-warm": PLAIN, "e@2": times(0.5)},
-            configs={"plain-warm": {**warm, "kind": "plain", "draft_policy": "none"}, "e@2": warm},
-        )
+        warm = {"plain,t=0.7": PLAIN, "e@2,t=0.7": times(0.5)}
+        report = reported(tmp_path, {"plain": PLAIN, "d@2": times(2.0), **warm})
         starts = [answer.headline[:23] for answer in report.answers]
         assert starts == ["Greedy: d γ=2: 2.00× [1", "At temperature 0.7: Spe"]
 
@@ -341,7 +333,7 @@ def test_the_figures_are_those_beside_the_markdown(written, page):
 
 def test_a_figure_is_safe_with_any_name(tmp_path):
     speeds = {"plain": PLAIN, "d@2": times(2), "d@3": times(1.5), "e@2": times(2)}
-    folder = write_exact(tmp_path / "run", speeds, configs={"e@2": {"drafter": EVIL, "label": EVIL}})
+    folder = write_exact(tmp_path / "run", speeds, rows={"e@2": row_of("e@2", drafter=EVIL)})
     figure = draw_figures(load_results(folder), ["speedup"]).figures["speedup"]
     root = ET.fromstring(figure_bytes(figure, "svg", letters=True))  # noqa: S314
     assert "script" not in {each.tag.rpartition("}")[2] for each in root.iter()}
@@ -369,7 +361,7 @@ def test_names_are_data(tmp_path):
     report = reported(
         tmp_path,
         {"plain": PLAIN, "d@2": times(2), "d@3": {f"{EVIL}-1": [20.0], f"{EVIL}-2": [20.0]}},
-        configs={"d@2": {"label": EVIL, "drafter": EVIL}},
+        rows={"d@2": row_of("d@2", drafter=EVIL)},
         target={"name": EVIL},
         environment={"cpu": EVIL},
         command=["sweep", EVIL],

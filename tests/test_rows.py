@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from head_files import eagle_settings, eagle_tensors, write_head
-from stored_runs import read_lines, run_json
+from stored_runs import read_lines
 from tiny import SPECIAL_TOKENS, save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
@@ -15,7 +15,7 @@ from specbench.decoding.records import Step
 from specbench.generate import encode_prompt
 from specbench.loaded import load_recipe
 from specbench.recipe import Recipe
-from specbench.results.store import read_recipe
+from specbench.results.store import read_recipe, read_run
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 
@@ -64,7 +64,7 @@ def test_a_row_is_decoded_again_as_it_was_measured(case, cli, folder, tmp_path, 
         "-n", TOKENS, "--repeats", 1, "--warmup", 0, *options,
     )  # fmt: skip
     assert made.code == 0, made.err
-    labels = {config["id"]: config["label"] for config in run_json(run)["configs"]}
+    labels = {row.id: row.label for row in read_run(run).configs}
     for line in read_lines(run):
         row = f"{run}:{labels[line['config']]}"
         found = cli("generate", "--recipe", row, PROMPT, "--json", "--seed", line["seed"]).json()

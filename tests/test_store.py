@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from stored_runs import config_from_recipe, finished, line_of, measurement, run_json, run_of, steps_of
+from stored_runs import finished, line_of, measurement, row_of, run_json, run_of, steps_of
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import to_dict
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.smoke
 
 FIELDS: dict[str, Any] = {
     "run_id": "abc", "options": {}, "environment": {}, "target": {"name": "tiny"},
-    "configs": [config_from_recipe("plain"), config_from_recipe("d@2")], "prompts": [],
+    "configs": [row_of("plain").to_json(), row_of("d@2").to_json()], "prompts": [],
 }  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path):
         ("{", "is damaged: it is not JSON"),
         ('{"x": ' + "[" * 100_000, "is damaged: it is not JSON"),
         ({"kind": "other"}, "does not describe a specbench sweep"),
-        ({**FIELDS, "schema": 4}, "schema version 4.*Update specbench"),
+        ({**FIELDS, "schema": 5}, "schema version 5.*Update specbench"),
         ({**FIELDS, "schema": 2}, "schema version 2.*Measure again"),
         ({**FIELDS, "schema": "1"}, "schema version is '1'"),
         ({}, "damaged: run_id is missing or invalid"),
@@ -371,7 +371,7 @@ def test_run_json_that_cannot_be_used(tmp_path, content, message):
 
 def test_lines_of_a_newer_version_are_refused(tmp_path):
     fill(tmp_path, 1)
-    append_raw(tmp_path, row(repeat=1, schema=4))
+    append_raw(tmp_path, row(repeat=1, schema=5))
     for read in (load_results, RunStore.open):
         with pytest.raises(UsageError, match="Update specbench"):
             read(tmp_path)

@@ -144,4 +144,4 @@ def test_a_task_is_the_mean_over_the_prompts_of_its_categories(tmp_path):
     sheet = tables.category_sheet(categorize(results), summary)
     (row,) = sheet.rows
     assert sheet.headings == ["configuration", "multi-turn conversation", "qa", "overall"]
-    assert row[-1].endswith(f"; {summary.row('lookup-g2').tokens_per_step.value:.2f}")
+    assert row[-1].endswith(f"; {summary.row('lookup@2').tokens_per_step.value:.2f}")

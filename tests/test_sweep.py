@@ -33,7 +33,7 @@ from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
 from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
-from specbench.results.store import RunStore
+from specbench.results.store import RunStore, read_run
 from specbench.results.summary import summarize
 from specbench.rows import OtherLibrary
 
@@ -114,9 +114,9 @@ def test_the_grid_has_plain_decoding_at_every_temperature():
     assert len({config.id for config in configs}) == len({config.label for config in configs}) == 16
     assert {config.baseline for config in configs[8:]} == {"plain,t=0.7"}
     assert [config.gamma for config in configs[:8]] == [None, 2, 4, 2, 4, None, 10, None]
-    assert configs[3].record().drafter_fingerprint == "f1"
-    assert configs[1].record().drafter_fingerprint is None
-    assert Counter(config.record().cache for config in configs) == {"preallocated": 10, "dynamic": 6}
+    assert configs[3].fingerprint == "f1"
+    assert configs[1].fingerprint is None
+    assert Counter(config.cache for config in configs) == {"preallocated": 10, "dynamic": 6}
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_accepted_changes_extend_the_run_and_stay_on_record(tmp_path):
     assert Counter(frame.generations["config"]) == {"plain": 6, "d@1": 2, "d@2": 6, "d@3": 6}
     assert frame.problems == []
     run = run_json(tmp_path)
-    assert [config["id"] for config in run["configs"]] == ["plain", "d@1", "d@2", "d@3"]
+    assert [row.id for row in read_run(tmp_path).configs] == ["plain", "d@1", "d@2", "d@3"]
     assert run["changes"][0]["differing"] == differing
     assert run["changes"][0]["options"]["repeats"] == 1
     assert "4" in run["costs"]["target_pass_s"]

@@ -375,7 +375,7 @@ def test_the_answer_of_batches(falls):
     summary = summarize(frame)
     lines = batch_curves(summary)
     assert [each[0].config.gamma for each in lines] == [3, 1]
-    assert [row.config.batch for row in lines[0]] == [1, 2, 4, 8]
+    assert [row.config.condition.batch for row in lines[0]] == [1, 2, 4, 8]
     (answer,) = find_answers(frame, summary, categorize(frame))
     assert answer.headline.startswith("d γ=3: pays up to batch 2, ")
     assert answer.verdict == "faster"

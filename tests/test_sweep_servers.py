@@ -275,7 +275,7 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
     (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert "over base" in answer.headline
     requests = request_rows(frame)
-    assert [row.config.batch for row in requests] == [1, 1, 2, 2, 4, 4]
+    assert [row.config.condition.batch for row in requests] == [1, 1, 2, 2, 4, 4]
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
-from stored_runs import CATEGORIES, DRAFTERS, PASS_S, write_run
+from stored_runs import CATEGORIES, DRAFTERS, PASS_S, row_of, write_run
 
 from specbench.base.record import Estimate
 from specbench.decoding.records import PARTS
@@ -21,8 +21,8 @@ from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, positions, ranks
 from specbench.results.pairs import paired_generations
-from specbench.results.results import Results, load_results
-from specbench.results.run import PLAIN, Environment, Run, RunConfig, TargetModel
+from specbench.results.results import Results, load_results, row_cells
+from specbench.results.run import PLAIN, Environment, Run, TargetModel
 from specbench.results.summary import CategoryRow, Summary, SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 
@@ -31,16 +31,11 @@ STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "oth
 
 def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[str, Any]:
     """A finished generation of 11 tokens; without ``steps`` an empty list of them."""
-    kind = fields.pop("kind", "plain" if config == "plain" else "speculative")
     # (drafted, tested, accepted, emitted, expected acceptances, times of STEP)
     steps = fields.pop("steps", [])
     columns = list(zip(*steps, strict=True)) or [()] * 6
     values = {
-        "run_id": "r", "config": config, "label": config, "kind": kind,
-        "drafter": "none" if kind in ("plain", "transformers") else "d",
-        "gamma": 2.0 if kind == "speculative" else math.nan,
-        "draft_policy": "fixed" if kind == "speculative" else "none", "temperature": 0.0, "cache": "dynamic",
-        "baseline": "plain", "batch": math.nan, "arrivals": None, "target": "t", "group": "",
+        **row_cells(row_of(config)), "run_id": "r", "config": config, "target": "t", "group": "",
         "throughput": math.nan, "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
         "repeat": 0, "status": "ok", "error": None, "new_tokens": 11, "token_ids": np.arange(11), "text": None,
         "ttft_s": 0.5,
@@ -64,17 +59,9 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
 
 def frame_of(*rows: dict[str, Any], order: Sequence[str] = (), costs: Any = None) -> Results:
     """A run with these generations, its configurations in the order of the rows or another one."""
-    configs = {
-        each["config"]: RunConfig(
-            id=each["config"], label=each["label"], kind=each["kind"], drafter=each["drafter"],
-            gamma=None if math.isnan(each["gamma"]) else int(each["gamma"]), draft_policy=each["draft_policy"],
-            temperature=each["temperature"], cache="dynamic", baseline=each["baseline"],
-        )
-        for each in rows
-    }  # fmt: skip
     run = Run(
         run_id="r", options={}, environment=Environment(), target=TargetModel(), prompts=[],
-        configs=[configs[name] for name in order or configs],
+        configs=[row_of(name) for name in order or dict.fromkeys(each["config"] for each in rows)],
         costs=None if costs is None else msgspec.convert(costs, PassCosts, strict=False),
     )  # fmt: skip
     return Results(run, pd.DataFrame(list(rows)))
@@ -88,7 +75,7 @@ def beside_plain(*speeds: float | tuple[float, ...], **fields: Any) -> list[dict
         for repeat, speed in enumerate(repeats if isinstance(repeats, tuple) else (repeats,))
         for each in (
             row("plain", f"a-{i}", repeat=repeat),
-            row("x", f"a-{i}", speed, repeat=repeat, **fields),
+            row("d@2", f"a-{i}", speed, repeat=repeat, **fields),
         )
     ]
 
@@ -116,40 +103,39 @@ def made(tmp_path_factory) -> Results:
 class TestPairedRuns:
     def test_pairs_by_prompt_turn_and_repeat(self):
         df = frame_of(
-            row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
-            row("plain", "a-1", 5.0, repeat=1), row("x", "a-1", 20.0, repeat=1),
-            row("plain", "a-1", 8.0, turn=1), row("x", "a-1", 4.0, turn=1),
-            row("x", "b-1", 30.0),
+            row("plain", "a-1", 10.0), row("d@2", "a-1", 20.0),
+            row("plain", "a-1", 5.0, repeat=1), row("d@2", "a-1", 20.0, repeat=1),
+            row("plain", "a-1", 8.0, turn=1), row("d@2", "a-1", 4.0, turn=1),
+            row("d@2", "b-1", 30.0),
         )  # fmt: skip
         pairs = paired_generations(df)
         found = pairs[["turn", "repeat", "ratio"]].to_numpy().tolist()
         assert found == [[0, 0, 2.0], [0, 1, 4.0], [1, 0, 0.5]]
-        assert set(pairs["config"]) == {"x"}  # the baseline is beside, not among them
+        assert set(pairs["config"]) == {"d@2"}  # the baseline is beside, not among them
 
     def test_whole_times_are_taken_per_token(self):
         """An output twice as long that takes twice as long is no slower."""
-        longer = row("x", "a-1", new_tokens=22, total_s=3.0)
+        longer = row("d@2", "a-1", new_tokens=22, total_s=3.0)
         pairs = paired_generations(frame_of(row("plain", "a-1"), longer))
         assert pairs["ratio_total"].item() == pytest.approx((1.5 / 11) / (3.0 / 22))
 
     def test_each_temperature_has_its_own_baseline(self):
-        hot = {"temperature": 0.7, "baseline": "plain-hot"}
         df = frame_of(
-            row("plain", "a-1", 10.0), row("x", "a-1", 20.0),
-            row("plain-hot", "a-1", 5.0, kind="plain", **hot), row("x-hot", "a-1", 20.0, **hot),
+            row("plain", "a-1", 10.0), row("d@2", "a-1", 20.0),
+            row("plain,t=0.7", "a-1", 5.0), row("d@2,t=0.7", "a-1", 20.0),
         )  # fmt: skip
         pairs = paired_generations(df).set_index("config")
-        assert pairs["ratio"].to_dict() == {"x": 2.0, "x-hot": 4.0}
-        assert pairs["identical"].to_dict() == {"x": True, "x-hot": None}
+        assert pairs["ratio"].to_dict() == {"d@2": 2.0, "d@2,t=0.7": 4.0}
+        assert pairs["identical"].to_dict() == {"d@2": True, "d@2,t=0.7": None}
 
 
 class TestSummary:
     def test_speedup_with_interval(self):
         df = frame_of(*(
             each for i, ratio in enumerate((1.2, 1.3, 1.25, 1.6))
-            for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("x", f"a-{i}", ratio * 10.0 * 2**i))
+            for each in (row("plain", f"a-{i}", 10.0 * 2**i), row("d@2", f"a-{i}", ratio * 10.0 * 2**i))
         ))  # fmt: skip
-        figures = one(summarize(df), "x")
+        figures = one(summarize(df), "d@2")
         expected = stats.geometric_mean([1.2, 1.3, 1.25, 1.6], list("abcd"))
         assert (figures["speedup"], figures["speedup_low"], figures["speedup_high"]) == pytest.approx(
             (expected.value, expected.low, expected.high)
@@ -163,7 +149,7 @@ class TestSummary:
             (2, 1, 0, 1, [0.2], times),
             (0, 0, 0, 1, [], (0.0, 0.0, 0.4, 0.1, 0.0, 0.0)),
         ]
-        figures = one(summarize(frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps))), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), row("d@2", "a-1", steps=steps))), "d@2")
         assert figures["tokens_per_step"] == pytest.approx(5 / 3)
         assert figures["acceptance_rate"] == pytest.approx(2 / 4)
         assert figures["acceptance_tested"] == pytest.approx(2 / 3)
@@ -180,23 +166,23 @@ class TestSummary:
         """α, costs, speeds and predictions are what the run was made with."""
         frame = summarize(made)
         for drafter in DRAFTERS:
-            figures = one(frame, f"{drafter.name}-g4")
+            figures = one(frame, f"{drafter.name}@4")
             assert figures["alpha"] == pytest.approx(drafter.alpha, abs=0.09)
             assert figures["c"] == pytest.approx(drafter.c)
             assert figures["speedup"] == pytest.approx(figures["predicted_speedup"], rel=0.03)
             assert figures["predicted_speedup_low"] < figures["predicted_speedup"]
         assert one(frame, "plain")["tokens_per_second"] == pytest.approx(1 / (PASS_S[1] + 0.0019), rel=0.1)
-        assert one(frame, "hf")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
+        assert one(frame, "transformers")["speedup"] == pytest.approx(1 / 1.6, rel=0.03)
         assert frame.frame["identical_share"].dropna().eq(1.0).all()
 
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
         counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]
-        mine = row("x", "a-1", drafter="grammar", steps=[(*count, times) for count in counts])
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
         mine["steps_forced"], mine["steps_mask_s"] = np.array([2, 1]), np.array([0.06, 0.06])
         mine["steps_closing"] = ["corrected", "bonus"]
         summary = summarize(frame_of(row("plain", "a-1"), mine))
-        figures = one(summary, "x")
+        figures = one(summary, "d@2")
         assert figures["forced_share"] == pytest.approx(3 / 6)
         assert figures["corrected_share"] == pytest.approx(1 / 6)
         assert figures["share_masks"] == pytest.approx(0.12 / 2.4)
@@ -207,14 +193,14 @@ class TestSummary:
         """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 1, 1, 2, [1.0]), (2, 1, 0, 1, [0.0])]
-        mine = row("x", "a-1", drafter="d", steps=[(*count, times) for count in counts])
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
         mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
         assert figures["predicted_speedup"] == pytest.approx(2 / (2 * 0.2 + 1.5))
         costs["drafter_later_pass_s"] = {"d": 0.05}
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         assert figures["predicted_speedup"] == pytest.approx(2 / (0.2 + 0.1 + 1.5)), (
             "a first pass and a later one"
         )
@@ -223,7 +209,7 @@ class TestSummary:
         """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
-        mine = row("x", "a-1", drafter="d", steps=[(*count, times) for count in counts])
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
         mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
         mine["steps_parents"] = [[0, 0, 1, 1, 2]] * 3
         mine["steps_widths"], mine["steps_ranks"] = [[2, 2], [2, 1], [2, 2]], [[0, 1], [1], [0]]
@@ -232,7 +218,7 @@ class TestSummary:
         costs["drafter_later_pass_s"] = {
             "d": 0.05
         }  # of chains: passes over several nodes have their own times
-        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "x")
+        figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
         first, second = 2 / 6, 2 / 5  # of six nodes that were tested, five had a second candidate
@@ -242,20 +228,20 @@ class TestSummary:
     def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self):
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
-        df = frame_of(row("plain", "a-1"), row("x", "a-1", steps=steps), costs=costs)
-        figures = one(summarize(df), "x")
+        df = frame_of(row("plain", "a-1"), row("d@2", "a-1", steps=steps), costs=costs)
+        figures = one(summarize(df), "d@2")
         assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
         assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
         assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
 
     def test_failures_are_counted_and_count_nowhere_else(self):
-        failed = row("x", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
-        df = frame_of(row("plain", "a-1"), row("x", "a-1", 20.0), row("plain", "b-1"), failed)
-        figures = one(summarize(df), "x")
+        failed = row("d@2", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
+        df = frame_of(row("plain", "a-1"), row("d@2", "a-1", 20.0), row("plain", "b-1"), failed)
+        figures = one(summarize(df), "d@2")
         assert (figures["failures"], figures["generations"], figures["prompts"]) == (1, 1, 1)
         assert figures["speedup"] == 2.0
         alone = frame_of(row("plain", "b-1"), failed)
-        assert math.isnan(one(summarize(alone), "x")["speedup"])
+        assert math.isnan(one(summarize(alone), "d@2")["speedup"])
         assert "1 generation failed" in " ".join(tables.notes(summarize(df)))
 
 
@@ -264,9 +250,9 @@ class TestOtherFrames:
         frame = to_frame(categorize(made), CategoryRow)
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
-        cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram-g4")].iloc[0]
+        cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram@4")].iloc[0]
         pairs = paired_generations(made)
-        mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram-g4")]
+        mine = pairs[(pairs["category"] == "code") & (pairs["config"] == "ngram@4")]
         expected = stats.geometric_mean(mine["ratio"], mine["prompt"].to_numpy(), mine["repeat"].to_numpy())
         assert (cell["speedup"], cell["prompts"]) == (pytest.approx(expected.value), 2)
 
@@ -277,14 +263,14 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.7], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        first, second = positions(frame_of(row("x", "a-1", steps=steps)))
+        first, second = positions(frame_of(row("d@2", "a-1", steps=steps)))
         assert (first.drafted, first.tested, first.accepted) == (3, 3, 2)
         assert (first.rate, first.alpha) == pytest.approx((2 / 3, 0.6))
         assert (second.drafted, second.tested, second.accepted) == (2, 1, 0)
         assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
 
     def test_acceptance_by_rank_and_depth(self):
-        mine = row("x", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
+        mine = row("d@2", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
         frame = to_frame(ranks(frame_of(row("plain", "a-1"), mine)), RankRow)
         found = dict(zip(zip(frame["depth"], frame["rank"], strict=True), frame["rate"], strict=True))
         assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})
@@ -297,7 +283,7 @@ class TestOtherFrames:
             (1, 1, 1, 2, [0.5], (0.1,) * 6),
             (0, 0, 0, 1, [], (0.1,) * 6),
         ]
-        frame = to_frame(accepted_lengths(frame_of(row("x", "a-1", steps=steps))), AcceptedRow)
+        frame = to_frame(accepted_lengths(frame_of(row("d@2", "a-1", steps=steps))), AcceptedRow)
         assert frame["steps"].tolist() == [1, 1, 1]
         assert frame["undrafted"].tolist() == pytest.approx([0.25] * 3)
         # α = 1/2: two steps of two drafts and one of one draft.
@@ -331,20 +317,20 @@ class TestRendering:
         df = frame_of(*beside_plain(*speeds))
         for frame in (summarize(df), categorize(df)):
             assert "2.00 [too few to say]" in shown(frame)
-        assert one(summarize(df), "x")["verdict"] == "cannot tell"
+        assert one(summarize(df), "d@2")["verdict"] == "cannot tell"
 
     @pytest.mark.parametrize("busy", [4, 5])
     def test_a_machine_busy_most_of_the_time_makes_verdicts_provisional(self, busy):
         rows = [
             row(config, f"{prompt}-1", speed, warnings=["steal" if number % 2 else "machine-busy", "stopped"])
             for number, (prompt, (config, speed)) in enumerate(
-                product("abcd", (("plain", 10.0), ("x", 20.0)))
+                product("abcd", (("plain", 10.0), ("d@2", 20.0)))
             )
         ]
         for each in rows[busy:]:
             each["warnings"] = ["stopped"]
         frame = summarize(frame_of(*rows))
-        assert (one(frame, "x")["verdict"], one(frame, "x")["provisional"]) == ("faster", busy == 5)
+        assert (one(frame, "d@2")["verdict"], one(frame, "d@2")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
         assert set(to_frame(categorize(frame_of(*rows)), CategoryRow)["verdict"]) == {"cannot tell"}
@@ -384,5 +370,5 @@ class TestRendering:
     )
     def test_shares(self, accepted, text):
         steps = [(1, 1, int(i < accepted), 1, [0.5], (0.1,) * 6) for i in range(1000)]
-        (found,) = positions(frame_of(row("x", "a-1", steps=steps)))
+        (found,) = positions(frame_of(row("d@2", "a-1", steps=steps)))
         assert tables.position_sheet([found]).rows[0][5] == text

@@ -78,9 +78,14 @@ NO_FIGURE = Estimate(math.nan, None, None, 0)
 
 
 def to_dict(record: Struct) -> Json:
-    """Return a record as a JSON object."""
-    found: Json = msgspec.to_builtins(record, str_keys=True)
+    """Return a record as a JSON object; what is no record in it has ``to_json``."""
+    found: Json = msgspec.to_builtins(record, str_keys=True, enc_hook=lambda value: value.to_json())
     return found
+
+
+def from_dict(data: Any, kind: type[AnyRecord]) -> AnyRecord:
+    """Return the record of a JSON object; what is no record in it has ``from_json``, which raises ``ValueError``."""
+    return msgspec.convert(data, kind, str_keys=True, dec_hook=lambda part, value: part.from_json(value))
 
 
 def to_json(*records: Struct, indent: int | None = None) -> bytes:
@@ -123,7 +128,7 @@ def without_wrong_fields(whole: Any, kind: type[AnyRecord]) -> tuple[AnyRecord, 
     left_out: list[str] = []
     while True:
         try:
-            return msgspec.convert(whole, kind, str_keys=True), left_out
+            return from_dict(whole, kind), left_out
         except ValueError as error:
             wrong = wrong_field(error)
             inner, holder, last = whole, None, None

@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.options import DecodingOptions
 from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
-from specbench.rows import BatchArrivals, Condition, LoadedName, OtherLibrary, Row, Server
+from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
@@ -140,10 +140,10 @@ class SweepOptions:
         return tuple(map(parse_policy, self.policies))
 
     @property
-    def workloads(self) -> list[BatchArrivals]:
+    def workloads(self) -> list[tuple[int, str]]:
         """Every batch size with every arrival process."""
         return [
-            (batch, arrivals)
+            (batch, str(arrivals))
             for batch in self.batches
             for arrivals in (map(parse_arrivals, self.arrivals) if self.arrivals else [Closed(batch)])
         ]
@@ -152,9 +152,9 @@ class SweepOptions:
 def conditions(options: SweepOptions) -> Iterator[Condition]:
     """Yield every temperature with every workload and context."""
     for temperature in options.temperatures:
-        for workload in options.workloads or (None,):
+        for batch, arrivals in options.workloads or ((None, None),):
             for context in options.contexts or (None,):
-                yield Condition(temperature, workload, context)
+                yield Condition(temperature, batch, arrivals, context)
 
 
 def build_rows(
@@ -245,7 +245,8 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
     Raises:
         UsageError: There are fewer, so that a prompt would be decoded twice at the same time.
     """
-    clients = max((each.clients for _, each in options.workloads if isinstance(each, Closed)), default=0)
+    arrivals = [parse_arrivals(each) for _, each in options.workloads]
+    clients = max((each.clients for each in arrivals if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
             f"There are only {prompts} prompts for {clients} requests at a time.",
@@ -356,20 +357,16 @@ class Sweep:
                 yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
         if options.batches:
-            workloads = dict.fromkeys(
-                each for config in configs if (each := config.condition.workload) is not None
-            )
-            groups = {each: make_groups(prompts, each[1]) for each in workloads}
-            at = {
-                each: [config for config in configs if config.condition.workload == each]
-                for each in workloads
-            }
+            at: dict[tuple[int | None, str | None], list[Row]] = {}
+            for config in configs:
+                at.setdefault((config.condition.batch, config.condition.arrivals), []).append(config)
+            groups = {each: make_groups(prompts, parse_arrivals(each[1] or "")) for each in at}
             for repeat in range(options.warmup):
-                for each in workloads:
+                for each in at:
                     group = groups[each][repeat % len(groups[each])]
                     yield from block(group.id, 0, repeat, True, at[each], group)
             for repeat in range(options.repeats):
-                blocks = [(each, group) for each in workloads for group in groups[each]]
+                blocks = [(each, group) for each in at for group in groups[each]]
                 random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
                 for part in self._parts(repeat):
                     for each, group in blocks:

@@ -49,7 +49,7 @@ def describe_run(
         options={**sources, **stored_options(options)},
         environment=environment,
         target=target,
-        configs=[config.record() for config in sweep.configs],
+        configs=[*sweep.configs],
         prompts=[
             PromptInfo(
                 id=prompt.id,
@@ -82,9 +82,8 @@ def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, 
 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
     """Return the options of a sweep as JSON data, with the decoding options at the same level."""
-    values = asdict(options)
-    stored: dict[str, Any] = json.loads(json.dumps({**values.pop("decoding"), **values}))
-    return stored
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
+    return {**values.pop("decoding"), **values}
 
 
 def _fingerprint(prompt: Prompt) -> str:
@@ -164,7 +163,7 @@ def _same_in_a_run(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
     for config in new.configs:  # what is not part of their ids
         then = known.get(config.id, config)
         yield f"cache of {config.label}", then.cache, config.cache
-        yield f"drafter of {config.label}", then.drafter_fingerprint, config.drafter_fingerprint
+        yield f"drafter of {config.label}", then.fingerprint, config.fingerprint
 
 
 def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -280,8 +280,8 @@ class CellRunner(Generic[Encoded]):
         self, cell: Cell, config: Row, group: PromptGroup, decoding: DecodingOptions
     ) -> Group:
         """Decode the prompts of a group together."""
-        assert config.condition.workload is not None
-        _, arrivals = config.condition.workload
+        arrivals = config.condition.workload
+        assert arrivals is not None
         clients, times = None, list[float]()
         if isinstance(arrivals, Poisson):
             times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))

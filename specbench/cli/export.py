@@ -137,7 +137,6 @@ def _measured_instead(
     from specbench.export.output import export_fastest
     from specbench.export.setting import RunSettings
     from specbench.results.results import load_results
-    from specbench.results.run import stored_recipes
     from specbench.results.store import stored_runs
 
     assert config.target is not None
@@ -145,7 +144,7 @@ def _measured_instead(
     target, drafter = parse_model(config.target), parse_drafter(config.drafter)
     path = [target.source] if target.kind in ("folder", "gguf") else []
     for run_folder, run in stored_runs(folder / FOLDER):
-        recipes = stored_recipes(run).values()
+        recipes = [row.recipe for row in run.configs if row.recipe is not None]
         if (target.name, str(drafter)) in [(recipe.target.name, str(recipe.drafter)) for recipe in recipes]:
             with suppress(UsageError):
                 results = load_results(run_folder)

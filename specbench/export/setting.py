@@ -15,13 +15,14 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
-from specbench.recipe import PLACE, Recipe
+from specbench.recipe import PLACE
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results
-from specbench.results.run import Run, RunConfig, find_config, stored_recipes
+from specbench.results.run import Run, find_config
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
+from specbench.rows import Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
 from specbench.specs.policies import PolicySpec
@@ -260,9 +261,9 @@ class RunSettings:
             )
 
     def _check_paths(self) -> None:
-        stored = stored_recipes(self._run).values()
+        recipes = [row.recipe for row in self._run.configs if row.recipe is not None]
         models = [
-            model for each in stored for model in (each.target, *(own.model for own in each.drafter.models))
+            model for each in recipes for model in (each.target, *(own.model for own in each.drafter.models))
         ]
         local = list(dict.fromkeys(one_line(each.name) for each in models if each.kind in ("folder", "gguf")))
         for name, path in self._paths.items():
@@ -273,21 +274,12 @@ class RunSettings:
                 )
 
     def all(self, gamma: int | None = None) -> Sequence[Setting]:
-        """Return the settings at the first temperature, the fastest first, without drafters of other versions.
+        """Return the settings at the first temperature, the fastest first.
 
         Raises:
             UsageError: There is none.
         """
-        settings: list[Setting] = []
-        unknown: UsageError | None = None
-        for row in self._fastest_first():
-            try:
-                settings.append(self._setting(row, gamma))
-            except UsageError as error:
-                unknown = unknown or error
-        if unknown is not None and not settings:
-            raise unknown
-        return settings
+        return [self._setting(row, gamma) for row in self._fastest_first()]
 
     def get(self, name: str, gamma: int | None = None) -> Setting:
         """Return a setting by its table name or id; ``gamma`` replaces the one that the run suggests.
@@ -319,7 +311,11 @@ class RunSettings:
         ranking = [] if self._run.tuning is None else self._run.tuning.ranking
         places = {config: place for place, config in enumerate(ranking)}
         return sorted(
-            (row for row in measured if row.config.temperature == measured[0].config.temperature),
+            (
+                row
+                for row in measured
+                if row.config.condition.temperature == measured[0].config.condition.temperature
+            ),
             key=lambda row: (
                 places.get(row.config.id, len(places)),
                 row.config.id not in self._winners,
@@ -330,12 +326,8 @@ class RunSettings:
     def _setting(self, row: SummaryRow, gamma: int | None) -> Setting:
         """Return the setting of a row."""
         config = row.config
-        if config.recipe is None:
-            raise UsageError(
-                f"The drafter {one_line(config.drafter)} in {self._name} is from another version of specbench.",
-                "Name another setting, or measure it again.",
-            )
-        target, recipe = self._run.target, Recipe.from_json(config.recipe).with_models(self._placed)
+        assert config.recipe is not None
+        target, recipe = self._run.target, config.recipe.with_models(self._placed)
         policy = recipe.policy
         assert policy is not None
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
@@ -348,8 +340,8 @@ class RunSettings:
             gamma_from=reason,
             at_gamma=self._measured(max(same, key=_speedup)) if same else None,
             dtype=target.dtype,
-            drafter_dtype=config.drafter_dtype,
-            temperature=config.temperature,
+            drafter_dtype=None if config.loaded is None else config.loaded.dtype,
+            temperature=config.condition.temperature,
             measured=self._measured(row),
             head=self._run.heads.get(config.drafter),
         )
@@ -362,8 +354,9 @@ class RunSettings:
     def _with_fixed_gamma(self, row: SummaryRow) -> list[SummaryRow]:
         """Return the measured rows of the same drafter that have a fixed γ, at the same batch size and context."""
 
-        def place(config: RunConfig) -> tuple[object, ...]:
-            return config.kind, config.drafter, config.temperature, config.batch, config.context
+        def place(config: Row) -> tuple[object, ...]:
+            at = config.condition
+            return config.kind, config.drafter, at.temperature, at.batch, at.context
 
         return [
             other
@@ -402,9 +395,9 @@ def _speedup(row: SummaryRow) -> float:
     return row.speedup.value
 
 
-def _costs(run: Run, config: RunConfig) -> PassCosts:
+def _costs(run: Run, config: Row) -> PassCosts:
     """Return the times of single passes, or of passes shared by a batch."""
-    batch = config.batch
+    batch = config.condition.batch
     if batch is None:
         return costs_at(run, config)
     shared = run.shared_costs or SharedCosts({})

@@ -10,9 +10,9 @@ import numpy as np
 
 from specbench.base.record import ratio
 from specbench.results.results import Results
-from specbench.results.run import RunConfig
 from specbench.results.steps import at_least, rank_counts
 from specbench.results.summary import by_config, configs_of, reported
+from specbench.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PositionRow:
         alpha: Mean of ``sum_x min(p, q)`` over tested tokens.
     """
 
-    config: RunConfig
+    config: Row
     position: int
     drafted: int
     tested: int
@@ -48,7 +48,7 @@ class RankRow:
         rate: Accepted over tested nodes.
     """
 
-    config: RunConfig
+    config: Row
     depth: int
     rank: int
     tested: int
@@ -66,7 +66,7 @@ class AcceptedRow:
         undrafted: Share of all steps that drafted nothing.
     """
 
-    config: RunConfig
+    config: Row
     accepted: int
     steps: int
     share: float
@@ -92,7 +92,7 @@ def positions(results: Results) -> list[PositionRow]:
     return found
 
 
-def _positions_of_server(results: Results, config: RunConfig) -> list[PositionRow]:
+def _positions_of_server(results: Results, config: Row) -> list[PositionRow]:
     """Return acceptance by position as a server reported it: with each answer, or else for groups of answers."""
     reports = reported(results, results.done[results.done["config"] == config.id])
     reports = reports[reports["kept_at"].notna()]

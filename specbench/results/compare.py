@@ -18,8 +18,9 @@ from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
-from specbench.results.run import PLAIN, Run, RunConfig, find_config
+from specbench.results.run import PLAIN, Run, find_config
 from specbench.results.summary import disturbance
+from specbench.rows import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +46,7 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     """One configuration of A over its counterpart of B.
 
     Attributes:
@@ -81,16 +82,16 @@ class Compared:
     a: str
     b: str
     measure: Measure
-    rows: list[Row]
+    rows: list[ComparedRow]
     notes: list[str]
     disturbance: str = ""
 
     @property
-    def overall(self) -> list[Row]:
+    def overall(self) -> list[ComparedRow]:
         """The rows for all prompts."""
         return [row for row in self.rows if row.category is None]
 
-    def below(self, ratio: float) -> list[Row]:
+    def below(self, ratio: float) -> list[ComparedRow]:
         """Return the rows for all prompts whose interval is wholly below
         ``ratio``; none if measurements were disturbed.
         """
@@ -130,7 +131,7 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
             for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
         )
         verdict = stats.verdict(ratio)
-        rows.append(Row(first.id, second.id, label_a, category, speed_a, speed_b, ratio, verdict))
+        rows.append(ComparedRow(first.id, second.id, label_a, category, speed_a, speed_b, ratio, verdict))
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
         " Both decoded each prompt back to back.",
@@ -208,7 +209,7 @@ def compare_runs(
     matches = _matched(run_a, run_b, a, b, measure)
     values = [_values(each, measure) for each in (results_a, results_b)]
     prompts, prompt_notes = _common_prompts(results_a, results_b)
-    rows: list[Row] = []
+    rows: list[ComparedRow] = []
     missing: list[str] = []
     for match in matches:
         ours, theirs = (
@@ -250,9 +251,7 @@ def compare_runs(
     return _with_disturbance(compared, " ".join(f"{side}: {why}" for side, why in reasons if why))
 
 
-def _rows(
-    config_a: RunConfig, config_b: RunConfig, ours: pd.DataFrame, theirs: pd.DataFrame
-) -> Iterator[Row]:
+def _rows(config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame) -> Iterator[ComparedRow]:
     """Yield a row for all prompts, then one for each category; turns that only one run has finished are left out."""
     turns = ours[["prompt", "turn"]].merge(theirs[["prompt", "turn"]]).drop_duplicates()
     ours, theirs = ours.merge(turns), theirs.merge(turns)
@@ -268,7 +267,7 @@ def _rows(
         ratio = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
         ids = config_a.id, config_b.id
-        yield Row(*ids, label, category, speed_a, speed_b, ratio, stats.verdict(ratio))
+        yield ComparedRow(*ids, label, category, speed_a, speed_b, ratio, stats.verdict(ratio))
 
 
 def _speeds(results: Results) -> pd.DataFrame:
@@ -298,9 +297,7 @@ def _by_category(rows: pd.DataFrame) -> Iterator[tuple[str | None, pd.DataFrame]
 # --- What can be compared -------------------------------------------------------------------------
 
 
-def _matched(
-    run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Measure
-) -> list[tuple[RunConfig, RunConfig]]:
+def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Measure) -> list[tuple[Row, Row]]:
     if a is not None or b is not None:
         pair = find_config(run_a, str(a or b), "run A"), find_config(run_b, str(b or a), "run B")
         for config in pair:
@@ -311,12 +308,11 @@ def _matched(
                 )
         return [pair]
     by_id = {config.id: config for config in run_b.configs}
-    by_label = {config.label: config for config in run_b.configs}
-    found = []
-    for config in run_a.configs:
-        other = by_id.get(config.id) or by_label.get(config.label)
-        if other is not None and not (measure == "speedup" and config.id == config.baseline):
-            found.append((config, other))
+    found = [
+        (config, by_id[config.id])
+        for config in run_a.configs
+        if config.id in by_id and not (measure == "speedup" and config.id == config.baseline)
+    ]
     if not found:
         unless_baseline = " except the baseline" if measure == "speedup" else ""
         raise UsageError(
@@ -389,17 +385,17 @@ def _baselines(run_a: Run, run_b: Run) -> str:
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _baseline_title(config: RunConfig) -> str:
+def _baseline_title(config: Row) -> str:
     label = one_line(config.label)
     return f"The server {label}" if config.kind == "server" else f"{label[:1].upper()}{label[1:]} decoding"
 
 
-def _batch_notes(*configs: RunConfig) -> Iterator[str]:
-    if any(config.batch is not None for config in configs):
+def _batch_notes(*configs: Row) -> Iterator[str]:
+    if any(config.condition.batch is not None for config in configs):
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
 
 
-def _baseline_notes(rows: Sequence[Row], run_a: Run) -> Iterator[str]:
+def _baseline_notes(rows: Sequence[ComparedRow], run_a: Run) -> Iterator[str]:
     """Return notes on baselines that are faster or slower in A than in B."""
     baselines = {config.id: config for config in run_a.configs if config.id == config.baseline}
     for row in rows:
@@ -421,14 +417,14 @@ def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
     pairs += [
         (name.replace("_", " "), *(getattr(run.environment, name) for run in runs)) for name in _SOFTWARE
     ]
-    ours, theirs = ({config.drafter: config.drafter_fingerprint for config in run.configs} for run in runs)
+    ours, theirs = ({config.drafter: config.fingerprint for config in run.configs} for run in runs)
     pairs += [(f"weights of {one_line(name)}", ours[name], theirs[name]) for name in ours if name in theirs]
     differing = [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
     if differing:
         yield f"Also different, A / B: {'; '.join(differing)}."
 
 
-def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
+def _interval_notes(rows: Sequence[ComparedRow]) -> Iterator[str]:
     bases = [row.ratio.basis for row in rows]
     if "prompts" in bases:
         yield "In brackets the 95% interval over prompts. Faster or slower: it lies wholly above or below 1."

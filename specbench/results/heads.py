@@ -12,8 +12,8 @@ from specbench.base.record import NO_FIGURE, Estimate
 from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results import stats
 from specbench.results.results import Results
-from specbench.results.run import RunConfig
 from specbench.results.summary import categorize
+from specbench.rows import Row
 
 PLACES = 4
 """Draft positions for which acceptance is reported during training."""
@@ -46,7 +46,7 @@ class HeadRow:
         speedup, verdict, provisional: See ``specbench.results.summary.CategoryRow``.
     """
 
-    config: RunConfig
+    config: Row
     category: str
     tokens_per_step: float
     first: float

@@ -18,11 +18,11 @@ from specbench.decoding.theory import (
 )
 from specbench.results import stats
 from specbench.results.results import Results
-from specbench.results.run import RunConfig
 from specbench.results.steps import Steps, rank_counts
+from specbench.rows import Row
 
 
-def predict(steps: Steps, config: RunConfig, timed: PassCosts, results: Results) -> dict[str, Any]:
+def predict(steps: Steps, config: Row, timed: PassCosts, results: Results) -> dict[str, Any]:
     """Predict the speedup from each prompt's steps and the run's costs, as a geometric mean over prompts.
 
     Args:

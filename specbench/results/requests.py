@@ -13,8 +13,9 @@ import pandas as pd
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.results.results import Results
-from specbench.results.run import RIVALS, RunConfig, RunWarning
+from specbench.results.run import RIVALS, RunWarning
 from specbench.results.summary import Summary, SummaryRow, acceptance_rate, configs_of, speed_of
+from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
 """Of latencies."""
@@ -34,7 +35,7 @@ class RequestRow:
         pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 
-    config: RunConfig
+    config: Row
     requests: int
     throughput: Estimate
     ttft_s: dict[str, float]
@@ -82,7 +83,7 @@ Curve: TypeAlias = list[SummaryRow]
 
 def size_of(row: SummaryRow) -> int:
     """Return the length of context or the batch size of a configuration."""
-    return row.config.context or row.config.batch or 1
+    return row.config.condition.context or row.config.condition.batch or 1
 
 
 def curves_of(rows: Iterable[SummaryRow]) -> list[Curve]:
@@ -91,25 +92,20 @@ def curves_of(rows: Iterable[SummaryRow]) -> list[Curve]:
     for row in rows:
         config = row.config
         if config.kind in RIVALS and not row.is_baseline and row.speedup.value > 0:
-            key = (config.drafter, config.draft_policy, config.gamma, config.temperature)
+            key = (config.drafter, config.draft_policy, config.gamma, config.condition.temperature)
             found.setdefault(key, []).append(row)
     curves = [sorted(each, key=size_of) for each in found.values()]
     return sorted(curves, key=lambda curve: -fmean(math.log(row.speedup.value) for row in curve))
 
 
-def is_closed(config: RunConfig) -> bool:
-    """Return whether the workload was a closed loop of as many clients as the batch size."""
-    return config.arrivals == f"closed:{config.batch}"
-
-
 def batch_curves(summary: Summary) -> list[Curve]:
     """Return the curves by batch size, with as many clients as the batch size; see ``curves_of``."""
-    return curves_of(row for row in summary.rows if row.config.batch is not None and is_closed(row.config))
+    return curves_of(row for row in summary.rows if row.config.condition.is_closed)
 
 
 def context_curves(summary: Summary) -> list[Curve]:
     """Return the curves by length of context, see ``curves_of``."""
-    return curves_of(row for row in summary.rows if row.config.context is not None)
+    return curves_of(row for row in summary.rows if row.config.condition.context is not None)
 
 
 _BLIND = 1 / 3
@@ -122,7 +118,7 @@ def blind_drafters(summary: Summary) -> Iterator[RunWarning]:
     curves = sorted(context_curves(summary), key=lambda curve: curve[0].config.gamma is None)
     for curve in curves:  # fixed lengths first: a policy may have stopped for other reasons
         config, first = curve[0].config, curve[0]
-        key = (config.drafter, config.temperature)
+        key = (config.drafter, config.condition.temperature)
         row = next((row for row in curve[1:] if _is_blind(row, first)), None)
         if row is None or key in named or config.kind == "server":
             continue

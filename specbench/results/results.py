@@ -29,9 +29,10 @@ from specbench.results.lines import (
     Speculation,
     StepLists,
 )
-from specbench.results.run import Run, RunConfig
+from specbench.results.run import Run
 from specbench.results.steps import Steps
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
+from specbench.rows import Condition, Row
 
 # -- columns ---------------------------------------------------------------------------------------
 
@@ -51,7 +52,10 @@ def _is_number(kind: Any) -> bool:
 
 
 _LINE = _columns(Line, "schema", "warmup", "warnings")
-_CONFIG = _columns(RunConfig, "id")
+_ROW = {
+    **dict.fromkeys(("label", "kind", "drafter", "draft_policy", "cache", "baseline"), False), "gamma": True,
+}  # fmt: skip
+_CONDITION = _columns(Condition)
 _OUTPUT = {
     **_columns(Generation, "token_ids", "steps", "server"),
     **_columns(RequestLine, *MeasuredOutput.__struct_fields__, "prompt", "category"),
@@ -61,7 +65,7 @@ _SPECULATION = _columns(Speculation)
 _FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
 _STEP_LISTS = StepLists.__struct_fields__
 _GENERATION_COLUMNS = (
-    *_LINE, "warnings", "group", "target", *_CONFIG, *_OUTPUT, "token_ids", *_FIGURES,
+    *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", *_FIGURES,
     *(f"steps_{name}" for name in _STEP_LISTS),
 )  # fmt: skip
 _GROUP_COLUMNS = (
@@ -148,7 +152,12 @@ def load_results(path: str | Path) -> Results:
 # -- filling them ---------------------------------------------------------------------------------
 
 
-def _cells(record: msgspec.Struct | None, columns: Mapping[str, bool]) -> Json:
+def row_cells(row: Row) -> Json:
+    """Return what the tables say of a row of the run, by column."""
+    return {**_cells(row, _ROW), **_cells(row.condition, _CONDITION)}
+
+
+def _cells(record: object, columns: Mapping[str, bool]) -> Json:
     cells = {}
     for name, is_number in columns.items():
         value = getattr(record, name, None)
@@ -187,10 +196,10 @@ class _Tables:
             if lines:
                 problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
 
-    def _add(self, measurement: Measurement, config: RunConfig) -> None:
+    def _add(self, measurement: Measurement, config: Row) -> None:
         line, result = measurement.line, measurement.result
         common = {
-            **_cells(line, _LINE), **_cells(config, _CONFIG), "warnings": line.warnings,
+            **_cells(line, _LINE), **row_cells(config), "warnings": line.warnings,
             "target": self.run.target.name, "group": "",
         }  # fmt: skip
         if isinstance(result, Group):
@@ -284,7 +293,7 @@ def _answer_cells(output: Generation | RequestLine, server: ServerAnswer) -> Jso
     }
 
 
-def _group_cells(line: Line, config: RunConfig, group: Group) -> Json:
+def _group_cells(line: Line, config: Row, group: Group) -> Json:
     pool = group.pool
     return {
         "config": line.config, "baseline": config.baseline, "group": line.prompt, "repeat": line.repeat,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated, Literal
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Estimate, Json, Length, Number, Record, Size, doc
+from specbench.base.record import Count, Estimate, Json, Number, Record, Size, doc
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts
 from specbench.models.training_metadata import TrainingMetadata
-from specbench.recipe import Recipe
+from specbench.rows import Row
 
-VERSION = 3
+VERSION = 4
 """Of the files of a run; others are not read."""
 
 KIND = "specbench-sweep"
@@ -66,50 +65,6 @@ class TargetModel(Record):
     model_defaults: Annotated[Json | None, doc("what was applied of the model's own generation settings")] = (
         None
     )
-
-
-class RunConfig(Record):
-    """A configuration: one way to decode."""
-
-    id: Annotated[str, doc("its name in files")]
-    label: Annotated[str, doc("its name in tables")]
-    kind: Annotated[
-        str,
-        doc(
-            "`plain`, `speculative`; `transformers`, `assisted` and `beam` for the rows of `--baseline`; `server`"
-        ),
-    ]
-    drafter: Annotated[str, doc("its name; `none` without one; of a server its own")]
-    gamma: Annotated[
-        Length | None, doc("tokens drafted in a step; `null` where a policy or `transformers` decides")
-    ]
-    draft_policy: Annotated[
-        str,
-        doc(
-            "draft policy with those of its options that are not the defaults, as `--draft-policy` takes it"
-            " (`egag:scale=0.5`); `none` where nothing is drafted"
-        ),
-    ]
-    temperature: Annotated[Size, doc("0 is greedy")]
-    cache: Annotated[str, doc("kind of key/value cache")]
-    baseline: Annotated[
-        str, doc("id of the plain configuration, or of the first server, that speedups are ratios to")
-    ]
-    drafter_fingerprint: Annotated[
-        str | None, doc("hash of the drafter's weights, if it has any of its own")
-    ] = None
-    drafter_dtype: Annotated[str | None, doc("in which these weights draft")] = None
-    beams: Annotated[Count | None, doc("of a beam search: number of beams")] = None
-    batch: Annotated[Count | None, doc("with `--batch`: how many requests are decoded at a time")] = None
-    arrivals: Annotated[
-        str | None, doc("with `--batch`: how they come, as `--arrivals` takes it (`closed:8`)")
-    ] = None
-    context: Annotated[Length | None, doc("with `--context`: tokens of each prompt, with text in front")] = (
-        None
-    )
-    recipe: Annotated[
-        Json | None, doc("the whole of it, for specbench's own loop; `null` where something else decodes")
-    ] = None
 
 
 class PromptInfo(Record):
@@ -228,7 +183,7 @@ class Run(Record):
     options: Annotated[Json, doc("everything that defines the grid and the measurement, see below")]
     environment: Environment
     target: TargetModel
-    configs: list[RunConfig]
+    configs: list[Row]
     prompts: list[PromptInfo]
     suites: Annotated[list[StoredSuite], doc("public benchmarks that they are from")] = []
     heads: Annotated[dict[str, TrainingMetadata], doc("by drafter")] = {}
@@ -262,17 +217,7 @@ class Run(Record):
         return {category: task for suite in self.suites for category, task in suite.tasks.items()}
 
 
-def stored_recipes(run: Run) -> dict[str, Recipe]:
-    """Return the recipes of a run by configuration id; recipes with contents unknown to this version are left out."""
-    found = {}
-    for config in run.configs:
-        if config.recipe is not None:
-            with suppress(UsageError):
-                found[config.id] = Recipe.from_json(config.recipe)
-    return found
-
-
-def find_config(run: Run, name: str, where: str) -> RunConfig:
+def find_config(run: Run, name: str, where: str) -> Row:
     """Return the configuration with an id or label.
 
     Raises:

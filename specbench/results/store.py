@@ -21,14 +21,15 @@ import msgspec
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, refuse_link, sync, try_lock, write_bytes, write_text
-from specbench.base.record import finite, to_dict, to_json, without_wrong_fields, wrong_field
+from specbench.base.record import finite, from_dict, to_dict, to_json, without_wrong_fields, wrong_field
 from specbench.base.textsafe import one_line
-from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, Key, Measurement, parse_costs_line, parse_line
 from specbench.results.run import KIND, VERSION, Run, find_config
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from specbench.recipe import Recipe
 
 RUN, GENERATIONS, COSTS, LOCK = "run.json", "generations.jsonl", "costs.jsonl", ".lock"
 PACKED = f"{GENERATIONS}.gz"
@@ -394,7 +395,7 @@ def read_run(path: str | Path, problems: list[str] | None = None) -> Run:
     try:
         whole = msgspec.json.decode(text)
         if problems is None:
-            run = msgspec.convert(whole, Run, str_keys=True)
+            run = from_dict(whole, Run)
         else:
             run, wrong = without_wrong_fields(whole, Run)
             problems += [f"{field} in {file.name} is invalid and is not used." for field in wrong]
@@ -430,11 +431,10 @@ def read_recipe(run: str | Path, name: str) -> Recipe:
         'lookup'
     """
     described = read_run(Path(run))
-    config = find_config(described, name, str(run))
-    if config.recipe is None:
+    row = find_config(described, name, str(run))
+    if row.recipe is None:
         raise UsageError(f"{name!r} in {run} was not decoded by specbench.", "Name another row.")
-    weights = described.target.fingerprint, config.drafter_fingerprint
-    return replace(Recipe.from_json(config.recipe), measured_with=weights)
+    return replace(row.recipe, measured_with=(described.target.fingerprint, row.fingerprint))
 
 
 def read_lines(folder: Path, problems: list[str]) -> Iterator[Measurement]:

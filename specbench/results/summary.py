@@ -20,9 +20,10 @@ from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, paired_groups
 from specbench.results.predict import predict
-from specbench.results.results import Results
-from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run, RunConfig
+from specbench.results.results import Results, row_cells
+from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run
 from specbench.results.steps import Steps
+from specbench.rows import Row
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -75,7 +76,7 @@ class SummaryRow:
             the time.
     """
 
-    config: RunConfig
+    config: Row
     prompts: int = 0
     generations: int = 0
     failures: int = 0
@@ -163,7 +164,7 @@ class Summary:
 
     @property
     def side_by_side(self) -> bool:
-        return any(row.config.batch is not None for row in self.rows)
+        return any(row.config.condition.batch is not None for row in self.rows)
 
     def row(self, config: str) -> SummaryRow:
         """Return the row of a configuration, by id."""
@@ -187,7 +188,7 @@ class CategoryRow:
     """
 
     category: str
-    config: RunConfig
+    config: Row
     prompts: int
     tokens_per_step: float
     speedup: Estimate
@@ -223,7 +224,7 @@ def _stopped(run: Run, prompts: int) -> str:
     )
 
 
-def configs_of(results: Results) -> list[RunConfig]:
+def configs_of(results: Results) -> list[Row]:
     """Return the configurations that have generations, in the order of the run."""
     present = set(results.generations["config"])
     return [config for config in results.run.configs if config.id in present]
@@ -336,7 +337,7 @@ def by_config(results: Results) -> dict[str, Steps]:
 # -- figures of a configuration --------------------------------------------------------------------
 
 
-def _summary_row(results: Results, config: RunConfig, rows: pd.DataFrame, steps: Steps) -> SummaryRow:
+def _summary_row(results: Results, config: Row, rows: pd.DataFrame, steps: Steps) -> SummaryRow:
     """Return a row without its speedups, from the generations and steps of a configuration."""
     done = rows[rows["status"] == "ok"]
     prompts, repeats = done["prompt"].to_numpy(), done["repeat"].to_numpy()
@@ -379,7 +380,7 @@ def _with_speedups(
     config = row.config
     if (config.kind == "plain" or row.is_baseline) and row.generations + row.failures:
         one = Estimate(1.0, None, None, 0)
-        total = one if config.batch is None else NO_FIGURE
+        total = one if config.condition.batch is None else NO_FIGURE
         return replace(row, speedup=one, speedup_total=total, pooled_speedup=one)
     if pairs is None:
         return row
@@ -409,13 +410,13 @@ def _speedups_of(pairs: pd.DataFrame, confidence: float) -> tuple[Estimate, Esti
     return _mean_of(pairs, pairs["ratio"], confidence), pooled
 
 
-def _cause(differences: Iterable[Mismatch], config: RunConfig) -> str:
+def _cause(differences: Iterable[Mismatch], config: Row) -> str:
     """Return why outputs differ, from the check of their first differing tokens at the end of the sweep."""
     ties = {each.numerical_tie for each in differences if each.config == config.id}
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
-def speed_of(results: Results, config: RunConfig, done: pd.DataFrame) -> Estimate:
+def speed_of(results: Results, config: Row, done: pd.DataFrame) -> Estimate:
     """Return decode tokens/s as a geometric mean over prompts; for batches, throughput as one over groups."""
     groups = results.groups[results.groups["config"] == config.id]
     units, name, unit = (
@@ -445,17 +446,21 @@ def _acceptance(steps: Steps) -> dict[str, Any]:
     }
 
 
-def _prediction(results: Results, config: RunConfig, steps: Steps) -> dict[str, Any]:
+def _prediction(results: Results, config: Row, steps: Steps) -> dict[str, Any]:
     """Return the fields of a row on predictions."""
-    if config.batch is not None or config.kind == "server" or results.run.costs is None:
+    if config.condition.batch is not None or config.kind == "server" or results.run.costs is None:
         return {}
     return predict(steps, config, costs_at(results.run, config), results)
 
 
-def costs_at(run: Run, config: RunConfig) -> PassCosts:
+def costs_at(run: Run, config: Row) -> PassCosts:
     """Return the costs of single passes after the context of a configuration and half of its output."""
     costs = run.costs or PassCosts({})
-    return costs if config.context is None else costs.at(config.context + (run.max_new_tokens or 0) / 2)
+    return (
+        costs
+        if config.condition.context is None
+        else costs.at(config.condition.context + (run.max_new_tokens or 0) / 2)
+    )
 
 
 def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
@@ -463,7 +468,7 @@ def reported(results: Results, done: pd.DataFrame) -> pd.DataFrame:
     return results.answers.join(done[["prompt", "prompt_tokens", "repeat", "group"]], how="inner")
 
 
-def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame) -> dict[str, Any]:
+def _reported_acceptance(results: Results, config: Row, done: pd.DataFrame) -> dict[str, Any]:
     answers = reported(results, done)
     stepped, drafting = answers[answers["reported_steps"] > 0], answers[answers["drafted"] > 0]
     groups = results.groups[(results.groups["config"] == config.id) & (results.groups["drafted"] > 0)]
@@ -476,7 +481,7 @@ def _reported_acceptance(results: Results, config: RunConfig, done: pd.DataFrame
     }
 
 
-def acceptance_rate(results: Results, config: RunConfig) -> Estimate:
+def acceptance_rate(results: Results, config: Row) -> Estimate:
     """Return accepted over drafted tokens of all requests of a configuration."""
     done = results.done[results.done["config"] == config.id]
     if config.kind == "server":
@@ -517,11 +522,6 @@ def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = s
 
 # -- data frames -----------------------------------------------------------------------------------
 
-_CONFIG_FIELDS = (
-    "label", "kind", "drafter", "gamma", "draft_policy", "temperature", "baseline", "batch", "arrivals",
-    "context",
-)  # fmt: skip
-
 
 def to_frame(rows: Sequence[DataclassInstance], kind: type[DataclassInstance]) -> pd.DataFrame:
     """Return rows of one class as a data frame with a column per field; an empty one has the fields as columns.
@@ -535,11 +535,9 @@ def to_frame(rows: Sequence[DataclassInstance], kind: type[DataclassInstance]) -
 
 
 def _cells(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, RunConfig):
+    if isinstance(value, Row):
         yield name, value.id
-        for field in _CONFIG_FIELDS:
-            found = getattr(value, field)
-            yield field, math.nan if found is None and field in ("gamma", "batch", "context") else found
+        yield from row_cells(value).items()
     elif isinstance(value, Estimate):
         if name == "speedup":
             yield "speedup_basis", value.basis

@@ -20,8 +20,9 @@ from scipy import stats as distributions
 
 from specbench.base.record import ratio
 from specbench.results.results import Results
-from specbench.results.run import RunConfig, RunWarning
+from specbench.results.run import RunWarning
 from specbench.results.summary import configs_of
+from specbench.rows import Row
 
 LOST = 0.5
 """Share of the prompt before that a turn finds in the cache at least, if it is not lost."""
@@ -51,7 +52,7 @@ class TurnRow:
         broken: Number of broken answers, see ``is_broken``.
     """
 
-    config: RunConfig
+    config: Row
     turn: int
     generations: int
     prompt_tokens: float
@@ -76,7 +77,7 @@ def turn_rows(results: Results) -> list[TurnRow]:
     ]
 
 
-def _turn_row(config: RunConfig, turn: Any, rows: pd.DataFrame) -> TurnRow:
+def _turn_row(config: Row, turn: Any, rows: pd.DataFrame) -> TurnRow:
     drafted = float(rows["drafted"].sum())
     known = rows[rows["cached_tokens"].notna() & rows["known"].notna()]
     speeds = rows["tokens_per_second"].to_numpy(dtype=np.float64)
@@ -203,7 +204,7 @@ def conversation_warnings(results: Results) -> Iterator[RunWarning]:
             yield warning
 
 
-def _cache_warning(config: RunConfig, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
+def _cache_warning(config: Row, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
     known, theirs = rows[rows["cached_tokens"].notna()], base[base["cached_tokens"].notna()]
     lost, others = float(known["lost"].mean()), float(theirs["lost"].mean()) if len(theirs) else math.nan
     differs = config.id != config.baseline and more_often(known, theirs, "lost")
@@ -220,7 +221,7 @@ def _cache_warning(config: RunConfig, rows: pd.DataFrame, base: pd.DataFrame) ->
     )
 
 
-def _decay_warning(config: RunConfig, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
+def _decay_warning(config: Row, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
     if not more_often(rows, base, "broken"):
         return None
     return RunWarning(

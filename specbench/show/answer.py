@@ -13,10 +13,11 @@ from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.experts import experts_by_rows, experts_sentence
-from specbench.results.requests import Curve, batch_curves, context_curves, is_closed, size_of
+from specbench.results.requests import Curve, batch_curves, context_curves, size_of
 from specbench.results.results import Results
-from specbench.results.run import FOREIGN, PLAIN, RunConfig, TuningAnswer, stored_recipes
+from specbench.results.run import FOREIGN, PLAIN, TuningAnswer
 from specbench.results.summary import CategoryRow, Summary, SummaryRow
+from specbench.rows import Row
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
 
@@ -58,20 +59,21 @@ def find_answers(
         recipes: Recipes with the paths of models, by configuration id; ``None`` for the recipes stored in the run.
         more: Additional options of the commands.
     """
-    recipes = {**stored_recipes(results.run), **(recipes or {})}
-    temperatures = list(dict.fromkeys(row.config.temperature for row in summary.rows))
+    stored = {row.id: row.recipe for row in results.run.configs if row.recipe is not None}
+    recipes = {**stored, **(recipes or {})}
+    temperatures = list(dict.fromkeys(row.config.condition.temperature for row in summary.rows))
     if results.run.tuning is not None and results.run.tuning.answer is not None:
         answers = _Answers(results, summary, categories, recipes, more, summary.rows)
         return [answers.of_tuning(results.run.tuning.answer)]
     found = []
     for temperature in temperatures:
-        rows = [row for row in summary.rows if row.config.temperature == temperature]
+        rows = [row for row in summary.rows if row.config.condition.temperature == temperature]
         answers = _Answers(results, summary, categories, recipes, more, rows)
-        if any(row.config.context is not None for row in rows):
+        if any(row.config.condition.context is not None for row in rows):
             answer = answers.of_contexts()
         elif rows[0].config.kind == "server":
             answer = answers.of_servers()
-        elif any(row.config.batch is not None for row in rows):
+        elif any(row.config.condition.batch is not None for row in rows):
             answer = answers.of_curves(batch_curves, list(_throughputs(answers.baselines("plain"))))
         else:
             answer = answers.of_one_request()
@@ -149,7 +151,8 @@ class _Answers:
         measured = [row for row in self.rows if row.measured]
         if not measured:
             speeds = [
-                _speed(row) + ("" if row.config.batch is None else f" at batch {row.config.batch}")
+                _speed(row)
+                + ("" if row.config.condition.batch is None else f" at batch {row.config.condition.batch}")
                 for row in base
             ]
             runs = f"{over} runs at {', '.join(speeds)}."
@@ -180,8 +183,8 @@ class _Answers:
         return self.of_curves(context_curves, details)
 
     def _curves(self, find: Callable[[Summary], Sequence[Curve]]) -> list[Curve]:
-        temperature = self.rows[0].config.temperature
-        return [each for each in find(self.summary) if each[0].config.temperature == temperature]
+        temperature = self.rows[0].config.condition.temperature
+        return [each for each in find(self.summary) if each[0].config.condition.temperature == temperature]
 
     def of_curves(self, find: Callable[[Summary], Sequence[Curve]], details: Sequence[str]) -> Answer:
         """Return the answer for speedups by batch size or context: how far the best configuration pays, then others."""
@@ -302,7 +305,7 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
     """
 
     def place(row: SummaryRow) -> str:
-        long = row.config.context is not None
+        long = row.config.condition.context is not None
         return f"{size_of(row):,} tokens of context" if long else f"batch {size_of(row)}"
 
     def at(row: SummaryRow) -> str:
@@ -329,14 +332,14 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
 
 
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
-    closed = sorted((row for row in plain if is_closed(row.config)), key=size_of)
+    closed = sorted((row for row in plain if row.config.condition.is_closed), key=size_of)
     if len(closed) > 1:
         what = _described(plain[0]) if plain[0].config.kind == "server" else "Plain decoding"
         low, high = closed[0], closed[-1]
         gain = high.tokens_per_second.value / low.tokens_per_second.value
         yield (
-            f"{what} gives {_speed(low)} at batch {low.config.batch} and {_speed(high)} at batch"
-            f" {high.config.batch}, {stats.decimals(gain)} times as much."
+            f"{what} gives {_speed(low)} at batch {low.config.condition.batch} and {_speed(high)} at batch"
+            f" {high.config.condition.batch}, {stats.decimals(gain)} times as much."
         )
 
 
@@ -350,7 +353,7 @@ def _described(row: SummaryRow) -> str:
 
 
 def _series(row: SummaryRow) -> tuple[str, str, float]:
-    return row.config.drafter, row.config.draft_policy, row.config.temperature
+    return row.config.drafter, row.config.draft_policy, row.config.condition.temperature
 
 
 def _speed(row: SummaryRow) -> str:
@@ -362,7 +365,7 @@ def _speed(row: SummaryRow) -> str:
 
 
 def generate_command(
-    recipe: Recipe | None, config: RunConfig, more: Sequence[str] = (), *, drafts: bool = True
+    recipe: Recipe | None, config: Row, more: Sequence[str] = (), *, drafts: bool = True
 ) -> str:
     """Return the call of ``specbench generate`` that decodes as a configuration did.
 
@@ -376,9 +379,9 @@ def generate_command(
         return ""
     recipe = replace(recipe if drafts else recipe.plain, decoding=DecodingOptions())
     words = [*recipe.arguments(), *more]
-    if config.batch is None:
+    if config.condition.batch is None:
         return f'specbench generate {shlex.join(map(one_line, words))} "Your prompt"'
-    words += ["--prompts", "PROMPTS.jsonl", "--batch", f"{config.batch}"]
+    words += ["--prompts", "PROMPTS.jsonl", "--batch", f"{config.condition.batch}"]
     return f"specbench generate {shlex.join(map(one_line, words))}"
 
 

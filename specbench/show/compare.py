@@ -11,7 +11,7 @@ from specbench.show.document import to_markdown as document_markdown
 from specbench.show.tables import verdict_text
 
 if TYPE_CHECKING:
-    from specbench.results.compare import Compared, Row
+    from specbench.results.compare import Compared, ComparedRow
 
 
 _FEW = 4
@@ -43,7 +43,7 @@ def to_markdown(compared: Compared) -> str:
     return document_markdown(_sheet(compared, compared.rows, names), Items(compared.notes))
 
 
-def _sheet(compared: Compared, rows: Sequence[Row], names: Sequence[str]) -> Sheet:
+def _sheet(compared: Compared, rows: Sequence[ComparedRow], names: Sequence[str]) -> Sheet:
     """Return a table of rows; ``names`` says what names a row: ``configuration``, ``category`` or both."""
     unit = "tokens/s" if compared.measure == "speed" else "speedup"
     cells = []

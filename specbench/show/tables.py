@@ -14,12 +14,13 @@ from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
 from specbench.results.requests import PERCENTILES, RequestRow
-from specbench.results.run import OTHER_ANSWERS, PLAIN, RunConfig
+from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import CategoryRow, Summary, SummaryRow
 from specbench.results.turns import TurnRow
+from specbench.rows import Row
 from specbench.show.document import Sheet
 
-Row = TypeVar("Row")
+AnyRow = TypeVar("AnyRow")
 
 _FOR_P95, _FOR_P99 = 20, 100
 """Requests from which these percentiles are no longer close to the largest value."""
@@ -140,15 +141,15 @@ def _means_differ(row: SummaryRow) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column(Generic[Row]):
+class _Column(Generic[AnyRow]):
     """A column of a table: its heading, its rank (see ``Sheet.ranks``),
     and functions for a cell's text and sort value.
     """
 
     heading: str
     rank: int
-    text: Callable[[Row], str]
-    value: Callable[[Row], str | float | None]
+    text: Callable[[AnyRow], str]
+    value: Callable[[AnyRow], str | float | None]
 
 
 def _percent(value: float) -> str:
@@ -178,16 +179,16 @@ def _ratio_text(estimate: Estimate) -> str:
 
 
 def _number(
-    heading: str, rank: int, of: Callable[[Row], float], form: Callable[[float], str] = stats.decimals
-) -> _Column[Row]:
+    heading: str, rank: int, of: Callable[[AnyRow], float], form: Callable[[float], str] = stats.decimals
+) -> _Column[AnyRow]:
     return _Column(heading, rank, lambda row: form(of(row)), of)
 
 
-def _name(heading: str, of: Callable[[Row], str]) -> _Column[Row]:
+def _name(heading: str, of: Callable[[AnyRow], str]) -> _Column[AnyRow]:
     return _Column(heading, 0, of, of)
 
 
-def _ratio(heading: str, rank: int, of: Callable[[Row], Estimate]) -> _Column[Row]:
+def _ratio(heading: str, rank: int, of: Callable[[AnyRow], Estimate]) -> _Column[AnyRow]:
     return _Column(heading, rank, lambda row: _ratio_text(of(row)), lambda row: of(row).value)
 
 
@@ -318,8 +319,8 @@ _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
 
 
 def _sheet(
-    rows: Sequence[Row],
-    columns: Sequence[_Column[Row]],
+    rows: Sequence[AnyRow],
+    columns: Sequence[_Column[AnyRow]],
     notes: Sequence[str],
     marked: frozenset[int] = frozenset(),
 ) -> Sheet:
@@ -362,7 +363,7 @@ def summary_sheet(summary: Summary) -> Sheet:
 def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet:
     """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
     names = list(dict.fromkeys(row.category for row in categories))
-    configs: dict[str, RunConfig] = {row.config.id: row.config for row in categories}
+    configs: dict[str, Row] = {row.config.id: row.config for row in categories}
     found = {(row.config.id, row.category): row for row in categories}
     rows, values = [], list[list[Any]]()
     for config in configs.values():

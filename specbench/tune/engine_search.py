@@ -247,12 +247,12 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         }
         names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
         found: dict[int, dict[int, float]] = {}
-        for batch, arrivals in self._sweep.options.workloads:
+        for batch, _ in self._sweep.options.workloads:
             configs = {
                 gamma: config
                 for gamma, name in names.items()
                 for config in self._sweep.configs
-                if config.drafter == name and config.condition.workload == (batch, arrivals)
+                if config.drafter == name and config.condition.batch == batch
             }
             speeds = self._speeds_of_batch(configs)
             if speeds is None:
@@ -262,10 +262,10 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
 
     def _speeds_of_batch(self, configs: Mapping[int, Row]) -> dict[int, float] | None:
         """Return tokens per second by draft length; ``None`` without the time for one group of each."""
-        workload = configs[0].condition.workload
-        assert workload is not None
+        arrivals = configs[0].condition.workload
+        assert arrivals is not None
         logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
-        groups = make_groups(self._sweep.prompts, workload[1])[:_GROUPS]
+        groups = make_groups(self._sweep.prompts, arrivals)[:_GROUPS]
         # Server by server, since batches fill the machine, and forth and back, so that drift is alike.
         for repeat, group in enumerate(groups):
             order = list(configs)[:: -1 if repeat % 2 else 1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
@@ -21,11 +22,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
-from specbench.results.requests import is_closed
 from specbench.results.results import Results
-from specbench.results.run import FOREIGN, Environment, RunConfig
+from specbench.results.run import FOREIGN, Environment
 from specbench.results.stats import Floats
 from specbench.results.summary import SummaryRow, summarize
+from specbench.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,8 +129,8 @@ class _Key(NamedTuple):
     load: str
 
     @classmethod
-    def of(cls, config: RunConfig) -> _Key:
-        return cls(config.drafter, config.draft_policy, config.temperature, _load(config))
+    def of(cls, config: Row) -> _Key:
+        return cls(config.drafter, config.draft_policy, config.condition.temperature, _load(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class PlotData:
     def _of_kind(self, *kinds: str) -> list[SummaryRow]:
         return [row for row in self.rows if row.config.kind in kinds]
 
-    def mark(self, config: RunConfig) -> tuple[str, str]:
+    def mark(self, config: Row) -> tuple[str, str]:
         """Return the color and the marker of a configuration, the same in all figures; black is the baseline."""
         key = _Key.of(config)
         baseline = config.kind == "plain" or config.id == config.baseline
@@ -225,7 +226,7 @@ class PlotData:
         parts = (
             short(config.drafter, NAME) if several[0] or server else "",
             policy,
-            f"T = {config.temperature:g}" if several[2] else "",
+            f"T = {config.condition.temperature:g}" if several[2] else "",
             _load(config) if several[3] and not loads else "",
         )
         color, marker = self.mark(config)
@@ -237,7 +238,7 @@ class PlotData:
         """Machine, models, prompts and tokens."""
         run, target = self.run, self.run.target
         prompts, repeats = (self.results.done[name].nunique() for name in ("prompt", "repeat"))
-        temperatures = sorted({row.config.temperature for row in self.rows})
+        temperatures = sorted({row.config.condition.temperature for row in self.rows})
         dtype = f" ({one_line(target.dtype)})" if target.dtype else ""
         most = "" if run.ignore_eos else "≤ "
         tokens = f" × {most}{run.max_new_tokens} tokens" if run.max_new_tokens else ""
@@ -267,25 +268,20 @@ def _length(row: SummaryRow) -> float:
     return row.mean_gamma if row.config.gamma is None else float(row.config.gamma)
 
 
-def _load(config: RunConfig) -> str:
-    """Return context or batch size as text, with the arrivals if there are not as many clients; empty without both."""
-    if config.context is not None:
-        return f"context {config.context:,}"
-    if config.batch is None:
-        return ""
-    batch = f"batch {config.batch}"
-    return batch if is_closed(config) else f"{batch}, {one_line(config.arrivals or '')}"
+def _load(config: Row) -> str:
+    """Return all of a condition but its temperature as text."""
+    return one_line(msgspec.structs.replace(config.condition, temperature=0.0).words.removeprefix(", "))
 
 
 def row_names(rows: Sequence[SummaryRow], run: PlotData) -> list[str]:
     """Return row labels: a drafter is named in the first of its rows only, or in the title if it is the only one."""
     names, before = [], None
-    several = len({row.config.temperature for row in run.rows}) > 1
+    several = len({row.config.condition.temperature for row in run.rows}) > 1
     for config in (row.config for row in rows):
         parts = [
             "" if config.draft_policy == "fixed" else short(config.draft_policy, 20),
             "" if config.gamma is None else f"γ={config.gamma}",
-            f"T = {config.temperature:g}" if several else "",
+            f"T = {config.condition.temperature:g}" if several else "",
             _load(config),
         ]
         if config.kind != "speculative":

@@ -12,7 +12,6 @@ from specbench.results.requests import (
     RequestRow,
     batch_curves,
     context_curves,
-    is_closed,
     request_rows,
     size_of,
 )
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from specbench.results.requests import Curve
-    from specbench.results.run import RunConfig
+    from specbench.rows import Row
 
 _ALONE = "requests were decoded one after the other"
 _MOST = 6  # lines over contexts
@@ -33,7 +32,7 @@ _CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right")
 
 @figure("servers", "speed of servers, and speedup over the first", table="Speed")
 def servers(run: PlotData) -> Figure:
-    alone = [row for row in run.servers if row.config.batch is None]
+    alone = [row for row in run.servers if row.config.condition.batch is None]
     rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
     if not rows:
         raise NoDataError("no servers were measured one request at a time")
@@ -96,7 +95,7 @@ def latency(run: PlotData) -> Figure:
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
             times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
-                (time, row.throughput.value, row.config.batch)
+                (time, row.throughput.value, row.config.condition.batch)
                 for time, row in zip(times, mine, strict=True)
                 if math.isfinite(time) and math.isfinite(row.throughput.value)
             ]
@@ -133,8 +132,9 @@ def _lines(
     Of several γ, the one with the highest throughput is taken. Each temperature and arrival process has its own lines.
     """
     alike: dict[tuple[str, _Alike, str], dict[int | None, list[RequestRow]]] = {}
-    for row in sorted(requests, key=lambda row: row.config.batch or 1):
-        arrivals = "closed" if is_closed(row.config) else str(row.config.arrivals)
+    for row in sorted(requests, key=lambda row: row.config.condition.batch or 1):
+        at = row.config.condition
+        arrivals = "closed" if at.is_closed else str(at.arrivals)
         kind = (row.config.kind, _alike(row.config), arrivals)
         alike.setdefault(kind, {}).setdefault(row.config.gamma, []).append(row)
     several = len({arrivals for *_, arrivals in alike}) > 1
@@ -153,9 +153,9 @@ def _mean_throughput(rows: Sequence[RequestRow]) -> float:
 _Alike = tuple[str, str, float]
 
 
-def _alike(config: RunConfig) -> _Alike:
+def _alike(config: Row) -> _Alike:
     """Return what configurations share that differ in γ and batch size only."""
-    return config.drafter, config.draft_policy, config.temperature
+    return config.drafter, config.draft_policy, config.condition.temperature
 
 
 def _best(curves: Sequence[Curve]) -> list[Any]:

@@ -306,7 +306,7 @@ def _facts(run: Run) -> dict[str, list[tuple[str, str]]]:
     models = {
         "target": target.name, "dtype": target.dtype, "device": target.device, "fingerprint": target.fingerprint
     }  # fmt: skip
-    drafters = {config.drafter: config.drafter_fingerprint for config in run.configs}
+    drafters = {config.drafter: config.fingerprint for config in run.configs}
     kind = "server" if any(config.kind == "server" for config in run.configs) else "drafter"
     times = {"started": run.created, "ended": run.finished, "run id": run.run_id}
     return {
