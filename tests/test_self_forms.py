@@ -18,9 +18,9 @@ from torch import nn
 from specbench.backends.torch.kernels.linear import Int8Linear
 from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.self_forms import cheaper_form, check_form, skippable_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.sampling import Multinomial
-from specbench.drafters.layers import cheaper_form, check_form, skippable_layers
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import check_drafter, load_drafter

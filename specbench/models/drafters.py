@@ -18,13 +18,13 @@ from specbench.backends.torch.head_scorers import OfTarget
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.backends.torch.scorer import FittedLogits, Scorer
+from specbench.backends.torch.self_forms import cheaper_form, check_form
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.layers import cheaper_form, check_form
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
