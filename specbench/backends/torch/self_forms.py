@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from specbench.backends.torch.kernels.surgery import first_layers, quantized_copy
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from specbench.backends.torch.kernels.surgery import KeptLayers
+    from specbench.options import QuantizedName
     from specbench.specs.drafters import SelfForm
 
 
@@ -83,29 +83,9 @@ def cheaper_form(
         ValueError: The list of decoder layers was not found.
         UsageError: The layers are wrapped, for example by a device map.
     """
-    total = model.config.get_text_config(decoder=True).num_hidden_layers
-    if len(kept) == total:
-        if int8:
-            return quantized_copy(model, "int8", layers)
-        return quantized_copy(model, "int4", layers) if int4 else first_layers(model, total)
+    rounded: QuantizedName | None = "int8" if int8 else "int4" if int4 else None
+    if rounded is not None and len(kept) == model.config.get_text_config(decoder=True).num_hidden_layers:
+        return quantized_copy(model, rounded, layers)
     count = max(kept) + 1
-    chosen = first_layers(model, count)
-    if len(kept) < count:
-        path = next(
-            name
-            for name, child in model.named_modules()
-            if isinstance(child, nn.ModuleList) and len(child) == total
-        )
-        _keep(chosen, path, kept)
-    return quantized_copy(chosen) if int8 else quantized_copy(chosen, "int4") if int4 else chosen
-
-
-def _keep(model: PreTrainedModel, path: str, kept: Sequence[int]) -> None:
-    """Keep only these of the decoder layers at ``path``."""
-    owner: Any = model.get_submodule(path.rpartition(".")[0])
-    name = path.rpartition(".")[2]
-    layers = getattr(owner, name)
-    setattr(owner, name, nn.ModuleList([layers[i] for i in kept]))
-    owner.config.num_hidden_layers = len(kept)
-    if getattr(owner.config, "layer_types", None):  # masks are chosen by place in the list
-        owner.config.layer_types = [owner.config.layer_types[i] for i in kept]
+    chosen = first_layers(model, count, skip={*range(count)}.difference(kept))
+    return chosen if rounded is None else quantized_copy(chosen, rounded)

@@ -8,7 +8,7 @@ of a forward on starting products.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -317,8 +317,11 @@ def _list_of_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLi
     return lists[0]
 
 
-def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ()) -> PreTrainedModel:
     """Return a model of the first ``count`` decoder layers with its own final norm and head; all weights are shared.
+
+    Args:
+        skip: Which of these layers are left out. The others keep their places in a cache.
 
     Raises:
         ValueError: The list of decoder layers was not found, ``count`` is not between 1 and its length, or layers keep
@@ -334,9 +337,12 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise ValueError("its layers have embeddings of their own")
     clone = _structural_copy(model)
     parent, name, layers = _list_of_layers(clone)
-    setattr(parent, name, nn.ModuleList(list(layers)[:count]))
+    kept = [i for i in range(count) if i not in skip]
+    setattr(parent, name, nn.ModuleList([layers[i] for i in kept]))
     short: Any = copy.copy(parent.config)
-    short.num_hidden_layers = count
+    short.num_hidden_layers = len(kept)
+    if skip and getattr(short, "layer_types", None):  # masks are chosen by place in the list
+        short.layer_types = [short.layer_types[i] for i in kept]
     for module in clone.modules():
         if getattr(module, "config", None) is parent.config and module is not parent:
             module.config = short
