@@ -67,12 +67,12 @@ decoding/loop.py:decode  test_decode.py
 + target.rollback(len(context) - 2, verdict.path)
 
 the drafter is not rolled back
-drafters/model.py:ModelDrafter.update  test_decode.py
-- self.scorer.rollback(len(outcome.context) - 1, path)
+drafters/chain.py:ChainDrafter.update  test_decode.py
+- self.scorer.rollback(len(outcome.context) - 1, outcome.path)
 + pass
 
 wrong guesses stay in the drafter's cache
-drafters/model.py:ModelDrafter._drop_guesses  test_guesses.py -k those_without_guesses
+drafters/chain.py:ChainDrafter._drop_guesses  test_guesses.py -k those_without_guesses
 - self.scorer.rollback(len(context) + right)
 + pass
 
@@ -127,7 +127,7 @@ decoding/distributions.py:largest  test_trees.py -k largest
 + value = place
 
 a node of a tree is read at the place of another one
-drafters/model.py:ModelDrafter._frontier_logits  test_trees.py -k 'greedy_outputs and dynamic'
+drafters/model.py:ModelDrafter._frontier  test_trees.py -k 'greedy_outputs and dynamic'
 - {node: i for i, node in enumerate(self._read_nodes)}
 + {node: i - 1 for i, node in enumerate(self._read_nodes)}
 
@@ -162,7 +162,7 @@ decoding/loop.py:decode  test_decode.py
 + emitted, reason = len(verdict.tokens), stops.cut(verdict.tokens[-1:])[1]
 
 a token of low confidence is thrown away
-drafters/model.py:ModelDrafter.propose  test_exact.py -k 'output_distribution and model-multinomial'
+drafters/chain.py:ChainDrafter.propose  test_exact.py -k 'output_distribution and model-multinomial'
 - drawn is None
 + drawn is None or (drawn.q is not None and float(drawn.q[drawn.token]) < 0.2)
 
@@ -197,7 +197,7 @@ decoding/verify.py:residual  test_accept.py
 + pass
 
 tokens are drawn from another distribution than the q that is kept
-drafters/model.py:ModelDrafter.draw  test_exact.py -k 'output_distribution and model-multinomial'
+drafters/chain.py:ChainDrafter.draw  test_exact.py -k 'output_distribution and model-multinomial'
 - plan.random.draw(q)
 + plan.random.draw(q * q)
 
@@ -242,7 +242,7 @@ decoding/explain.py:step_of  test_decode.py
 + accepted
 
 the drafter goes beyond its own context
-drafters/model.py:ModelDrafter._room  test_decode.py
+drafters/chain.py:ChainDrafter._room  test_decode.py
 - limit - self._length(context) + 1
 + limit - self._length(context) + 2
 

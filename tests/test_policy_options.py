@@ -14,7 +14,7 @@ from scripted_engine import grid_of, specs_of
 from stored_runs import run_json
 from tiny import tiny_language_model, tiny_tokenizer
 
-import specbench.drafters.model
+import specbench.drafters.chain
 import specbench.generate
 from specbench.base.errors import UsageError
 from specbench.bench.engines.engine import Outcome
@@ -181,7 +181,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule
 @pytest.mark.parametrize("rule", ["auto", "egag:beta=0.9,scale=1", "heuristic", "entropy-bound"])
 def test_nothing_is_carried_to_the_next_prompt(rule, monkeypatch):
     clock = Ticking(2**-10)
-    for module in (specbench.generate, specbench.drafters.model):
+    for module in (specbench.generate, specbench.drafters.chain):
         monkeypatch.setattr(module, "clock_for", lambda device: clock)
 
     def courses() -> list[Any]:

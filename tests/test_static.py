@@ -183,7 +183,7 @@ def output(
 @pytest.fixture
 def read_late(monkeypatch):
     """Draft as on a device that works on by itself."""
-    monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ("cpu",))
+    monkeypatch.setattr(importlib.import_module("specbench.drafters.chain"), "_READ_LATE", ("cpu",))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_heads_whose_drafts_are_read_late_leave_the_output_as_it_is(kind, read_l
 
 def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):
     late = [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]]
-    monkeypatch.setattr(importlib.import_module("specbench.drafters.model"), "_READ_LATE", ())
+    monkeypatch.setattr(importlib.import_module("specbench.drafters.chain"), "_READ_LATE", ())
     assert [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]] == late
 
 

@@ -14,7 +14,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.cli.options import widths_differ
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.model import ModelDrafter
+from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.translate import TranslatingDrafter
 
@@ -67,7 +67,7 @@ def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:
 def _own_scorer(drafter: Drafter) -> Scorer | None:
     """Return the scorer of a drafter that is a model."""
     model = drafter.model if isinstance(drafter, CascadeDrafter) else drafter
-    return model.scorer if isinstance(model, ModelDrafter) else None
+    return model.scorer if isinstance(model, ChainDrafter) else None
 
 
 def _without_native_products(scorer: Scorer | None) -> str | None:

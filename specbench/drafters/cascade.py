@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter
+from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import FreeDrafter, MixedDraft
-from specbench.drafters.model import ModelDrafter
 from specbench.specs.drafters import cascade_name
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class CascadeDrafter(Drafter):
         max_passes: The most forward passes of the model in a step; ``None`` leaves that to the draft policy.
     """
 
-    def __init__(self, free: FreeDrafter, model: ModelDrafter, max_passes: int | None = None) -> None:
+    def __init__(self, free: FreeDrafter, model: ChainDrafter, max_passes: int | None = None) -> None:
         name = cascade_name(free.traits.name, max_passes, model.traits.name)
         super().__init__(replace(model.traits, name=name, trees=False))
         self.free, self.model, self.max_passes = free, model, max_passes

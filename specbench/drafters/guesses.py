@@ -70,9 +70,9 @@ class Guesses:
             self._log_odds.append(match)
         return guesses
 
-    def keep(self, drafted: Sequence[int], guesses: Sequence[int], logits: torch.Tensor) -> None:
-        """Keep the logits after ``drafted`` and after each guess, [1 + guesses, vocab]."""
-        self._logits, self._read = logits, [*drafted, *guesses]
+    def keep(self, drafted: Sequence[int], read: Sequence[int], logits: torch.Tensor) -> None:
+        """Keep the logits after ``drafted`` and after each guess of those that were ``read``, [1 + guesses, vocab]."""
+        self._logits, self._read = logits, [*read]
         self._first = self._last = len(drafted)
 
     def has_read(self, drafted: Sequence[int]) -> bool:

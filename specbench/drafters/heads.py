@@ -36,9 +36,9 @@ class HeadDrafter(ModelDrafter):
     def unread(self, prompt: Sequence[int]) -> int:
         return super().unread(prompt) if self.scorer.reads_context else 0
 
-    def _room(self, context: Sequence[int]) -> int:
-        budget, longest = super()._room(context), self.scorer.longest
-        return budget if longest is None else min(budget, longest)
+    def _room(self, context: Sequence[int], budget: int) -> int:
+        longest = self.scorer.longest
+        return super()._room(context, budget if longest is None else min(budget, longest))
 
     def update(self, outcome: StepOutcome) -> None:
         """Drop all entries of drafts; the head reads accepted tokens again, with the target's states."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from specbench.drafters.cascade import CascadeDrafter
-from specbench.drafters.model import ModelDrafter
+from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.several import SeveralDrafters
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ def drafting_parts(drafter: Drafter) -> list[Drafter]:
     return [drafter.model if isinstance(drafter, CascadeDrafter) else drafter]
 
 
-def models_of(drafter: Drafter) -> list[ModelDrafter]:
+def models_of(drafter: Drafter) -> list[ChainDrafter]:
     """Return the parts that draft with a model."""
-    return [part for part in drafting_parts(drafter) if isinstance(part, ModelDrafter)]
+    return [part for part in drafting_parts(drafter) if isinstance(part, ChainDrafter)]
 
 
 def context_limit(drafter: Drafter) -> int | None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Clock
-from specbench.decoding.drafts import StepOutcome
+from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import ForwardRequest
-from specbench.drafters.model import ModelDrafter
+from specbench.decoding.sampling import Sampling
+from specbench.drafters.chain import ChainDrafter
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +71,16 @@ def longest_matches(text: bytes, vocabulary: Mapping[bytes, int]) -> list[int]:
     return ids
 
 
-class TranslatingDrafter(ModelDrafter):
-    """Drafts with a model that has another tokenizer. Chains only.
+class TranslatingDrafter(ChainDrafter):
+    """Drafts with a model that has another tokenizer.
 
     Args:
         scorer: The model. It reads its own tokens, and its logits are those of the target's (``Scorer.places``).
         name: How the command line names it.
         translation: From the target's tokens to the model's.
-        clock: See ``ModelDrafter``.
+        clock: See ``ChainDrafter``.
     """
 
-    _takes_trees = False
     _takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
     def __init__(
@@ -116,8 +116,8 @@ class TranslatingDrafter(ModelDrafter):
                 self._read = place + 1
                 return
 
-    def _asked(self, context: Sequence[int], drafted: Sequence[int]) -> ForwardRequest:
-        ids = self._ids(context, drafted)
+    def _asked(self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int) -> ForwardRequest:
+        ids = self._ids(context, draft.tokens)
         self._roll_back(min(self._common(ids), len(ids) - 1))
         self._fed, self._agreed = ids, len(self._settled)
         return ForwardRequest(self.scorer, ids, rows=1)
@@ -129,12 +129,12 @@ class TranslatingDrafter(ModelDrafter):
         return next((i for i in range(start, length) if ids[i] != self._fed[i]), length)
 
     def _roll_back(self, length: int) -> None:
-        if self.scorer.cache.length <= length:
+        if self.scorer.cached_len <= length:
             return
         try:
             self.scorer.rollback(length)
         except ValueError:  # a window that has given up what would be needed
-            self.scorer.cache.reset()
+            self.scorer.rollback(0)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         limit = self.scorer.context_limit

@@ -23,6 +23,7 @@ from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -150,7 +151,7 @@ class DrafterLoader:
             return SeveralDrafters([self.load(part, target) for part in spec.drafters])
         if isinstance(spec, Cascade):
             model = self.load(spec.back, target)
-            assert isinstance(model, ModelDrafter)
+            assert isinstance(model, ChainDrafter)
             return join_cascade(spec, model, target)
         if spec not in self._made:
             self._made[spec] = self._make(spec, target)
@@ -198,7 +199,7 @@ def loading(spec: SmallModel) -> LoadOptions:
     return LoadOptions(spec.dtype, spec.device, any_target=spec.any_target)
 
 
-def join_cascade(spec: Cascade, model: ModelDrafter, target: Target | None = None) -> CascadeDrafter:
+def join_cascade(spec: Cascade, model: ChainDrafter, target: Target | None = None) -> CascadeDrafter:
     """Build a cascade of its spec's free drafter and of ``model``."""
     return CascadeDrafter(make_free(spec.front, target), model, spec.passes)
 
@@ -213,7 +214,7 @@ def wrap_drafter(
     cache: CacheKind = "dynamic",
     int8: bool = False,
     progress: Progress | None = None,
-) -> ModelDrafter:
+) -> ChainDrafter:
     """Make a drafter of a loaded model; its linear layers are quantized or packed in place.
 
     If its tokenizer differs from the target's, it drafts the tokens that both have, and its head is trimmed to these.
@@ -244,7 +245,7 @@ def wrap_drafter(
         output_device=target.scorer.device,
         places=torch.tensor([*shared]) if shared else None,
     )
-    drafter = (
+    drafter: ChainDrafter = (
         ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
     )
     drafter.traits = replace(drafter.traits, prior=_prior(model, target))
