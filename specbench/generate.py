@@ -211,13 +211,15 @@ class GenerationRun:
         self.cached_tokens = 0
         # The epochs of target and drafter while they hold its context.
         self._begun: tuple[object, object] | None = None
-        self._records = self._decoded(after)
+        self._after = after
+        self._records: Iterator[Prefill | Step] | None = None
 
-    def _decoded(self, after: GenerationRun | None) -> Iterator[Prefill | Step]:
-        scorer, drafter = self.target.scorer, self.drafter
+    def _start(self) -> Iterator[Prefill | Step]:
+        scorer, drafter, after = self.target.scorer, self.drafter, self._after
         if after is not None and after.target is self.target and after.drafter is drafter:
             self.cached_tokens = after._common_with(self.prompt)
-        yield from decode_steps(
+        self._after = None  # or a conversation would keep all its turns
+        return decode_steps(
             self.prompt,
             scorer,
             drafter,
@@ -265,19 +267,20 @@ class GenerationRun:
         return Request(self.prompt, target, drafter, policy, **self._settings)
 
     def __iter__(self) -> Iterator[Prefill | Step]:
-        while (record := self._next()) is not None:
+        if self._records is None:
+            self._records = self._start()
+        while True:
+            try:
+                record = next(self._records, None)
+            except BaseException:
+                self._begun = None  # an interrupted pass leaves the caches in any state
+                raise
+            if record is None:
+                return
+            if self._prefill is None:
+                self._begun = self.target.scorer.epoch, self.drafter.epoch
             self.take(record)
             yield record
-
-    def _next(self) -> Prefill | Step | None:
-        try:
-            record = next(self._records, None)
-        except BaseException:
-            self._begun = None  # an interrupted pass leaves the caches in any state
-            raise
-        if self._prefill is None and record is not None:
-            self._begun = self.target.scorer.epoch, self.drafter.epoch
-        return record
 
     def take(self, record: Prefill | Step) -> None:
         if isinstance(record, Prefill):

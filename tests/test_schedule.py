@@ -13,9 +13,8 @@ import torch
 from scripted import Logits, ScriptedCache, ScriptedScorer, Ticking, random_table
 
 from specbench.base.errors import UsageError
-from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.loop import decode, run_decoding
+from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
@@ -175,7 +174,12 @@ class Case:
         )
 
     def alone(self) -> list[Any]:
-        return [told(record) for record in run_decoding(decode(self.request(House()), Stopwatch(Ticking())))]
+        made = self.request(House())
+        records = decode_steps(
+            made.prompt, made.target, made.drafter, policy=made.plan, sampling=made.sampling, random=made.random,
+            max_new_tokens=made.max_new_tokens, stops=made.stops, first_target=made.first_target, clock=Ticking(),
+        )  # fmt: skip
+        return [told(record) for record in records]
 
 
 CHAINS = ("fixed:gamma=1", "fixed:gamma=3", "fixed:gamma=7", "egag", "svip", "heuristic")

@@ -93,15 +93,9 @@ def decode_steps(
         prompt, target, drafter, DraftPlan.of(policy), sampling, random, max_new_tokens, stops or StopRules(),
         first_target, residual_adjustment, trace, cached_tokens,
     )  # fmt: skip
-    yield from run_decoding(decode(request, Stopwatch(clock)))
-
-
-def run_decoding(decoding: DecodingLoop) -> Iterator[Prefill | Step]:
-    """Yield the records of one request; run every forward pass as soon as it is requested."""
+    decoding = decode(request, Stopwatch(clock))
     for each in decoding:
-        while isinstance(
-            each, ForwardRequest
-        ):  # a record follows, so ``send`` cannot find the loop at its end
+        while isinstance(each, ForwardRequest):  # the loop ends with a record, so ``send`` returns
             each = decoding.send(each.scorer.score(each))
         yield each
 
