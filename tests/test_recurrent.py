@@ -9,6 +9,7 @@ from random import Random
 import architectures as survey
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from scripted import ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -287,15 +288,27 @@ def test_what_is_no_longer_kept_is_read_again():
     torch.testing.assert_close(scorer.logits([*IDS, *expected]), first)
 
 
-def test_other_caches_of_the_model_are_read_as_before():
-    """The functions of `transformers` are replaced for all models of a class, but act on our caches alone."""
+def test_other_caches_and_other_models_are_read_as_before():
     model, expected = built("mamba")
     scorer = Scorer(model)
+    other = type(model)(model.config)
+    assert [type(each) for each in other.modules()] != [type(each) for each in model.modules()]
+    assert not any(hasattr(each, "keeps_states") for each in other.modules())
     for _ in range(2):
         scorer.logits(IDS)
         scorer.logits([*IDS, expected[0]])  # a state has been handed out, and is not to be found by others
         assert survey.generated(model, IDS) == expected
         scorer.rollback(0)
+
+
+def test_layers_that_accelerate_has_wrapped_keep_states():
+    model, expected = built("mamba2")
+    wrapped = type(model)(model.config).eval()
+    wrapped.load_state_dict(model.state_dict())
+    for layer in wrapped.backbone.layers:
+        add_hook_to_module(layer.mixer, ModelHook())
+    drafter = survey.Guesses(IDS, expected, 4)
+    assert survey.decoded(IDS, wrap_target(wrapped, name="tiny", pack=False), drafter, 4) == expected
 
 
 def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch):

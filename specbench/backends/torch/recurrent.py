@@ -1,13 +1,13 @@
 """Recurrent layers (Mamba, gated delta rules and the like) of ``transformers`` over caches that can be rolled back.
 
 ``transformers`` runs a pass of several tokens in blocks (the chunked form), which gives one state at the end, other
-roundings than its passes of one token, and for Mamba 1 no regard to the state before. ``keep_states`` replaces the
-chunked functions in the modules of these models. Over our caches, a pass of up to ``LONGEST_FORWARD`` tokens on top of
-a state calls the function for one token for each in turn: so there is a state after each, and a pass of n tokens has
-the recurrences of n passes of one, to the bit. First passes and longer ones call the chunked function. In a pass over
-several requests, each request is computed by itself. Passes over other caches run as before. Where a model bounds its
-time steps, those of the prompt are bounded and those of outputs are not, which is what ``generate`` does with a pass
-over the prompt and one for each token, whatever passes there are.
+roundings than its passes of one token, and for Mamba 1 no regard to the state before. ``keep_states`` gives the layers
+of a model a class whose forward calls other functions in place of these. Over our caches, a pass of up to
+``LONGEST_FORWARD`` tokens on top of a state calls the function for one token for each in turn: so there is a state
+after each, and a pass of n tokens has the recurrences of n passes of one, to the bit. First passes and longer ones call
+the chunked function. In a pass over several requests, each request is computed by itself. Passes over other caches run
+as before. Where a model bounds its time steps, those of the prompt are bounded and those of outputs are not, which is
+what ``generate`` does with a pass over the prompt and one for each token, whatever passes there are.
 
 On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels/delta_rule.py``), if a
 trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
@@ -21,6 +21,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -78,35 +79,68 @@ def _classes(config: PreTrainedConfig) -> list[type]:
 
 
 def keep_states(model: Any) -> bool:
-    """Replace the chunked functions in the module of a model's class; return whether it has any."""
-    module: Any = sys.modules[type(model).__module__]
-    for recurrence in _RECURRENCES:
-        if hasattr(module, recurrence.several):
-            _replace(module, recurrence.several, _run, recurrence, getattr(module, recurrence.one))
-    if hasattr(module, _CONVOLUTION):
-        _replace(module, _CONVOLUTION, _convolve)
-    if hasattr(module, _GRIFFIN):
-        _keep_griffin_states(model, module)
-    if hasattr(module, _LIGHTNING):
-        _replace_forward(getattr(module, _LIGHTNING), _lightning_attention)
-    return can_keep_states(type(model))
-
-
-def _replace(module: Any, name: str, by: Function, *more: Any) -> None:
-    """Replace a function of a module by one that is given it first; only once."""
-    function = getattr(module, name)
-    if not hasattr(function, "keeps_states"):
-        replaced: Any = functools.wraps(function)(functools.partial(by, function, *more))
-        replaced.keeps_states = True
-        setattr(module, name, replaced)
-
-
-def _replace_forward(kind: Any, by: Function) -> bool:
-    """Replace the forward of a class of modules, which stays as ``own_forward``; return whether it was not yet."""
-    if kind.forward is by:
+    """Have the recurrent layers of a model, and of no other, keep states; return whether it has any."""
+    if not can_keep_states(type(model)):
         return False
-    kind.own_forward, kind.forward = kind.forward, by
+    for layer in model.modules():
+        kind = _keeping(type(layer))
+        if kind is not type(layer):
+            layer.__class__ = kind
+            if "_old_forward" in vars(layer):  # `accelerate` calls it within its hooks
+                layer._old_forward = kind.forward.__get__(layer)
+    if hasattr(sys.modules[type(model).__module__], _GRIFFIN):
+        for index, layer in enumerate(model.model.layers):
+            layer.temporal_block.layer_idx = index
     return True
+
+
+@functools.cache
+def _keeping(kind: Any) -> Any:
+    """Return the class of layers that keep states and else are of this class; itself for other layers."""
+    if hasattr(kind, "keeps_states"):
+        return kind
+    changed: dict[str, Any]
+    if kind.__name__ in _OWN_FORWARDS:
+        changed = {"own_forward": kind.forward, "forward": _OWN_FORWARDS[kind.__name__]}
+    elif kind.__name__ == _GRIFFIN_SCAN:
+        scan = functools.partial(kind._rnn_scan, None)
+        changed = {"_rnn_scan": staticmethod(functools.partial(_run, scan, _SCAN, scan))}
+    else:
+        functions = _functions_in(inspect.unwrap(kind.forward))
+        if not functions:
+            return kind
+        changed = {"forward": _calling(functions, kind.forward)}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "keeps_states": True}
+    return type(kind.__name__, (kind,), names | changed)
+
+
+def _functions_in(forward: Any) -> dict[str, Function]:
+    """Return what stands for functions that a forward of `transformers` calls, by their names."""
+    if not isinstance(forward, FunctionType):
+        return {}
+    known, called = forward.__globals__, forward.__code__.co_names
+    found: dict[str, Function] = {
+        each.several: functools.partial(_run, known[each.several], each, known[each.one])
+        for each in _RECURRENCES
+        if each.several in called
+    }
+    if _CONVOLUTION in called:
+        found[_CONVOLUTION] = functools.partial(_convolve, known[_CONVOLUTION])
+    return found
+
+
+def _calling(functions: Mapping[str, Function], function: FunctionType) -> FunctionType:
+    """Return the same code, with that of its decorators, where these names stand for other functions."""
+    closure = [
+        CellType(_calling(functions, held)) if isinstance(held := cell.cell_contents, FunctionType) else cell
+        for cell in function.__closure__ or ()
+    ]
+    known = {**function.__globals__, **functions}
+    made = FunctionType(
+        function.__code__, known, function.__name__, function.__defaults__, tuple(closure)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function)
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -402,15 +436,7 @@ def _mamba_step(single: Function, given: Arguments, state: torch.Tensor) -> tupl
 _GRIFFIN = "RecurrentGemmaRecurrentBlock"
 """RecurrentGemma's block, which stores its states itself, and forgets the convolution's in passes of several tokens."""
 
-
-def _keep_griffin_states(model: Any, module: Any) -> None:
-    """Let the blocks of a model use our caches."""
-    blocks, scan = getattr(module, _GRIFFIN), module.RecurrentGemmaRglru
-    for index, layer in enumerate(model.model.layers):
-        layer.temporal_block.layer_idx = index
-    if _replace_forward(blocks, _griffin_block):
-        own = functools.partial(scan._rnn_scan, None)
-        scan._rnn_scan = staticmethod(functools.partial(_run, own, _SCAN, own))
+_GRIFFIN_SCAN = "RecurrentGemmaRglru"
 
 
 def _griffin_block(
@@ -524,3 +550,6 @@ _RECURRENCES = (
         dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), -1), -1, None, _mamba_step,
     ),
 )  # fmt: skip
+
+_OWN_FORWARDS = {_GRIFFIN: _griffin_block, _LIGHTNING: _lightning_attention}
+"""The forwards of layers whose code is not that of `transformers`, by the names of their classes."""
