@@ -137,9 +137,9 @@ drafters/model.py:ModelDrafter.update  test_trees.py test_distributions.py -k 'r
 + {node: 0 for i, node in enumerate(self._read_nodes)}
 
 the drafter does not catch up with what it was not fed
-backends/torch/scorer.py:Scorer._feed  test_properties.py -k 'after_any_roll_back and full-dynamic'
-- *context[start:]
-+ *context[max(start, len(context) - 1) :]
+backends/torch/scorer.py:Scorer._read  test_properties.py -k 'after_any_roll_back and full-dynamic'
+- context[first:]
++ context[max(first, len(context) - 1) :]
 
 residual without clamp
 decoding/verify.py:residual  test_properties.py -k a_step_emits_p

@@ -241,7 +241,7 @@ class GenerationRun:
         cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
         pairs = zip(cached, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return scorer.most_kept(max(0, common - 1) if drafter.traits.layers else common)
+        return scorer.cache.most_kept(max(0, common - 1) if drafter.traits.layers else common)
 
     def as_request(
         self,

@@ -180,7 +180,7 @@ def test_running_out_of_memory_is_an_error_of_this_generation(engine, monkeypatc
     for error in (MemoryError(), torch.OutOfMemoryError("no"), cpu):
         with monkeypatch.context() as patch:
             fails = lambda *_, error=error, **__: (_ for _ in ()).throw(error)  # noqa: E731
-            patch.setattr(engine.target.scorer, "_call", fails)
+            patch.setattr(engine.target.scorer, "_read", fails)
             with pytest.raises(RunError, match="not enough memory"):
                 run(engine, plain)
         assert run(engine, plain).token_ids == expected

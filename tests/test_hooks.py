@@ -93,10 +93,10 @@ def test_prompts_are_read_in_chunks_and_not_copied_by_the_first_step(monkeypatch
     ordinary.forward = ways.HFForward(model, ordinary.cache)
     for each in (ordinary, scorer):
         each.begin()
-    real = ways.HFForward._run
+    real = ways.HFForward.run
     expected = ordinary.score(ForwardRequest(ordinary, text, rows=100, layers=[1, 3]))
     monkeypatch.setattr(
-        ways.HFForward, "_run", lambda way, ids, *more: read.append(ids.shape[1]) or real(way, ids, *more)
+        ways.HFForward, "run", lambda way, ids, *more: read.append(ids.shape[1]) or real(way, ids, *more)
     )
     found = scorer.score(ForwardRequest(scorer, text, rows=100, layers=[1, 3]))
     assert read == [52] * 5

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specbench.backends.torch.blocks import PoolUsage
-from specbench.backends.torch.caches import KVCache, NoKVCache, PreallocatedKVCache, make_cache
+from specbench.backends.torch.caches import KVCache, make_cache
 from specbench.backends.torch.forward import RaggedForward, join_passes
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
 from specbench.backends.torch.pools import (
@@ -27,7 +27,6 @@ from specbench.backends.torch.pools import (
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.options import CacheKind
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -174,8 +173,8 @@ class RequestFactory:
         self._models: dict[Scorer, BatchedModel] = {}
         self._heads: dict[AnyHeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of models that share its keys and values
-        preallocated = isinstance(target.cache, PreallocatedKVCache)
-        unpooled = isinstance(target.cache, NoKVCache) or (preallocated and target.rounding != torch.int8)
+        preallocated = target.cache.kind == "preallocated"
+        unpooled = not target.cache.reads_in_parts or (preallocated and target.rounding != torch.int8)
         self._tokens = None if unpooled else tokens
         if preallocated and self.why_not_batched is not None:
             self._tokens = self._pool = None
@@ -219,7 +218,8 @@ class RequestFactory:
         batched = self._batched(loaded)
         if batched is not None:
             return batched.open(shared)
-        return loaded.clone_for(shared or _cache_like(loaded), shares=shared is not None)
+        own = shared or make_cache(loaded.cache.kind, loaded.model.config)
+        return loaded.clone_for(own, shares=shared is not None)
 
     def _batched(self, loaded: Scorer) -> BatchedModel | None:
         if self._tokens is None:
@@ -234,12 +234,3 @@ class RequestFactory:
             if is_target:
                 self._pool = pool
         return self._models[loaded]
-
-
-def _cache_like(loaded: Scorer) -> KVCache:
-    """Return an empty cache of the same kind as the loaded one;
-    a dynamic one for a static one, which only one scorer can use.
-    """
-    kinds: dict[type, CacheKind] = {PreallocatedKVCache: "preallocated", NoKVCache: "none"}
-    kind = kinds.get(type(loaded.cache), "dynamic")
-    return make_cache(kind, loaded.model.config)

@@ -49,16 +49,32 @@ CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none
 class KVCache:
     """Keys and values of one context, batch size 1.
 
+    Scorers ask it, and never which kind it is: how many tokens it has (``length``), which passes read what is missing
+    (``passes``), whether it can go back to any place (``takes_trees``), and to go back (``rollback``).
+
+    Args:
+        config: The model's configuration.
+
     Attributes:
+        kind: Which kind each of several scorers of the model gets; a static one can serve only one.
+        reads_in_parts: Whether a long context may be read in several forward passes.
         separate_prefill: Whether the prompt needs its own forward pass, before tokens that can be rolled back.
         max_exact_tokens: Length up to which a position's sums do not depend on the forward pass; ``None`` if not known.
+        change: The longest context before the model's rotation changes, see ``change_of_rotation``. It never contains
+            both rotations. ``None`` for other models.
+        held: The cache of ``transformers``.
         recurrent: Its recurrent layers; ``None`` without.
     """
 
+    kind: CacheKind = "dynamic"
+    reads_in_parts = True
     separate_prefill = False
     max_exact_tokens: int | None = None
     recurrent: RecurrentCache | None = None
-    _cache: Cache
+    held: Cache
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.change = change_of_rotation(config)
 
     @property
     def length(self) -> int:
@@ -75,8 +91,34 @@ class KVCache:
         """Whether every layer keeps every position as it is, so that a forward pass may hold branches."""
         raise NotImplementedError
 
-    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:  # noqa: ARG002
-        """Reserve the positions up to ``end``; others may have read ``prefix``. Return whether there is memory."""
+    def passes(self, context: int, draft: int, *, tree: bool) -> list[range]:
+        """Return which tokens each of the forward passes reads that a context and a draft need.
+
+        Args:
+            context, draft: Their lengths.
+            tree: Whether the draft is a tree, whose pass begins with the context's last token.
+        """
+        first, ends = self.length, [context + draft]
+        if first == 0 and draft and self.separate_prefill:
+            ends = [context, *ends]
+        elif tree and first < context - 1:
+            ends = [context - 1, *ends]
+        found = []
+        for end in ends:
+            while first < end:
+                widest = end if first == 0 or self.max_exact_tokens is None else first + self.max_exact_tokens
+                found.append(range(first, min(end, widest)))
+                first = found[-1].stop
+        return found
+
+    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:  # noqa: ARG002
+        """Reserve the positions up to ``end`` for a forward pass, and return whether there is memory.
+
+        Args:
+            end: The tokens that are cached then.
+            context: What the model reads; ``None`` for a cheaper form that shares the cache.
+            shared: How many of the first tokens need not be read if others have read them.
+        """
         return True
 
     def publish(self, tokens: Sequence[int]) -> None:
@@ -92,14 +134,14 @@ class KVCache:
 
     def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """Return the last ``count`` keys and values of a layer, or all if it has fewer, [1, heads, positions, size]."""
-        held: Any = self._cache.layers[layer]
-        end = getattr(held, "used", held.keys.shape[-2])
+        own: Any = self.held.layers[layer]
+        end = getattr(own, "used", own.keys.shape[-2])
         kept = slice(max(0, end - count), end)
-        return held.keys[:, :, kept], held.values[:, :, kept]
+        return own.keys[:, :, kept], own.values[:, :, kept]
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments that pass this cache to a ``transformers`` model."""
-        return {"past_key_values": self._cache, "use_cache": True}
+        return {"past_key_values": self.held, "use_cache": True}
 
     def expect(self, tokens: int) -> None:
         """Note that so many tokens will be read in several forward passes."""
@@ -122,6 +164,8 @@ class KVCache:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
         if self.recurrent is not None:
             length = self.recurrent.most_kept(length)
+        if self.change is not None and length <= self.change < self.length:
+            length = 0  # its keys are rotated for longer contexts
         if length <= 0 or self.length == 0:
             self.reset()
             return
@@ -158,7 +202,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     if kind == "compiled":
         return StaticKVCache(config, compiled=True)
     if kind == "none":
-        return NoKVCache()
+        return NoKVCache(config)
     raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
 
 
@@ -189,6 +233,8 @@ def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
 class NoKVCache(KVCache):
     """No cache: every forward pass feeds the whole context."""
 
+    kind = "none"
+    reads_in_parts = False
     length = 0
     takes_trees = False
     _prompt: int | None = None
@@ -220,47 +266,48 @@ class DynamicKVCache(KVCache):
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
         self._config = config
         self.reset()
 
     def reset(self) -> None:
         self.recurrent = RecurrentCache(self._config) if is_recurrent(self._config) else None
-        self._cache: DynamicCache = self.recurrent or DynamicCache(config=self._config)
-        self._arguments = cache_arguments(self._cache, self._config)
+        self.held: DynamicCache = self.recurrent or DynamicCache(config=self._config)
+        self._arguments = cache_arguments(self.held, self._config)
         self._recording = False
         self.separate_prefill = any(
             isinstance(layer, DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin)
-            for layer in self._cache.layers
+            for layer in self.held.layers
         )
 
     @property
     def length(self) -> int:
-        return int(self._cache.get_seq_length())
+        return int(self.held.get_seq_length())
 
     @property
     def takes_trees(self) -> bool:
         kinds = (DynamicLayer, GrowingLayer, DummyLayer)
-        return all(type(layer) in kinds for layer in self._cache.layers)
+        return self.change is None and all(type(layer) in kinds for layer in self.held.layers)
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        gather(self._cache.layers, start, positions)
+        gather(self.held.layers, start, positions)
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**self._arguments}
 
     def after_forward(self) -> None:
         super().after_forward()
-        if self.recurrent is None and not (self._recording or self._cache.is_croppable):
+        if self.recurrent is None and not (self._recording or self.held.is_croppable):
             raise UsageError(
                 "This model keeps a recurrent state that cannot be rolled back after a rejected draft.",
                 "Choose a model of a family that docs/models.md lists.",
             )
         if not self._recording:
-            self._cache.activate_past_recording()
+            self.held.activate_past_recording()
             self._recording = True
 
     def expect(self, tokens: int) -> None:
-        layers = self._cache.layers
+        layers = self.held.layers
         for place, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, GrowingLayer):
                 layers[place] = grown = growing(layer)
@@ -269,11 +316,11 @@ class DynamicKVCache(KVCache):
     def most_kept(self, length: int) -> int:
         if self.recurrent is None:
             return super().most_kept(length)
-        slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self._cache.layers)
+        slides = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.held.layers)
         return 0 if slides or bounds_prompts(self._config) else self.recurrent.most_kept(length)
 
     def _cut(self, length: int) -> None:
-        for layer in self._cache.layers:
+        for layer in self.held.layers:
             if isinstance(layer, PreallocatedLayer):
                 layer.rollback(length)
             elif isinstance(layer, DynamicSlidingWindowLayer):
@@ -310,7 +357,10 @@ class PreallocatedKVCache(KVCache):
     offset; for ``block`` see ``PreallocatedLayer``.
     """
 
+    kind = "preallocated"
+
     def __init__(self, config: PretrainedConfig, block: int = 1) -> None:
+        super().__init__(config)
         layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
@@ -329,7 +379,7 @@ class PreallocatedKVCache(KVCache):
         blocked = block > 1 and not any(isinstance(layer, PreallocatedSlidingLayer) for layer in layers)
         self.max_exact_tokens = LONGEST_PASS if blocked else None
         self.separate_prefill = blocked
-        self._cache = Cache(layers=layers)
+        self.held = Cache(layers=layers)
         self._layers = [layer for layer in layers if isinstance(layer, PreallocatedLayer)]
 
     @property
@@ -338,7 +388,7 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def takes_trees(self) -> bool:
-        return not any(layer.is_sliding for layer in self._layers)
+        return self.change is None and not any(layer.is_sliding for layer in self._layers)
 
     def key_len(self, tokens: int) -> int:
         return self._layers[0].get_mask_sizes(tokens)[0]
@@ -353,7 +403,7 @@ class PreallocatedKVCache(KVCache):
     def reset(self) -> None:
         for layer in self._layers:
             layer.reset()
-        self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
+        self.held = Cache(layers=self.held.layers)  # another object, as a sign of another context
 
     @torch.inference_mode()
     def repeat(self, length: int) -> None:
@@ -432,6 +482,7 @@ class StaticKVCache(KVCache):
     slots: Tensor
 
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
+        super().__init__(config)
         self.capacity, self.generation = INITIAL_CAPACITY, 0
         self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
@@ -441,12 +492,12 @@ class StaticKVCache(KVCache):
                 f"The static cache cannot hold layers of the kind {other}.",
                 "Use --cache dynamic for this model.",
             )
-        if change_of_rotation(config) is not None:
+        if self.change is not None:
             raise UsageError(
                 "The static cache does not support models that change their position rotation (RoPE) in long contexts.",
                 "Use --cache dynamic for this model.",
             )
-        self._cache = Cache(
+        self.held = Cache(
             layers=[_StaticLayer(self) if kind == "DynamicLayer" else DummyLayer() for kind in kinds]
         )
 
@@ -455,25 +506,25 @@ class StaticKVCache(KVCache):
         return self.capacity
 
     @torch.inference_mode()
-    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:  # noqa: ARG002
+    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:  # noqa: ARG002
         if end > self.capacity:
             while self.capacity < end:
                 self.capacity *= 2
             self.generation += 1
-            for layer in self._cache.layers:
+            for layer in self.held.layers:
                 if isinstance(layer, _StaticLayer):
                     layer.grow(self.capacity)
         return True
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
-        gather(self._cache.layers, start, positions)
+        gather(self.held.layers, start, positions)
 
     def _cut(self, length: int) -> None:
         self.length = min(self.length, length)
 
     def reset(self) -> None:
-        for layer in self._cache.layers:
+        for layer in self.held.layers:
             if isinstance(layer, _StaticLayer) and layer.is_initialized:
                 zero_nonfinite(layer, self.capacity)
         self.length = 0
-        self._cache = Cache(layers=self._cache.layers)  # another object, as a sign of another context
+        self.held = Cache(layers=self.held.layers)  # another object, as a sign of another context

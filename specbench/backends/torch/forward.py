@@ -31,7 +31,20 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """A forward pass over the tokens that follow those in a KV cache; it adds their keys and values to the cache."""
+    """A forward pass over the tokens that follow those in a KV cache; it adds their keys and values to the cache.
+
+    Attributes:
+        shows_experts: Whether hooks can watch which experts it reads.
+    """
+
+    shows_experts = True
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+
+    def over(self, cache: KVCache) -> Forward:
+        """Return such a forward over another cache of the model."""
+        return type(self)(self._model, cache)
 
     def __call__(
         self, ids: Tensor, rows: int, positions: Tensor | None = None, mask: Tensor | None = None
@@ -60,16 +73,6 @@ class Forward:
         Returns:
             Logits and hidden states, in tensors that no later forward overwrites.
         """
-        once = [*dict.fromkeys(layers)]
-        made = self._run(ids, rows, once, positions, mask)
-        if made.hidden is None or len(once) == len(layers):
-            return made
-        return made._replace(hidden=made.hidden[:, [once.index(layer) for layer in layers]])
-
-    def _run(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
-    ) -> ForwardOutput:
-        """Run a forward pass; as ``run``, but ``layers`` has no repeats."""
         raise NotImplementedError
 
 
@@ -77,7 +80,7 @@ class HFForward(Forward):
     """The model's own ``forward`` in ``transformers``."""
 
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
-        self._model, self._cache = model, cache
+        super().__init__(model, cache)
         self._limits_logits = takes_logits_to_keep(model)
         self._recurrent = keep_states(model)
         text = model.config.get_text_config(decoder=True)
@@ -93,8 +96,13 @@ class HFForward(Forward):
             return rows
         return torch.arange(max(0, ids.shape[1] - rows), ids.shape[1], device=ids.device)
 
-    def _run(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
+    def run(
+        self,
+        ids: Tensor,
+        rows: int,
+        layers: Sequence[int],
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> ForwardOutput:
         arguments = self._cache.model_kwargs()
         if positions is None and self._recurrent and "past_key_values" in arguments:
@@ -259,20 +267,25 @@ class NativeForward(Forward):
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
-        self._model, self._cache = model, cache
+        super().__init__(model, cache)
         self._fallback = HFForward(model, cache)
         self._lookup = _PartsLookup(model)
         self._groups: WeakKeyDictionary[Any, LayerGroup] = WeakKeyDictionary()  # freed with their context
 
     def is_available(self) -> bool:
         """Return whether the model is of a known kind with native products, and has no hooks now."""
-        parts = self._lookup(self._hf_cache())
+        parts = self._lookup(self._cache.held)
         return parts is not None and parts.stack is not None
 
-    def _run(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
+    def run(
+        self,
+        ids: Tensor,
+        rows: int,
+        layers: Sequence[int],
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> ForwardOutput:
-        tokens, cache = ids.shape[1], self._hf_cache()
+        tokens, cache = ids.shape[1], self._cache.held
         parts = self._lookup(cache)
         if parts is None:
             return self._fallback.run(ids, rows, layers, positions, mask)
@@ -310,10 +323,6 @@ class NativeForward(Forward):
             wanted = min(chunk.shape[1], max(1, rows - left))
             passes.append(self._fallback.run(chunk, wanted, layers))
         return join_passes(passes, rows)
-
-    def _hf_cache(self) -> Any:
-        kwargs = self._cache.model_kwargs()
-        return next(kwargs[name] for name in ("past_key_values", "cache_params", "cache") if name in kwargs)
 
     def _extend(self, cache: Any, parts: _Parts, tokens: int) -> KVPointers | None:
         """Extend the cache by ``tokens`` positions and return where its buffers are."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.caches import StaticKVCache
-from specbench.backends.torch.forward import Forward, read_output, takes_logits_to_keep
+from specbench.backends.torch.caches import KVCache, StaticKVCache
+from specbench.backends.torch.forward import Forward, HFForward, read_output, takes_logits_to_keep
 from specbench.backends.torch.kernels.surgery import Hooks, decoder_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput
@@ -167,6 +167,9 @@ class GraphForward(Forward):
         compiled: A faster ``forward`` of the model for short forwards; ``None`` for its own.
     """
 
+    shows_experts = False  # watching would compile captured passes again
+    _cache: StaticKVCache
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -174,15 +177,24 @@ class GraphForward(Forward):
         capture: Capture[ForwardOutput] | None = None,
         compiled: Callable[..., Any] | None = None,
     ) -> None:
-        self._model, self._cache, self._capture = model, cache, capture
+        super().__init__(model, cache)
+        self._capture = capture
         self._compiled = compiled or model
         self._limits_logits = takes_logits_to_keep(model)
         self._hooks = Hooks(model.modules())  # a replay would leave them out
         self._captured: dict[Hashable, _Captured] = {}
         self._generation = cache.generation
 
-    def _run(
-        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
+    def over(self, cache: KVCache) -> Forward:
+        return HFForward(self._model, cache)
+
+    def run(
+        self,
+        ids: Tensor,
+        rows: int,
+        layers: Sequence[int],
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> ForwardOutput:
         count, past = ids.shape[1], self._cache.length
         self._cache.reserve(past + count)

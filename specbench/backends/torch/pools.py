@@ -207,11 +207,12 @@ class PooledCache(KVCache):
     """
 
     def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool.config)
         self.pool, self._own = pool, 0
         self._table = BlockTable()
         self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
         self._own_layers = [layer for layer in self.layers if layer is not None]
-        self._cache = self._new_cache()
+        self.held = self._new_cache()
         pool.requests.add(self)
 
     def _new_cache(self) -> Cache:
@@ -231,7 +232,8 @@ class PooledCache(KVCache):
 
     @property
     def takes_trees(self) -> bool:
-        return self.recurrent is None and not any(layer.is_sliding for layer in self._own_layers)
+        slides = any(layer.is_sliding for layer in self._own_layers)
+        return self.change is None and self.recurrent is None and not slides
 
     def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         own = self.layers[layer]
@@ -240,19 +242,21 @@ class PooledCache(KVCache):
         return view(own.buffers.keys), view(own.buffers.values)
 
     def model_kwargs(self) -> dict[str, Any]:
-        return cache_arguments(self._cache, self.pool.config)
+        return cache_arguments(self.held, self.pool.config)
 
     @torch.inference_mode()
-    def reserve(self, end: int, prefix: Sequence[int] = ()) -> bool:
-        blocks, shared = self.pool.blocks, 0
-        if not self._table.blocks and self.recurrent is None:
-            shared = blocks.share_prefix(self._table, prefix)
-            self._set_length(shared)
+    def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:
+        blocks, taken = self.pool.blocks, 0
+        if context is not None and self.own_len < self.length:
+            self.rollback(self.own_len)
+        if context is not None and not self._table.blocks and self.recurrent is None:
+            taken = blocks.share_prefix(self._table, context[:shared])
+            self._set_length(taken)
         copied = None
         try:
             copied = blocks.extend(self._table, self.length, max(end, self.length))
         finally:
-            if copied is None and shared:
+            if copied is None and taken:
                 self.reset()
         if copied is None:
             return False
@@ -313,7 +317,7 @@ class PooledCache(KVCache):
         if not self._table.blocks:
             return
         self._set_length(0)
-        self._cache, self.pool.context_id = self._new_cache(), ContextId()
+        self.held, self.pool.context_id = self._new_cache(), ContextId()
         self._truncate()
 
 

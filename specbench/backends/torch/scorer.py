@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast, overload
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.caches import KVCache, NoKVCache, change_of_rotation, make_cache
+from specbench.backends.torch.caches import KVCache, NoKVCache, make_cache
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
-from specbench.backends.torch.forward import HFForward, NativeForward, join_passes
-from specbench.backends.torch.graph_forward import GraphForward
+from specbench.backends.torch.forward import HFForward, join_passes
 from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PoolKind
 from specbench.backends.torch.trials import (
@@ -138,9 +137,8 @@ class Scorer:
         self._fitted = FittedLogits(vocab_size, None if places is None else places.to(self.output_device))
         self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
-        self._change = change_of_rotation(model.config)
         self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
-        self._uncached_forward = HFForward(model, NoKVCache())
+        self._uncached_forward = HFForward(model, NoKVCache(model.config))
         self._batchable: dict[PoolKind, str | None] = {}  # shared by clones
         self._experts = ExpertCounter(model)
 
@@ -157,8 +155,7 @@ class Scorer:
         clone.cache, clone.batch, clone.epoch = cache, batch, 0
         clone._loaded, clone._owns_cache = self, not shares
         clone._context_len = 0
-        kind = NativeForward if isinstance(self.forward, NativeForward) else HFForward
-        clone.forward = kind(self.model, cache)
+        clone.forward = self.forward.over(cache)
         return clone
 
     @property
@@ -168,13 +165,12 @@ class Scorer:
 
     def reserve(self, request: ForwardRequest) -> bool:
         """Reserve memory for a pass, see ``decoding.protocols.Scorer``."""
-        cache, end = self.cache, len(request.context) + len(request.tokens)
-        if self._owns_cache and cache.own_len < cache.length:
-            cache.rollback(cache.own_len)
-        if not self._owns_cache or request.layers:  # hidden states are wanted of every token
-            return cache.reserve(end)
+        context, end = request.context, len(request.context) + len(request.tokens)
+        if not self._owns_cache:
+            return self.cache.reserve(end)
         fed = len(request.tokens) + 1 if request.rows is None else request.rows  # at least
-        return cache.reserve(end, request.context[: min(len(request.context) - 1, end - fed)])
+        shared = 0 if request.layers else min(len(context) - 1, end - fed)  # states are wanted of every token
+        return self.cache.reserve(end, context, shared)
 
     def require(self, request: ForwardRequest) -> None:
         """Reserve memory for a pass, and tell the cache of its prompt; raise ``UsageError`` if there is none."""
@@ -196,23 +192,16 @@ class Scorer:
     @property
     def reads_in_parts(self) -> bool:
         """Whether a long context may be read in several forward passes."""
-        return not isinstance(self.cache, NoKVCache)
+        return self.cache.reads_in_parts
 
     def begin(self) -> None:
         """Start a new context. The model may have been changed before, not since."""
         self.epoch += 1
         self.cache.reset()
 
-    def most_kept(self, cached_tokens: int) -> int:
-        """Return how many of the first tokens stay in the cache for a context that begins with them.
-
-        Sliding windows forget, rotations may change with the length, and recurrent layers store few states.
-        """
-        return 0 if self._change is not None else self.cache.most_kept(cached_tokens)
-
     def resume(self, cached_tokens: int) -> None:
         """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``."""
-        if self.most_kept(cached_tokens):
+        if self.cache.most_kept(cached_tokens):
             self.epoch += 1
             self.rollback(cached_tokens)
         else:
@@ -227,7 +216,7 @@ class Scorer:
     @property
     def reads_trees(self) -> bool:
         """Whether it can read trees at all; a drafter needs no more."""
-        return self.cache.takes_trees and self._change is None
+        return self.cache.takes_trees
 
     @cached_property
     def takes_trees(self) -> bool:
@@ -266,24 +255,26 @@ class Scorer:
                 f"Bit-exact forward passes are not available here. {reason}", "Leave --bit-exact out."
             )
 
+    @torch.inference_mode()
     def score(self, request: ForwardRequest) -> ForwardOutput:
         """Run a forward pass, see ``decoding.protocols.Scorer``."""
         if self.batch is not None:
             return self.batch.score([request])[0]
         self.require(request)
+        rows = len(request.tokens) + 1 if request.rows is None else request.rows
+        change, end = self.cache.change, len(request.context) + len(request.tokens)
         with self.watch_experts(request.counts_experts) as choices:
-            parents = request.parents
-            rows = self._feed_chain(request) if parents is None else self._feed_tree(request, parents)
+            if change is None or not self.cache.length <= change < end:
+                output = self._read(request, rows)
+            else:
+                output = self._read_over_change(request, rows, change)
         self.mark_read(request)
-        return rows if choices is None else rows._replace(experts=choices.read())
+        experts = None if choices is None else choices.read()
+        return ForwardOutput(self.fit(output.logits), output.hidden, experts)
 
     def watch_experts(self, wanted: bool) -> AbstractContextManager[ExpertChoices | None]:
         """Note the experts that passes within the block read; ``None`` unless that is ``wanted`` and possible."""
-        if not wanted or isinstance(
-            self.forward, GraphForward
-        ):  # watching would compile captured passes again
-            return nullcontext()
-        return self._experts.watch()
+        return self._experts.watch() if wanted and self.forward.shows_experts else nullcontext()
 
     def logits(
         self,
@@ -295,74 +286,48 @@ class Scorer:
         """Return the logits of a forward pass over a chain; for the arguments see ``ForwardRequest``."""
         return self.score(ForwardRequest(self, context, drafted, rows=rows, prompt=prompt)).logits
 
-    def _feed_chain(self, request: ForwardRequest) -> ForwardOutput:
-        """Read a chain.
+    def _read(self, request: ForwardRequest, rows: int) -> ForwardOutput:
+        """Read what the cache lacks of context and draft, in the passes that it asks for."""
+        context, tokens, parents = request.context, request.tokens, request.parents
+        first, past, end = self.cache.length, len(context) - 1, len(context) + len(tokens)
+        ids = self._ids(context[first:], tokens[max(0, first - len(context)) :])
+        found = []
+        for fed in self.cache.passes(len(context), len(tokens), tree=parents is not None):
+            positions = mask = None
+            if parents is not None and fed.stop > len(context):
+                seen = parents[: fed.stop - len(context)]  # of the nodes read so far
+                positions = tree_positions(past, seen, self.device)[:, fed.start - past :]
+                mask = tree_mask(past, seen, self.cache.key_len(len(fed)), self.device)[..., fed.start - past :, :]
+            wanted = min(len(fed), max(1, rows - (end - fed.stop)))  # the language model head takes its time
+            part = ids[:, fed.start - first : fed.stop - first]
+            found.append(self.forward.run(part, wanted, request.layers, positions, mask))
+        return found[0] if len(found) == 1 else join_passes(found, rows)
 
-        The cache never contains both rotations of a model whose rotation changes with the length. If only the draft
-        reaches beyond the change, its logits are computed without a cache; once the context itself does, the cache is
-        filled again.
+    def _read_over_change(self, request: ForwardRequest, rows: int, change: int) -> ForwardOutput:
+        """Read a chain across the change of rotation.
+
+        If only the draft reaches beyond the change, its logits are computed without a cache. Once the context itself
+        does, the cache is filled again.
         """
-        context, drafted, layers, change = request.context, request.tokens, request.layers, self._change
-        rows = len(drafted) + 1 if request.rows is None else request.rows
-        if change is None or not self.cache.length <= change < len(context) + len(drafted):
-            return self._feed(context, drafted, rows, layers)
+        context, drafted = request.context, request.tokens
         if len(context) > change:
             self.cache.reset()
-            return self._feed(context, drafted, rows, layers)
+            return self._read(request, rows)
         beyond = len(context) + len(drafted) - change
-        uncached = self._call([*context, *drafted], min(rows, beyond), layers, cached=False)
+        uncached = self._uncached_forward.run(self._ids(context, drafted), min(rows, beyond), request.layers)
         if rows <= beyond:
             return uncached
-        before = self._feed(context, drafted[: change - len(context)], rows - beyond, layers)
+        before = self._read(request._replace(tokens=drafted[: change - len(context)]), rows - beyond)
         if uncached.hidden is not None:
             uncached = uncached._replace(hidden=uncached.hidden[-beyond:])
         return join_passes([before, uncached], rows)
 
-    def _feed(
-        self, context: Sequence[int], drafted: Sequence[int], rows: int, layers: Sequence[int] = ()
-    ) -> ForwardOutput:
-        start = self.cache.length
-        if drafted and start == 0 and self.cache.separate_prefill:
-            prefill = self._call(context, 1, layers)
-            return join_passes([prefill, self._call(drafted, len(drafted), layers)], rows)
-        widest = self.cache.max_exact_tokens
-        left = drafted[max(0, start - len(context)) :]
-        if isinstance(left, DeviceTokens) and len(left) and widest is None:
-            read = torch.tensor(context[start:], dtype=torch.long, device=self.device)
-            return self._call(torch.cat([read, left.tensor.to(self.device)]), rows, layers)
-        tokens = [*context[start:], *left]
-        if widest is None or start == 0 or len(tokens) <= widest:
-            return self._call(tokens, rows, layers)
-        found = []
-        for first in range(0, len(tokens), widest):
-            part = tokens[first : first + widest]
-            after = len(tokens) - first - len(part)
-            wanted = min(len(part), max(1, rows - after))  # the language model head takes its time
-            found.append(self._call(part, wanted, layers))
-        return join_passes(found, rows)
-
-    def _feed_tree(self, request: ForwardRequest, parents: Sequence[int]) -> ForwardOutput:
-        """Read a tree, whose first nodes may have been read before."""
-        context, tokens, layers = request.context, request.tokens, request.layers
-        before = []
-        rows = len(tokens) + 1 if request.rows is None else request.rows
-        if self.cache.length == 0 and self.cache.separate_prefill:
-            # Its last row has the bits that it has without a tree.
-            before.append(self._feed(context, (), 1, layers))
-        elif self.cache.length < len(context) - 1:
-            before.append(self._feed(context[:-1], (), 1, layers))
-        past = len(context) - 1
-        fed = [context[-1], *tokens]
-        first, widest = self.cache.length - past, self.cache.max_exact_tokens or len(fed)
-        while first < len(fed):
-            end = min(first + widest, len(fed))
-            seen = parents[: end - 1]  # of the nodes read so far
-            mask = tree_mask(past, seen, self.cache.key_len(end - first), self.device)[..., first:, :]
-            positions = tree_positions(past, seen, self.device)[:, first:]
-            wanted = min(end - first, max(1, rows - (len(fed) - end)))
-            before.append(self._call(fed[first:end], wanted, layers, mask=mask, positions=positions))
-            first = end
-        return join_passes(before, rows)
+    def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        """Return these tokens as a model reads them, [1, tokens]; draft tokens stay on their device."""
+        if not isinstance(drafted, DeviceTokens) or not len(drafted):
+            return torch.tensor([[*context, *drafted]], device=self.device)
+        known = torch.tensor(context, dtype=torch.long, device=self.device)
+        return torch.cat([known, drafted.tensor.to(self.device)])[None]
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
         """Roll back, see ``decoding.protocols.Scorer``; kept nodes of the last draft close up after its context."""
@@ -373,23 +338,7 @@ class Scorer:
         kept = path[: max(0, length - root)]
         if kept and kept[-1] >= len(kept):
             self.cache.gather(root, [root + node for node in kept])
-        if self._change is not None and length <= self._change < self.cache.length:
-            self.cache.reset()  # its keys are rotated for longer contexts
         self.cache.rollback(length)
-
-    @torch.inference_mode()
-    def _call(
-        self,
-        tokens: Sequence[int] | Tensor,
-        rows: int,
-        layers: Sequence[int] = (),
-        *,
-        cached: bool = True,
-        **extra: Tensor,
-    ) -> ForwardOutput:
-        ids = tokens[None] if isinstance(tokens, Tensor) else torch.tensor([tokens], device=self.device)
-        output = (self.forward if cached else self._uncached_forward).run(ids, rows, layers, **extra)
-        return output._replace(logits=self.fit(output.logits))
 
     def fit(self, logits: Tensor) -> Tensor:
         """Fit the model's logits, [rows, own width], see ``FittedLogits``."""

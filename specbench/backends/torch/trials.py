@@ -108,7 +108,7 @@ def _static_is_right(model: PreTrainedModel) -> bool:
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
     sample = float32_sample(model) or model
     ids = _trial_ids(sample)
-    expected = HFForward(sample, NoKVCache())(ids, len(_TOKENS))
+    expected = HFForward(sample, NoKVCache(sample.config))(ids, len(_TOKENS))
     forward = GraphForward(sample, StaticKVCache(sample.config))
     try:
         parts = [forward(part, part.shape[1]) for part in ids.split([4, 1, 1], dim=1)]
@@ -276,7 +276,7 @@ def _ragged_is_right(
     caches = [PooledCache(pool) for _ in contexts]
     if not caches[0].takes_trees:
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
-    forward, alone = RaggedForward(model, forward_type), HFForward(model, NoKVCache())
+    forward, alone = RaggedForward(model, forward_type), HFForward(model, NoKVCache(model.config))
     device = _embeddings(model).device
     recurrent = caches[0].recurrent is not None
 

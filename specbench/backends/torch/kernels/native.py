@@ -551,8 +551,8 @@ class DecoderStack:
             pointers: Keys and values of each layer, with space for those of the rows.
             requests: The requests that the rows belong to, in the order of the rows.
             wanted: Rows whose logits are wanted.
-            layers: Indices of layers. The hidden states that enter these layers are returned for all rows; an index
-                equal to the number of layers stands for the states after the final norm.
+            layers: Indices of layers, perhaps repeated. The hidden states that enter these layers are returned for all
+                rows; an index equal to the number of layers stands for the states after the final norm.
             embedded: Embeddings that an EAGLE head reads, in the shape of ``x``.
 
         Returns:
@@ -562,9 +562,10 @@ class DecoderStack:
         c_requests = _CRequests(requests)
         which = array(c_int32, len(wanted))(*wanted)
         logits = torch.empty(len(wanted), self._vocabulary)
-        states = torch.empty(len(x), len(layers), x.shape[1])
+        once = [*dict.fromkeys(layers)]
+        states = torch.empty(len(x), len(once), x.shape[1])
         state_pointers = array(c_void_p, self._model.count + 1)()
-        for place, layer in enumerate(layers):
+        for place, layer in enumerate(once):
             state_pointers[layer] = states[:, place].data_ptr()
         c_pass = CPass(
             model=ctypes.pointer(self._model),
@@ -587,6 +588,8 @@ class DecoderStack:
             is_bfloat16=pointers.is_bfloat16,
         )
         _run(loaded().library.specbench_pass, c_pass)
+        if len(once) < len(layers):
+            states = states[:, [once.index(layer) for layer in layers]]
         return logits, states if layers else None
 
 
