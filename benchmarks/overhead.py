@@ -49,7 +49,6 @@ SAMPLINGS = {
 class TableCache:
     """Only counts."""
 
-    separate_prefill = False
     length = 0
 
     def rollback(self, length: int) -> None:

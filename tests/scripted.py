@@ -24,8 +24,6 @@ Logits = Callable[[Sequence[int]], torch.Tensor]
 class ScriptedCache:
     """Holds who fed which token; several scorers may share one."""
 
-    separate_prefill = False
-
     def __init__(self) -> None:
         self.entries: list[tuple[int, object]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,11 @@ _READ_LATE = ("cuda",)
 
 _FEW = 8
 """A forward pass over more tokens than this takes noticeably longer."""
+
+
+@functools.cache  # to say it once
+def warn_of_no_numbers(name: str) -> None:
+    _log.warning("Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", name)
 
 
 class Drawn(NamedTuple):
@@ -65,7 +71,6 @@ class ChainDrafter(Drafter):
         self._clock = clock or clock_for(str(scorer.device))
         self._has_read = False  # anything of the prompt
         self._distributions = torch.empty(0, 0)
-        self._said = set[str]()  # what was said of it once; forks share it
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
         """Draft token by token; nothing beyond the model's context limit or vocabulary."""
@@ -128,7 +133,7 @@ class ChainDrafter(Drafter):
                 q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
             return Drawn(plan.random.draw(q), known, q)
         except NoTokenError:
-            self._say_no_numbers()
+            warn_of_no_numbers(self.traits.name)
             return None
 
     def _asked(self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int) -> ForwardRequest:
@@ -221,14 +226,6 @@ class ChainDrafter(Drafter):
             self._distributions = torch.empty(2 * end, width, device=device)
             self._distributions[: memory.shape[0]] = memory
         return self._distributions[place:end]
-
-    def _say_no_numbers(self) -> None:
-        """Say once that its logits were not numbers somewhere."""
-        if not self._said:
-            self._said.add("no numbers")
-            _log.warning(
-                "Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", self.traits.name
-            )
 
     # -- its context -----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import grow_tree
-from specbench.drafters.chain import ChainDrafter
+from specbench.drafters.chain import ChainDrafter, warn_of_no_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ class ModelDrafter(ChainDrafter):
         for node, largest in zip(nodes, rows.amax(dim=-1).tolist(), strict=True):
             if node not in ruled_out and not largest > -math.inf:
                 ruled_out.add(node)
-                self._say_no_numbers()
+                warn_of_no_numbers(self.traits.name)
         every = Scores.of(rows, normalized=not sampling.greedy, vocabulary=vocabulary)
         return {node: each for node, each in zip(nodes, every, strict=True) if node not in ruled_out}
 

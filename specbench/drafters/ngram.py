@@ -62,9 +62,8 @@ class NGramDrafter(FreeDrafter):
         super().__init__(self.spec, target)
         self.longest = self.spec.max
         self._continuations: dict[tuple[int, ...], _Continuations] = {}
-        self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = (
-            deque()
-        )  # one entry per token in the window
+        # One entry per token in the window.
+        self._recent: deque[tuple[list[tuple[int, ...]], list[int]]] = deque()
         self._vocabulary: int | None = None
         self._device = torch.device("cpu")
 

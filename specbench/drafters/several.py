@@ -54,11 +54,7 @@ class SeveralDrafters(Drafter):
             draft = yield from drafter.propose(context, plan)
             self._chains.append(tree.graft(draft))
             prefill_s += draft.prefill_s
-            passes += (
-                (len(draft.tokens) if draft.logits is not None else 0)
-                if draft.passes is None
-                else draft.passes
-            )
+            passes += draft.passes or 0
         tree.prefill_s, tree.passes = prefill_s, passes
         return tree
 

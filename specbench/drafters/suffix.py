@@ -66,9 +66,8 @@ class SuffixTrie:
         self.longest = longest
         self._root = _Node()
         self._text: list[int] = []
-        self._matches: list[
-            _Node
-        ] = []  # of the text's end, by length from 1: those that stood before as well
+        # Of the text's end, by length from 1: those that stood before as well.
+        self._matches: list[_Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""

@@ -118,7 +118,12 @@ class TranslatingDrafter(ChainDrafter):
 
     def _asked(self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int) -> ForwardRequest:
         ids = self._ids(context, draft.tokens)
-        self._roll_back(min(self._common(ids), len(ids) - 1))
+        known = min(self._common(ids), len(ids) - 1)
+        if self.scorer.cached_len > known:
+            try:
+                self.scorer.rollback(known)
+            except ValueError:  # a window that has given up what would be needed
+                self.scorer.rollback(0)
         self._fed, self._agreed = ids, len(self._settled)
         return ForwardRequest(self.scorer, ids, rows=1)
 
@@ -127,14 +132,6 @@ class TranslatingDrafter(ChainDrafter):
         length = min(len(ids), len(self._fed))
         start = min(self._agreed, length)
         return next((i for i in range(start, length) if ids[i] != self._fed[i]), length)
-
-    def _roll_back(self, length: int) -> None:
-        if self.scorer.cached_len <= length:
-            return
-        try:
-            self.scorer.rollback(length)
-        except ValueError:  # a window that has given up what would be needed
-            self.scorer.rollback(0)
 
     def can_read(self, context: Sequence[int], drafted: Sequence[int]) -> bool:
         limit = self.scorer.context_limit

@@ -296,8 +296,9 @@ class Scorer:
             positions = mask = None
             if parents is not None and fed.stop > len(context):
                 seen = parents[: fed.stop - len(context)]  # of the nodes read so far
-                positions = tree_positions(past, seen, self.device)[:, fed.start - past :]
-                mask = tree_mask(past, seen, self.cache.key_len(len(fed)), self.device)[..., fed.start - past :, :]
+                skipped, keys = fed.start - past, self.cache.key_len(len(fed))
+                positions = tree_positions(past, seen, self.device)[:, skipped:]
+                mask = tree_mask(past, seen, keys, self.device)[..., skipped:, :]
             wanted = min(len(fed), max(1, rows - (end - fed.stop)))  # the language model head takes its time
             part = ids[:, fed.start - first : fed.stop - first]
             found.append(self.forward.run(part, wanted, request.layers, positions, mask))
