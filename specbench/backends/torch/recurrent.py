@@ -136,9 +136,7 @@ def _calling(functions: Mapping[str, Function], function: FunctionType) -> Funct
         for cell in function.__closure__ or ()
     ]
     known = {**function.__globals__, **functions}
-    made = FunctionType(
-        function.__code__, known, function.__name__, function.__defaults__, tuple(closure)
-    )
+    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, tuple(closure))
     made.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(made, function)
 
