@@ -93,7 +93,7 @@ def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     before = whole(source, tokens)
     assert torch.equal(
-        whole(cheaper_form(source, kept, int8=False), tokens),
+        whole(cheaper_form(source, kept), tokens),
         whole(with_layers(family, source, kept), tokens),
     )
     assert torch.equal(whole(source, tokens), before)
@@ -107,7 +107,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     if packed:
         pack_linears(source)
     expected = whole(source, [5, 6, 7, 8])
-    form: Any = cheaper_form(source, kept, int8=True)
+    form: Any = cheaper_form(source, kept, "int8")
     quantized = [module for module in form.modules() if isinstance(module, Int8Linear)]
     outputs = 2 * 32 + 2 * 16 + 2 * 64 + 32  # query and output, key and value, gate and up, down
     assert sum(module.out_features for module in quantized) == outputs * len(kept) + source.config.vocab_size
@@ -116,7 +116,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     assert {parameter.data_ptr() for parameter in form.parameters()} <= places
     assert not any(isinstance(module, Int8Linear) for module in source.modules())
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
-    plain = cheaper_form(source, kept, int8=False)
+    plain = cheaper_form(source, kept)
     quantize_linears(plain)
     assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
@@ -124,9 +124,9 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
 
 def test_forms_are_made_of_an_int8_model_too():
     source: Any = tiny_llama(layers=LAYERS)
-    int8 = cheaper_form(source, range(LAYERS), int8=True)
-    again = cheaper_form(int8, (0, 3), int8=False)
-    assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, (0, 3), int8=True), [5, 6, 7]))
+    int8 = cheaper_form(source, range(LAYERS), "int8")
+    again = cheaper_form(int8, (0, 3))
+    assert torch.equal(whole(again, [5, 6, 7]), whole(cheaper_form(source, (0, 3), "int8"), [5, 6, 7]))
 
 
 # -- on the target's cache -----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def on_cache() -> Iterator[tuple[str, CacheKind, tuple[int, ...]]]:
 def test_only_its_layers_are_lengthened_and_rolled_back(family, kind, kept):
     model = model_of(family)
     target = Scorer(model, kind)
-    form = Scorer(cheaper_form(model, kept, int8=False), target.cache)
+    form = Scorer(cheaper_form(model, kept), target.cache)
     walk = Walk(target, 11)
     for drafts in (0, 3, 1, 9, 2):
         verified = target.cache.length
@@ -191,7 +191,7 @@ def test_every_draft_of_the_whole_target_is_accepted():
     """Sampled: a form that leaves nothing out and is not quantized has the target's own distributions."""
     target = wrap_target(tiny_language_model(layers=3).model, tiny_tokenizer(), pack=False)
     drafter = SelfDrafter(
-        Scorer(cheaper_form(target.language_model.model, range(3), int8=False), target.scorer.cache), "whole"
+        Scorer(cheaper_form(target.language_model.model, range(3)), target.scorer.cache), "whole"
     )
     result = speculative_generate(
         [5, 6, 7], target, drafter, gamma=4, sampling=Multinomial(1.0), max_new_tokens=24, ignore_eos=True

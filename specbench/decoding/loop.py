@@ -116,9 +116,8 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     if request.end_at(len(context)):
         yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
         return
-    index = (
-        -1 if request.first_target else 0
-    )  # of the step; -1 is the prefill: this loop's body with an empty draft
+    # Of the step; -1 is the prefill: this loop's body with an empty draft.
+    index = -1 if request.first_target else 0
     if index == 0:  # the first step reads the prompt
         yield Prefill(len(context), token=None, time_s=0.0)
     step: Step | None = None
@@ -131,9 +130,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
             )
         watch.start()
         if step is not None:
-            policy.observe(
-                step.unforced
-            )  # of the last round; called here, so that its time counts as drafting
+            policy.observe(step.unforced)  # of the last round; here its time counts as drafting
         position = len(context)
         if index < 0:
             draft = Draft()

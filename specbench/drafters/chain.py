@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
 
-_log = logging.getLogger("specbench")
-
 _READ_LATE = ("cuda",)
 """Devices that compute asynchronously until a result is read."""
 
@@ -35,7 +33,9 @@ _FEW = 8
 
 @functools.cache  # to say it once
 def warn_of_no_numbers(name: str) -> None:
-    _log.warning("Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", name)
+    logging.getLogger("specbench").warning(
+        "Logits of the drafter %s are not numbers (NaN): it drafts nothing there.", name
+    )
 
 
 class Drawn(NamedTuple):

@@ -300,7 +300,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     whole = rounded is not None and len(kept) == model.layers
     try:
         with kept_layers(model, rounded, progress) if rounded and whole else nullcontext() as layers:
-            cheaper = cheaper_form(model.model, kept, form.int8, layers, int4=form.int4)
+            cheaper = cheaper_form(model.model, kept, rounded, layers)
     except ValueError as error:
         raise UsageError(
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."

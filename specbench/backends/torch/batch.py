@@ -36,8 +36,7 @@ class BatchedModel:
     """A loaded model with a scorer for every request, whose forward passes it runs together where the model can.
 
     Args:
-        pool: Pool of the model's keys and values; for a cheaper form of a target, the target's pool. With ``None``,
-            each request has a growing cache, and forward passes are run one by one.
+        pool: Pool of the model's keys and values; for a cheaper form of a target, the target's pool.
         exact: Whether logits must equal those of separate forward passes up to the rounding of the weights, as a
             target's must; if layers quantize activations, they must be bitwise equal.
 
@@ -45,12 +44,9 @@ class BatchedModel:
         why_not_batched: Why forward passes are run one by one, as a sentence; ``None`` if they are not.
     """
 
-    def __init__(self, scorer: Scorer, pool: KVPool | None, *, exact: bool = True) -> None:
+    def __init__(self, scorer: Scorer, pool: KVPool, *, exact: bool = True) -> None:
         self.loaded, self.pool = scorer, pool
         self.why_not_batched: str | None
-        if pool is None:
-            self.why_not_batched = "Every request has its own growing cache."
-            return
         self._forward = RaggedForward(scorer.model, type(scorer.forward))
         if exact and scorer.rounding == torch.int8 and not self._forward.is_row_invariant(pool):
             self.why_not_batched = (
@@ -62,17 +58,12 @@ class BatchedModel:
 
     def open(self, shared: KVCache | None = None) -> Scorer:
         """Return a scorer for one more request, on the cache of the request's target if it drafts on that."""
-        cache = shared
-        if cache is None:
-            config = self.loaded.model.config
-            cache = make_cache("dynamic", config) if self.pool is None else PooledCache(self.pool)
         batch = self if self.why_not_batched is None else None
-        return self.loaded.clone_for(cache, batch, shares=shared is not None)
+        return self.loaded.clone_for(shared or PooledCache(self.pool), batch, shares=shared is not None)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """Run all forward passes in one, see ``decoding.protocols.Batch``."""
-        assert self.pool is not None
         scorers = [cast("Scorer", each.scorer) for each in requests]
         new = [
             i
@@ -170,7 +161,7 @@ class RequestFactory:
     def __init__(self, target: Scorer, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
         self._target = target
         self._requests, self._kind = requests, kind
-        self._models: dict[Scorer, BatchedModel] = {}
+        self._models: dict[Scorer, BatchedModel | None] = {}
         self._heads: dict[AnyHeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of models that share its keys and values
         preallocated = target.cache.kind == "preallocated"
@@ -211,7 +202,7 @@ class RequestFactory:
     def release(self) -> None:
         """Free the pools' memory when all requests have ended, without waiting for the garbage collector."""
         for batched in self._models.values():
-            if batched.pool is not None:
+            if batched is not None:
                 batched.pool.release()
 
     def _opened(self, loaded: Scorer, shared: KVCache | None) -> Scorer:
@@ -230,7 +221,7 @@ class RequestFactory:
                 config = loaded.model.config
                 fits = supports_pool(config)
                 pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
-            self._models[loaded] = BatchedModel(loaded, pool, exact=is_target)
+            self._models[loaded] = None if pool is None else BatchedModel(loaded, pool, exact=is_target)
             if is_target:
                 self._pool = pool
         return self._models[loaded]

@@ -7,7 +7,8 @@ that uses the target's cache and only its first layers extends only these layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,13 +48,10 @@ CACHE_KINDS: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static", "none
 
 
 class KVCache:
-    """Keys and values of one context, batch size 1.
+    """Keys and values of one context, batch size 1, of a model with this configuration.
 
-    Scorers ask it, and never which kind it is: how many tokens it has (``length``), which passes read what is missing
-    (``passes``), whether it can go back to any place (``takes_trees``), and to go back (``rollback``).
-
-    Args:
-        config: The model's configuration.
+    A scorer need not know which kind it is: it asks how many tokens there are (``length``), which passes read the rest
+    (``passes``), whether it can go back to every place (``takes_trees``), and to go back (``rollback``).
 
     Attributes:
         kind: Which kind each of several scorers of the model gets; a static one can serve only one.
@@ -193,17 +191,16 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
     """
-    if kind == "dynamic":
-        return DynamicKVCache(config)
-    if kind == "preallocated":
-        return PreallocatedKVCache(config, KEY_BLOCK if is_folded(config) else 1)
-    if kind == "static":
-        return StaticKVCache(config)
-    if kind == "compiled":
-        return StaticKVCache(config, compiled=True)
-    if kind == "none":
-        return NoKVCache(config)
-    raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
+    made: dict[str, Callable[[PretrainedConfig], KVCache]] = {
+        "dynamic": DynamicKVCache,
+        "preallocated": PreallocatedKVCache,
+        "static": StaticKVCache,
+        "compiled": partial(StaticKVCache, compiled=True),
+        "none": NoKVCache,
+    }
+    if kind not in made:
+        raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
+    return made[kind](config)
 
 
 def change_of_rotation(config: PretrainedConfig) -> int | None:
@@ -225,9 +222,8 @@ def rotates_by_length(config: PretrainedConfig) -> bool:
 
 def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [
-        kind for kind in (rope, *rope.values()) if isinstance(kind, dict)
-    ]  # of all layers, or by their type
+    # One of all layers, or one by their type.
+    return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
 
 
 class NoKVCache(KVCache):
@@ -353,14 +349,13 @@ def _crop_attention(layer: Any, surplus: int) -> None:
 
 
 class PreallocatedKVCache(KVCache):
-    """A cache whose layers write by index and roll back by moving an
-    offset; for ``block`` see ``PreallocatedLayer``.
-    """
+    """A cache whose layers write by index and roll back by moving an offset."""
 
     kind = "preallocated"
 
-    def __init__(self, config: PretrainedConfig, block: int = 1) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
+        block = KEY_BLOCK if is_folded(config) else 1
         layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
         for layer in DynamicCache(config=config).layers:
             kind = type(layer).__name__
@@ -407,9 +402,7 @@ class PreallocatedKVCache(KVCache):
 
     @torch.inference_mode()
     def repeat(self, length: int) -> None:
-        """Grow to ``length`` tokens by repeating the entries;
-        the content is meaningless, but forwards get the right shapes.
-        """
+        """Grow to ``length`` tokens by repeating the entries, which gives forwards the right shapes."""
         for layer in self._layers:
             layer.repeat(length)
 

@@ -77,9 +77,8 @@ class ExpertChoices:
         alone = (ids < none).sum() - (repeats & (ids[..., 1:] < none)).sum()
         seen = torch.zeros(len(ids), none + 1, dtype=torch.bool, device=ids.device)
         read = seen.scatter_(1, ids.flatten(1), True)[:, :none].sum(dim=1)
-        counts: list[int] = torch.cat(
-            [read, alone[None]]
-        ).tolist()  # at once, as a transfer waits for the device
+        # At once, as a transfer waits for the device.
+        counts: list[int] = torch.cat([read, alone[None]]).tolist()
         return counts
 
 

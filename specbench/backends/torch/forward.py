@@ -53,12 +53,7 @@ class Forward:
         return self.run(ids, rows, (), positions, mask).logits
 
     def run(
-        self,
-        ids: Tensor,
-        rows: int,
-        layers: Sequence[int],
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         """Run a forward pass, with the hidden states of some layers at all tokens.
 
@@ -67,8 +62,7 @@ class Forward:
             rows: Number of last positions whose logits are returned; at least 1.
             layers: See ``ForwardRequest``; in any order, with repeats.
             positions: Positions of the tokens, [1, tokens]; ``None`` for those after the cached ones.
-            mask: Bool [1, 1, tokens, ``cache.key_len(tokens)``], true where a token attends; ``None``:
-                causal.
+            mask: Bool [1, 1, tokens, ``cache.key_len(tokens)``], true where a token attends; ``None`` for causal.
 
         Returns:
             Logits and hidden states, in tensors that no later forward overwrites.
@@ -97,12 +91,7 @@ class HFForward(Forward):
         return torch.arange(max(0, ids.shape[1] - rows), ids.shape[1], device=ids.device)
 
     def run(
-        self,
-        ids: Tensor,
-        rows: int,
-        layers: Sequence[int],
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         arguments = self._cache.model_kwargs()
         if positions is None and self._recurrent and "past_key_values" in arguments:
@@ -278,12 +267,7 @@ class NativeForward(Forward):
         return parts is not None and parts.stack is not None
 
     def run(
-        self,
-        ids: Tensor,
-        rows: int,
-        layers: Sequence[int],
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._cache.held
         parts = self._lookup(cache)
@@ -321,7 +305,7 @@ class NativeForward(Forward):
         for chunk in ids.tensor_split(-(-left // _CHUNK_ROWS), dim=1):
             left -= chunk.shape[1]
             wanted = min(chunk.shape[1], max(1, rows - left))
-            passes.append(self._fallback.run(chunk, wanted, layers))
+            passes.append(self._fallback.run(chunk, wanted, layers, None, None))
         return join_passes(passes, rows)
 
     def _extend(self, cache: Any, parts: _Parts, tokens: int) -> KVPointers | None:

@@ -91,9 +91,8 @@ def compiled(model: PreTrainedModel, device: torch.device) -> Callable[..., Any]
             "Choose another --cache than compiled.",
         )
     config: Any = torch._dynamo.config
-    config.recompile_limit = max(
-        config.recompile_limit, 4 * WIDEST_GRAPH
-    )  # or later widths would run uncompiled
+    # With a lower limit later widths would run uncompiled.
+    config.recompile_limit = max(config.recompile_limit, 4 * WIDEST_GRAPH)
     fast = torch.compile(_run_layer, backend=backend, dynamic=False)
     forwards = [(layer, partial(_run_compiled, fast, layer, _cache_index(layer))) for layer in layers]
 
@@ -189,12 +188,7 @@ class GraphForward(Forward):
         return HFForward(self._model, cache)
 
     def run(
-        self,
-        ids: Tensor,
-        rows: int,
-        layers: Sequence[int],
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         count, past = ids.shape[1], self._cache.length
         self._cache.reserve(past + count)

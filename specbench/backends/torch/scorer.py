@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -53,16 +53,8 @@ class DeviceTokens(Sequence[int]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> DeviceTokens: ...
-
-    def __getitem__(self, index: int | slice) -> int | DeviceTokens:
-        if isinstance(index, slice):
-            return DeviceTokens(self._tensors[index])
-        return self._values()[index]
+    def __getitem__(self, index: Any) -> Any:
+        return DeviceTokens(self._tensors[index]) if isinstance(index, slice) else self._values()[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._values())
@@ -138,7 +130,6 @@ class Scorer:
         self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
-        self._uncached_forward = HFForward(model, NoKVCache(model.config))
         self._batchable: dict[PoolKind, str | None] = {}  # shared by clones
         self._experts = ExpertCounter(model)
 
@@ -315,7 +306,8 @@ class Scorer:
             self.cache.reset()
             return self._read(request, rows)
         beyond = len(context) + len(drafted) - change
-        uncached = self._uncached_forward.run(self._ids(context, drafted), min(rows, beyond), request.layers)
+        forward = HFForward(self.model, NoKVCache(self.model.config))
+        uncached = forward.run(self._ids(context, drafted), min(rows, beyond), request.layers, None, None)
         if rows <= beyond:
             return uncached
         before = self._read(request._replace(tokens=drafted[: change - len(context)]), rows - beyond)

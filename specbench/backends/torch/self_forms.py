@@ -66,24 +66,21 @@ def skippable_layers(config: PreTrainedConfig) -> tuple[int, ...]:
 def cheaper_form(
     model: PreTrainedModel,
     kept: Sequence[int],
-    int8: bool,
+    rounded: QuantizedName | None = None,
     layers: KeptLayers | None = None,
-    *,
-    int4: bool = False,
 ) -> PreTrainedModel:
     """Return a model of some layers of the given one, which shares all unquantized weights.
 
     Args:
         model: The model, packed or not; it is not changed.
         kept: The decoder layers to use, ascending. Each keeps its place in the whole model's cache.
-        int8, int4: Whether to quantize the linear layers.
+        rounded: What the linear layers are quantized to; ``None`` if they are not.
         layers: A store of the whole model's quantized layers.
 
     Raises:
         ValueError: The list of decoder layers was not found.
         UsageError: The layers are wrapped, for example by a device map.
     """
-    rounded: QuantizedName | None = "int8" if int8 else "int4" if int4 else None
     if rounded is not None and len(kept) == model.config.get_text_config(decoder=True).num_hidden_layers:
         return quantized_copy(model, rounded, layers)
     count = max(kept) + 1

@@ -358,7 +358,7 @@ def why_widths_differ(
 
     def read(length: int, width: int, layers: Sequence[int] = ()) -> Tensor:
         cache.rollback(length)
-        return forward.run(ids[:, length : length + width], width, layers).logits
+        return forward.run(ids[:, length : length + width], width, layers, None, None).logits
 
     cache.reset()
     forward(ids[:, : min(_READ, start)], 1)
