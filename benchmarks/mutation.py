@@ -164,7 +164,7 @@ decoding/loop.py:decode  test_decode.py
 a token of low confidence is thrown away
 drafters/chain.py:ChainDrafter.propose  test_exact.py -k 'output_distribution and model-multinomial'
 - drawn is None
-+ drawn is None or (drawn.q is not None and float(drawn.q[drawn.token]) < 0.2)
++ drawn is None or (drawn[2] is not None and float(drawn[2][drawn[0]]) < 0.2)
 
 the numbers that tested the drafts are used again for the draw
 decoding/sampling.py:Randomness.test  test_properties.py -k 'random_number or no_say'

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import torch
 
@@ -38,12 +38,8 @@ def warn_of_no_numbers(name: str) -> None:
     )
 
 
-class Drawn(NamedTuple):
-    """A drafted token: its id, the logits it was drawn by, and the distribution, [vocab]; ``None`` in greedy mode."""
-
-    token: int
-    logits: Logits
-    q: torch.Tensor | None
+Drawn: TypeAlias = tuple[int, Logits, torch.Tensor | None]
+"""A drafted token: its id, the logits it was drawn by, and the distribution, [vocab]; ``None`` in greedy mode."""
 
 
 class ChainDrafter(Drafter):
@@ -88,8 +84,9 @@ class ChainDrafter(Drafter):
                 drawn = yield from self.draw(context, draft, plan, limit)
                 if drawn is None:
                     break
-                draft.logits.append(drawn.logits)  # type: ignore[union-attr]
-                draft.tokens.append(drawn.token)
+                token, logits, _ = drawn
+                draft.logits.append(logits)  # type: ignore[union-attr]
+                draft.tokens.append(token)
         if draft.tokens and not sampling.greedy:
             draft.q = self._distributions[: len(draft.tokens)]
         return draft
@@ -124,14 +121,14 @@ class ChainDrafter(Drafter):
             if vocabulary is not own:
                 known = Logits(logits[0], vocabulary)
             if sampling.greedy:
-                return Drawn(known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None)
+                return known.token(sampling.choose(logits, context, draft.tokens)[0]), known, None
             width = logits.shape[-1] if vocabulary is None else vocabulary.size
             row = self._memory(len(draft.tokens), 1, width, logits.device)
             if vocabulary is None:
                 q = sampling.probabilities(logits, context, draft.tokens, row)[0]
             else:
                 q = vocabulary.spread(sampling.probabilities(logits, context, draft.tokens), 0.0, row)[0]
-            return Drawn(plan.random.draw(q), known, q)
+            return plan.random.draw(q), known, q
         except NoTokenError:
             warn_of_no_numbers(self.traits.name)
             return None
