@@ -218,10 +218,11 @@ class Scheduler:
 
     def _make(self, parts: Sequence[tuple[_Job, ForwardRequest]], events: list[tuple[int, Event]]) -> None:
         """Run one forward pass and continue its requests."""
-        fed = tuple(_new_tokens(part) for _, part in parts)
+        requests = [part for _, part in parts]
+        fed, scorer = tuple(map(_new_tokens, requests)), requests[0].scorer
         began = 0.0 if self._watch is None else self._clock.now()
         try:
-            outputs = _run([part for _, part in parts])
+            outputs = [scorer.score(*requests)] if scorer.batch is None else scorer.batch.score(requests)
         except Exception as error:
             if len(parts) == 1:
                 self._fail(parts[0][0], error, events)
@@ -425,11 +426,3 @@ def _beginning(asked: ForwardRequest, most: int) -> ForwardRequest:
     return (
         asked._replace(context=asked.context[:end], tokens=(), parents=None, rows=1) if end > held else asked
     )
-
-
-def _run(requests: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-    """Run the requests, in one pass where possible."""
-    batch = requests[0].scorer.batch
-    if batch is None or len(requests) == 1:
-        return [request.scorer.score(request) for request in requests]
-    return batch.score(requests)

@@ -107,7 +107,7 @@ class ChainDrafter(Drafter):
         logits = None if self.guesses is None else self.guesses.row_after(draft.tokens)
         if logits is None:
             request = self._asked(context, draft, sampling, limit)
-            logits = yield from self._read(request, draft)
+            logits = yield from self._run(request, draft)
             if self.guesses is not None and len(logits) > 1:
                 self.guesses.keep(draft.tokens, request.tokens, logits)
                 logits = logits[:1]
@@ -144,7 +144,7 @@ class ChainDrafter(Drafter):
                 return ForwardRequest(self.scorer, context, [*tokens, *guesses], rows=1 + len(guesses))
         return ForwardRequest(self.scorer, context, tokens, rows=1)
 
-    def _read(self, request: ForwardRequest, draft: Draft) -> Decoding[torch.Tensor]:
+    def _run(self, request: ForwardRequest, draft: Draft) -> Decoding[torch.Tensor]:
         """Run a pass of the model and return its logits; reading the prompt or catching up counts as prefill."""
         draft.passes = (draft.passes or 0) + 1
         cached = self.scorer.cached_len
@@ -163,7 +163,7 @@ class ChainDrafter(Drafter):
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
         with self.drafting(context, draft):
             for _ in range(limit):
-                logits = yield from self._read(self._asked(context, draft, plan.sampling, limit), draft)
+                logits = yield from self._run(self._asked(context, draft, plan.sampling, limit), draft)
                 draft.logits.append(Logits(logits[0], vocabulary))  # type: ignore[union-attr]
                 best = logits[0].argmax()
                 tokens.append(best if vocabulary is None else vocabulary.tokens.take(best))

@@ -51,7 +51,7 @@ class ModelDrafter(ChainDrafter):
         with self.drafting(context, tree):
             while nodes := policy.expand(tree):
                 self._read_nodes += [node for node in nodes if node >= 0]
-                logits = yield from self._read(self._frontier(context, tree, len(nodes)), tree)
+                logits = yield from self._run(self._frontier(context, tree, len(nodes)), tree)
                 distributions = self._distributions_after(logits, context, tree, nodes, plan.sampling)
                 if not distributions or not grow_tree(tree, plan, distributions):
                     break

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -83,7 +83,7 @@ def keep_states(model: Any) -> bool:
     if not can_keep_states(type(model)):
         return False
     for layer in model.modules():
-        kind = _keeping(type(layer))
+        kind = _keeping(cast("Any", type(layer)))
         if kind is not type(layer):
             layer.__class__ = kind
             if "_old_forward" in vars(layer):  # `accelerate` calls it within its hooks
@@ -138,7 +138,8 @@ def _calling(functions: Mapping[str, Function], function: FunctionType) -> Funct
     known = {**function.__globals__, **functions}
     made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, tuple(closure))
     made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
+    functools.update_wrapper(made, function)
+    return made
 
 
 # -- convolutions ----------------------------------------------------------------------------------
