@@ -22,6 +22,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.drafters.chain import warn_of_no_numbers
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
@@ -314,6 +315,7 @@ def test_a_drafter_without_numbers_drafts_nothing_there_and_says_so_once(way, ca
             ("requests", 1),
         )
     )
+    warn_of_no_numbers.cache_clear()
     target = wrap_target(tiny_llama(), name="tiny")
     prompt, settings = [5, 6, 7], {"max_new_tokens": 30, "ignore_eos": True}
     expected = speculative_generate(prompt, target, None, **settings).token_ids
