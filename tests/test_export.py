@@ -219,9 +219,9 @@ def test_the_best_of_a_run_with_its_interval():
     assert (found.drafter_dtype, found.dtype, found.temperature) == ("int4", "bfloat16", 0.0)
     assert found.measured is not None
     assert found.measured.best
-    assert "1.89× [1.61, 2.34]" in str(found.measured)
-    assert (str(found.policy), found.gamma) == ("auto", 5)
-    assert "1.74× [1.40, 2.12]" in found.gamma_from
+    assert "2.07× [1.69, 2.51]" in str(found.measured)
+    assert (str(found.policy), found.gamma) == ("auto", 4)
+    assert "1.94× [1.61, 2.31]" in found.gamma_from
 
 
 def test_one_that_is_named():
@@ -408,7 +408,7 @@ def test_the_command_says_what_it_is_from(cli):
     assert (result.code, result.err) == (0, "")
     for said in (
         "# Made for vLLM",
-        "γ=5: 1.74× [1.40, 2.12]",
+        "γ=4: 1.94× [1.61, 2.31]",
         "# It replaces the",
         "# Not supported: ",
         "# To verify: ",
@@ -428,14 +428,14 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
         return " ".join(line.lstrip("# ") for line in found.splitlines() if line.startswith("#"))
 
     eight = f"{int4}:qwen2.5-coder-0.5b (int4) γ=8"
-    for source, replaced in ((int4, "auto: 1.89×"), (eight, "γ=8: 1.56×")):
+    for source, replaced in ((int4, "auto: 2.07×"), (eight, "γ=8: 1.65×")):
         said = heading(source, "--gamma", 3)
-        assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.66×" in said
+        assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.81×" in said
         assert replaced in said.partition("It replaces")[2]
     assert "γ of 11 was not measured" in heading(int4, "--gamma", 11)
     assert "γ of 4 was not measured" in heading(batched)
     measured = cli("export", int4, "--to", "vllm", "--json").json()["measured"]
-    assert measured["at_gamma"]["config"] == "qwen2.5-coder-0.5b (int4)@5"
+    assert measured["at_gamma"]["config"] == "qwen2.5-coder-0.5b (int4)@4"
     assert measured["at_gamma"]["speedup"] < measured["speedup"]
 
 
