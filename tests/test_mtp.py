@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
+from specbench.models.heads import find_head, load_head
 from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
@@ -207,6 +209,14 @@ def test_a_wrong_layer_is_refused_in_a_sentence(tmp_path, changed, message):
     head = write_head(tmp_path / "head", mtp_settings(), mtp_tensors() | changed)
     target = wrap_target(tiny_language_model(vocab_size=VOCAB).model, name="tiny", pack=False)
     assert message in refusal(load_drafter, str(head), target, PLAIN, kind=UsageError)
+
+
+def test_weights_of_a_layer_on_the_hub_are_fetched(tmp_path):
+    files, fetched = find_head(parse_model(str(write_head(tmp_path, mtp_settings(), mtp_tensors())))), []
+    assert files is not None
+    hub: Any = SimpleNamespace(fetch_weights=lambda *_, **__: fetched.append(True))
+    assert load_head(replace(files, hub=hub)).tensors.keys() == mtp_tensors().keys()
+    assert fetched
 
 
 def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_path, monkeypatch):

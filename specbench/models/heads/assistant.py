@@ -53,10 +53,8 @@ def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor |
         tensors.setdefault("lm_head.weight", tied)
     order = tensors.get("masked_embedding.token_ordering")
     if order is not None and not torch.equal(order.flatten().sort().values, torch.arange(order.numel())):
-        raise UsageError(
-            f"The tensor token_ordering of the head {files.name} is no order of all tokens.",
-            "Fetch it again.",
-        )
+        what = f"The tensor token_ordering of the head {files.name} is no order of all tokens."
+        raise UsageError(what, "Fetch it again.")
     return tensors, target_tokens
 
 

@@ -29,10 +29,9 @@ def _convert(files: HeadFiles, tensors: Tensors) -> tuple[Tensors, torch.Tensor 
         plain = re.sub(r"^lm_head\.", "lm_heads.0.", plain)
         plain = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", plain)
         plain = re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", plain)
-        whole = (
-            target_tokens is not None and plain.startswith("lm_heads.") and len(tensor) > len(target_tokens)
-        )
-        own[plain] = tensor[target_tokens] if whole else tensor
+        if target_tokens is not None and plain.startswith("lm_heads."):
+            tensor = tensor[target_tokens] if len(tensor) > len(target_tokens) else tensor
+        own[plain] = tensor
     return own, target_tokens
 
 

@@ -28,7 +28,8 @@ def _claims(files: HeadFiles, named: str | None) -> bool:
 
 def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor | None]:
     tensors, target_tokens = usual(files, stored)
-    return {n: each.flatten() if n == "mask_hidden" else each for n, each in tensors.items()}, target_tokens
+    tensors |= {name: tensors[name].flatten() for name in tensors.keys() & {"mask_hidden"}}
+    return tensors, target_tokens
 
 
 @register(
