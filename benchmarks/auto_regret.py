@@ -28,7 +28,7 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate
 from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET, HEADS_AHEAD
-from specbench.decoding.request import DraftPlan
+from specbench.decoding.protocols import DraftPolicy
 from specbench.generate import as_tokens, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
@@ -41,7 +41,7 @@ PLAIN, AUTO, GOAL = "plain", "auto", 0.97
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)
 
 
-def policies(gammas: Sequence[int]) -> dict[str, Callable[[], DraftPlan] | None]:
+def policies(gammas: Sequence[int]) -> dict[str, Callable[[], DraftPolicy] | None]:
     """Return what makes each policy; ``None`` drafts nothing."""
     fixed = {f"γ={gamma}": f"fixed:gamma={gamma}" for gamma in gammas}
     makers = {name: lambda spec=spec: build_policy(spec) for name, spec in {AUTO: AUTO, **fixed}.items()}
@@ -52,8 +52,8 @@ def play(
     parts: Parts,
     rounds: int,
     prompts: Sequence[Sequence[int]],
-    makers: Mapping[str, Callable[[], DraftPlan] | None],
-    decode: Callable[[Sequence[int], DraftPlan | None], Any],
+    makers: Mapping[str, Callable[[], DraftPolicy] | None],
+    decode: Callable[[Sequence[int], DraftPolicy | None], Any],
     until: float = math.inf,
 ) -> None:
     """Decode the rounds that are missing.
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
 
-    def decode(prompt: Sequence[int], plan: DraftPlan | None) -> Any:
+    def decode(prompt: Sequence[int], plan: DraftPolicy | None) -> Any:
         return speculative_generate(
             prompt, target, None if plan is None else drafter, policy=plan,
             max_new_tokens=given.tokens, ignore_eos=True,

@@ -17,13 +17,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import scripted_drafters
-from scripted import enumerate_outcomes
+from scripted import GivenCosts, build_with, enumerate_outcomes
 from scripted_drafters import DRAFTERS, PROMPT, VOCAB, scripted_target
 from tiny import letter_tokenizer
 
@@ -33,9 +33,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
-from specbench.decoding.theory import PassCosts
 from specbench.options import Format
-from specbench.policies import GivenCosts, build_policy
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import parse_policy
 from specbench.specs.verification import VERIFICATIONS
@@ -93,8 +91,6 @@ SAMPLINGS = {
 }
 """Every transform of ``Sampling`` changes something in one of them."""
 
-COSTS = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1})
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -128,10 +124,9 @@ def measure(cell: Cell, new: int = NEW) -> float:
     """
     entry, sampling = DRAFTERS[cell.drafter], cell.transforms
     drafter = parse_drafter(entry.spec)
-    rule = parse_policy(cell.policy).with_options({"verification": cell.verification})
+    rule = replace(parse_policy(cell.policy), verification=cell.verification)
     rule.check(drafter)
-    costs = {"costs": GivenCosts(COSTS, "d")} if rule.word == "auto" else {}
-    one_step = rule.kind.tree or len(drafter.parts) > 1
+    one_step = rule.tree or len(drafter.parts) > 1
 
     def distribution(before: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         """Return the distribution of outputs that begin with these tokens; wide drafts are enumerated step by step."""
@@ -144,7 +139,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
                 [*PROMPT, *before],
                 target,
                 entry.build(target),
-                policy=build_policy(rule, **costs),
+                policy=build_with(GivenCosts(0.1, {1: 1.0, 9: 1.1}), rule),
                 sampling=sampling,
                 random=random,
                 max_new_tokens=left,

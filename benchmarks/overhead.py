@@ -28,7 +28,6 @@ import torch
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
@@ -119,7 +118,7 @@ def tables(gamma: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tenso
 def steps(
     target: Any,
     drafter: Drafter,
-    policy: DraftPolicy | DraftPlan,
+    policy: DraftPolicy,
     sampling: Sampling,
     prompt: Sequence[int],
 ) -> Iterator[Step]:

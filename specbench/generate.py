@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,7 +14,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.origins import Origin
 from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation, Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import LabeledText, StopRules, TextStream
@@ -172,7 +173,7 @@ class GenerationRun:
         target: Target,
         drafter: Drafter | str | None = None,
         *,
-        policy: DraftPolicy | DraftPlan | None = None,
+        policy: DraftPolicy | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
         decoding: DecodingOptions | None = None,
@@ -259,7 +260,7 @@ class GenerationRun:
         Raises:
             UsageError: See ``Request``.
         """
-        self.policy = policy = DraftPlan.of(self.policy).fork()
+        self.policy = policy = copy.deepcopy(self.policy)
         target, drafter = factory.open(self.drafter)
         if batch_costs is not None:
             models = [loaded_of(part.scorer) for part in models_of(drafter)]
@@ -339,7 +340,7 @@ def speculative_generate(
     drafter: Drafter | str | None,
     *,
     gamma: int | None = None,
-    policy: DraftPolicy | DraftPlan | None = None,
+    policy: DraftPolicy | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     decoding: DecodingOptions | None = None,

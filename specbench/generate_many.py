@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.backends.torch.pools import PoolKind
     from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter, DraftPolicy
-    from specbench.decoding.request import DraftPlan, Request
+    from specbench.decoding.request import Request
     from specbench.decoding.sampling import Sampling
     from specbench.models.target import Target
 
@@ -195,7 +195,7 @@ def speculative_generate_many(
     pool_tokens: int | None = None,
     pool: PoolKind | None = None,
     gamma: int | None = None,
-    policy: DraftPolicy | DraftPlan | None = None,
+    policy: DraftPolicy | None = None,
     sampling: Sampling | None = None,
     seed: int = 0,
     chat: bool | None = None,

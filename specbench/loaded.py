@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
@@ -15,7 +14,7 @@ from specbench.policies import FixedLength, build_policy
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.protocols import Drafter, DraftPolicy
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -42,7 +41,7 @@ class LoadedRecipe:
     recipe: Recipe
     target: Target
     drafter: Drafter
-    policy: DraftPlan
+    policy: DraftPolicy
     sampling: Sampling
     notes: tuple[str, ...] = ()
 
@@ -53,14 +52,14 @@ class LoadedRecipe:
         Raises:
             UsageError, RunError: The drafter could not be loaded.
         """
-        policy = recipe.policy
-        if policy is None or (policy.kind.tree and recipe.drafter.is_plain):  # it has no effect
-            plan = DraftPlan(FixedLength())
+        spec = recipe.policy
+        if spec is None or (spec.tree and recipe.drafter.is_plain):  # it has no effect
+            policy: DraftPolicy = FixedLength()
         else:
-            plan = build_policy(policy)
+            policy = build_policy(spec)
         drafter = NoDraft() if loaded is None else loaded.drafter
         transforms = target.language_model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
-        return cls(recipe, target, drafter, plan, transforms)
+        return cls(recipe, target, drafter, policy, transforms)
 
     @property
     def models(self) -> str:
@@ -86,13 +85,6 @@ class LoadedRecipe:
         return GenerationRun(prompt, self.target, drafter, sampling=self.sampling, **options)
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise ``UsageError`` for a recipe that cannot work, before its models are loaded."""
-    recipe.check()
-    if recipe.policy is not None:
-        build_policy(recipe.policy)  # refuses values that are out of range
-
-
 def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:
     """Load the models of a recipe; what cannot work is refused before.
 
@@ -104,7 +96,7 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
         'smollm2-135m (..., cpu), drafter none'
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none
-    check_recipe(recipe)
+    recipe.check()
     target, (drafter,) = prepare(
         recipe.target,
         [recipe.drafter],

@@ -30,7 +30,7 @@ from specbench.specs.drafters import (
     parse_drafter,
 )
 from specbench.specs.models import ModelSpec
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
 _GROUPS = {
     "models": ModelOptions,
@@ -74,7 +74,7 @@ class Recipe:
         """Raise ``UsageError`` for a draft policy that does not fit the drafter or the forward passes."""
         if self.policy is None:
             return
-        if self.chained is not None and self.policy.kind.tree:
+        if self.chained is not None and self.policy.tree:
             raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
         if not self.drafter.is_plain:
             self.policy.check(self.drafter)
@@ -117,12 +117,10 @@ class Recipe:
     def arguments(self) -> list[str]:
         """Return the recipe as arguments of ``specbench generate``; options at their defaults are left out."""
         found = ["--drafter", drafter_argument(self.drafter)]
-        if self.policy is not None and self.policy.word == "fixed":
-            rest = replace(
-                self.policy, options={k: v for k, v in self.policy.options.items() if k != "gamma"}
-            )
-            found += [] if str(rest) == "fixed" else ["--draft-policy", str(rest)]
-            found += ["--gamma", str(self.policy.options.get("gamma", 5))]
+        if isinstance(self.policy, Fixed):
+            rest = replace(self.policy, gamma=None)
+            found += [] if rest == Fixed() else ["--draft-policy", str(rest)]
+            found += ["--gamma", str(self.policy.gamma_max)]
         elif self.policy is not None:
             found += ["--draft-policy", str(self.policy)]
         found += ["--target", model_argument(self.target)]

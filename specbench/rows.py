@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dict
 from specbench.recipe import Recipe
 from specbench.specs.arrivals import Arrivals, Closed, parse_arrivals
-from specbench.specs.policies import PolicySpec
+from specbench.specs.policies import Fixed, PolicySpec
 
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
@@ -156,17 +156,14 @@ class Row:
             return self.decoder.gamma
         if self.kind == "assisted":
             return LOOKUP_TOKENS if self.loaded is None else None
-        return (
-            None if self.policy is None or self.policy.word != "fixed" else self.policy.options.get("gamma")
-        )
+        return self.policy.gamma if isinstance(self.policy, Fixed) else None
 
     @cached_property
     def draft_policy(self) -> str:
         """The draft policy without γ."""
         if self.policy is None:
             return "transformers" if self.kind == "assisted" else "none"
-        options = {name: value for name, value in self.policy.options.items() if name != "gamma"}
-        return str(replace(self.policy, options=options) if self.policy.word == "fixed" else self.policy)
+        return str(replace(self.policy, gamma=None) if isinstance(self.policy, Fixed) else self.policy)
 
     @property
     def cache(self) -> str:

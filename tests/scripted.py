@@ -7,16 +7,21 @@ rollback, a missing catch-up or keys and values of another model show up as wron
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import DraftVocabulary
-from specbench.decoding.protocols import ForwardOutput, ForwardRequest
+from specbench.decoding.protocols import DraftPolicy, ForwardOutput, ForwardRequest, NewPrompt
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.decoding.verify import Verdict, verification_of
+from specbench.policies import build_policy
+from specbench.policies.auto import AutoLength
+from specbench.policies.costs import CostTable
+from specbench.specs.policies import PolicySpec
 
 Logits = Callable[[Sequence[int]], torch.Tensor]
 
@@ -255,6 +260,33 @@ class Ticking:
     def now(self) -> float:
         self.time += self.seconds
         return self.time
+
+
+class GivenCosts(CostTable):
+    """Costs for ``auto`` that no clock changes: seconds of a drafter's pass, of the target's by their tokens, and of
+    reading what the drafter has not read, by number of tokens."""
+
+    def __init__(
+        self, draft_s: float, verify_s: Mapping[int, float], reading_s: Mapping[int, float] | None = None
+    ) -> None:
+        self.first_s = self.later_s = draft_s
+        self._passes, self._reading = PassCosts(verify_s), reading_s or {}
+
+    def verify_s(self, n: int) -> float:
+        return self._passes.target_pass_s(n)
+
+    @property
+    def reading_s(self) -> float:
+        return reading_seconds(self._reading, self._unread)
+
+
+def build_with(costs: CostTable, spec: str | PolicySpec) -> DraftPolicy:
+    """Build a policy, and let it decide by these costs if it is ``auto``."""
+    policy = build_policy(spec)
+    if isinstance(policy, AutoLength):
+        policy.table = costs
+        policy.begin(NewPrompt())
+    return policy
 
 
 def tokens_of(records: Iterable[Prefill | Step]) -> list[int]:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from cli_runs import refusal
 from safetensors.torch import load_file, save_file
+from scripted import GivenCosts, build_with
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.request import DraftPlan
-from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
@@ -30,7 +29,7 @@ from specbench.models.heads import find_head
 from specbench.models.load import load_config
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
-from specbench.policies import FixedLength, GivenCosts, build_policy
+from specbench.policies import FixedLength
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -189,13 +188,13 @@ def test_rows_of_a_tree_are_those_of_its_branches(pair):
 
 def decoded(target: Target, drafter: Any, prompt: list[int], policy: Any, **options: Any) -> Generation:
     run = GenerationRun(
-        prompt, target, drafter, policy=DraftPlan.of(policy), max_new_tokens=24, min_new_tokens=24, **options
+        prompt, target, drafter, policy=policy, max_new_tokens=24, min_new_tokens=24, **options
     )
     assert all(True for _ in run)
     return run.result()
 
 
-COSTS = GivenCosts(PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1}), "d")
+COSTS = GivenCosts(0.1, {1: 1.0, 9: 1.1})
 FEW = 9
 """A vocabulary in which random drafts are right now and then."""
 PROMPTS = [[1, 2, 3], [4, 5, 3, 4, 5, 1, 7, 7, 2, 0, 3], [8, 8, 1, 6, 2], [2, 7]]
@@ -218,7 +217,7 @@ def test_greedy_outputs_are_the_targets(pair, kept):
         ].tolist()
         for each, policy in (
             (drafter, FixedLength(3)),
-            (drafter, build_policy(parse_policy("auto"), costs=COSTS)),
+            (drafter, build_with(COSTS, "auto")),
             (CascadeDrafter(LookupDrafter(), drafter), FixedLength(7)),
         ):
             found = decoded(target, each, prompt, policy)
@@ -239,7 +238,7 @@ def test_greedy_outputs_are_the_targets(pair, kept):
 def test_requests_side_by_side_have_their_own_keys_and_values(pair, form, kept, shared):
     """In shared passes where the target's are shared."""
     target, drafter = few(pair(form, FEW), kept)
-    policy, watched = DraftPlan(FixedLength(3)), []
+    policy, watched = FixedLength(3), []
     runs = [GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=12) for prompt in PROMPTS]
     many = GenerationRuns(runs, max_batch=4, watch=watched.append)
     for each, found in zip(runs, many.results(), strict=True):

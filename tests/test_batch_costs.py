@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from scripted import Logits, ScriptedScorer, Ticking, enumerate_outcomes, random_table
-from test_policies import UnsteadyClock, a_step, given
+from test_policies import UnsteadyClock, a_step
 
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt
 from specbench.decoding.records import SharedPass, Step
@@ -135,7 +135,7 @@ class House:
             prompt=[choice.randrange(VOCAB) for _ in range(self.prompt)],
             target=self.target.seat(),
             drafter=drafter,
-            plan=policy,
+            policy=policy,
             sampling=Greedy(),
             random=Randomness(0),
             max_new_tokens=tokens,
@@ -377,13 +377,6 @@ def test_what_the_drafter_has_not_read_is_weighed():
     own.begin(NewPrompt(100))
     own.observe(a_step(0, 49))
     assert own.reading_s == 0.0, "it drafts with the target's cache"
-
-
-def test_given_costs_stay_as_they_are():
-    policy = build_policy("auto", costs=given(3.0, {1: 11.0, 101: 111.0}))
-    before = policy.policy.table
-    share_costs(policy, BatchCosts(), [])
-    assert policy.policy.table is before
 
 
 # -- exactness ---------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from tiny import tiny_llama
 
 from specbench import load_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import Drafter
+from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Multinomial
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -25,17 +24,17 @@ from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
 from specbench.models.target import Target
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.trees import StaticTree
+from specbench.policies.trees import StaticTreePolicy
 
 HEADS = ("eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp-3")
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=1", "self:skip=1",
           "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
 RULES = ("auto", "static-tree:nodes=5", "dynamic-tree:nodes=5", "fixed:gamma=3")
-TREE = StaticTree.shaped((-1, -1, 0, 0, 1))
+TREE = StaticTreePolicy.shaped((-1, -1, 0, 0, 1))
 PROMPTS = 48
 NEW = 16
 
-Cell = tuple[str, Drafter | None, DraftPlan]
+Cell = tuple[str, Drafter | None, DraftPolicy]
 
 
 def prompts() -> list[list[int]]:
@@ -51,7 +50,7 @@ def prompts() -> list[list[int]]:
 
 def cells(folder: Path, target: Target) -> list[Cell]:
     """Drafters of every kind, with fixed and measured lengths, as chains and as trees."""
-    chain, tree = DraftPlan(FixedLength(3)), DraftPlan(TREE)
+    chain, tree = FixedLength(3), TREE
     found: list[Cell] = [("none", None, chain)]
     model = ModelDrafter(Scorer(tiny_llama(vocab_size=9, layers=1, seed=2)), "model")
     for name, drafter in [("model", model), *((spec, load_drafter(spec, target)) for spec in OTHERS)]:

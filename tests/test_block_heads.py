@@ -34,12 +34,13 @@ from test_heads import CONTEXT, DRAFT, rms, target_model, target_states
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import LoadOptions
-from specbench.policies import ConfidenceHeadLength, FixedLength
+from specbench.policies import FixedLength, build_policy
+from specbench.policies.outcomes import ConfidenceHeadLength
+from specbench.specs.policies import ConfidenceHead
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -276,7 +277,7 @@ def test_damaged_settings_are_refused(tmp_path, settings, message):
 
 def test_a_head_without_a_confidence_head_does_not_size_drafts(tmp_path):
     target = wrap_target(few_tokens(), pack=False)
-    plan = DraftPlan(ConfidenceHeadLength())
+    plan = build_policy("confidence-head")
     with pytest.raises(UsageError, match="needs a drafter with a confidence head"):
         next(iter(GenerationRun([1, 2], target, few_head(tmp_path, "dflash", target), policy=plan)))
 
@@ -286,13 +287,13 @@ def test_drafts_end_where_their_predicted_acceptance_falls_below_the_threshold(t
     drafter = few_head(tmp_path, "dspark", target)
 
     def run(policy: Any) -> Any:
-        made = GenerationRun([1, 2], target, drafter, policy=DraftPlan(policy), max_new_tokens=30)
+        made = GenerationRun([1, 2], target, drafter, policy=policy, max_new_tokens=30)
         assert all(True for _ in made)
         return made.result()
 
     plain, lengths = run(FixedLength(4)), []
     for threshold in (0.0, 0.3, 0.9):
-        found = run(ConfidenceHeadLength(threshold, 4))
+        found = run(ConfidenceHeadLength(ConfidenceHead(threshold, 4)))
         assert found.token_ids == plain.token_ids
         lengths.append(sum(len(step.drafted) for step in found.steps) / len(found.steps))
         assert all(step.policy["survival"] >= threshold or len(step.drafted) < 4 for step in found.steps)

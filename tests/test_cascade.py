@@ -19,7 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.protocols import Decoding, DraftPolicy, StepPlan, run_to_end
+from specbench.decoding.protocols import Decoding, DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -29,14 +29,7 @@ from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import check_drafter, join_cascade, load_drafter, wrap_drafter
 from specbench.models.target import wrap_target
 from specbench.options import CacheKind
-from specbench.policies import (
-    ConfidenceLength,
-    EntropyBoundLength,
-    EntropyGuidedLength,
-    FixedLength,
-    SvipLength,
-    build_policy,
-)
+from specbench.policies import FixedLength, build_policy
 from specbench.specs.drafters import Cascade, Lookup, NGram, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import POLICIES
@@ -70,11 +63,11 @@ def propose(
     sampling: Sampling | None = None,
     room: int = 99,
 ) -> Draft:
+    policy = policy or FixedLength(6)
+    policy.begin(NewPrompt())
     drafter.begin(context)
     draft: Draft = run_to_end(
-        drafter.propose(
-            context, StepPlan(room, policy or FixedLength(6), sampling or Greedy(), Randomness(0))
-        )
+        drafter.propose(context, StepPlan(room, policy, sampling or Greedy(), Randomness(0)))
     )
     return draft
 
@@ -326,14 +319,14 @@ def test_a_rule_may_have_the_model_draft_where_there_is_a_match():
     assert kinds(propose(behind, context, Preferring(0))) == "fffff", "the model cannot"
 
 
-@pytest.mark.parametrize("policy", [SvipLength(), EntropyBoundLength(), ConfidenceLength(gamma_max=5)])
+@pytest.mark.parametrize("policy", ["svip", "entropy-bound", "confidence:max=5"])
 def test_a_certain_token_does_not_stop_rules_that_read_distributions(policy):
-    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], policy, room=5)
+    draft = propose(cascade([2, 3, 0], 7), [1, 2, 3, 4, 5, 6, 9], build_policy(policy), room=5)
     assert kinds(draft) == "mmfff"
 
 
 def test_egag_reads_the_models_first_distribution():
-    policy = EntropyGuidedLength(gamma_min=1, gamma_max=5)
+    policy = build_policy("egag:max=5")
     free = NGramDrafter(NGram(order=3, min=2, max=2))
     flat = ScriptedScorer(lambda tokens: torch.zeros(VOCAB), VOCAB)
     draft = propose(CascadeDrafter(free, ModelDrafter(flat, "model")), [1, 2, 3, 9, 1, 2], policy)

@@ -18,26 +18,27 @@ from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength
-from specbench.policies.trees import DynamicTree, StaticTree
+from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy
+from specbench.specs.policies import DynamicTree, StaticTree
 from specbench.specs.verification import VerificationName
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
-    "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1, 2)),
-    "dynamic": lambda: DynamicTree(2, 4, 3),
-    "flat": lambda: StaticTree.shaped((-1, -1, -1)),
+    "static": lambda: StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2)),
+    "dynamic": lambda: DynamicTreePolicy(DynamicTree(2, 4, 3)),
+    "flat": lambda: StaticTreePolicy.shaped((-1, -1, -1)),
 }
 
 
 def setup_of(
     tree: str | None, method: VerificationName | None = None, drafter: str = "model", **changes: Any
 ) -> DecodingSetup:
-    policy = DraftPlan(TREES[tree]() if tree else FixedLength(3), verification=method)
+    policy = TREES[tree]() if tree else FixedLength(3)
+    policy.verification = method
     return checked.setup_of(drafter, **{"policy": policy, "max_new_tokens": 10, **changes})
 
 
@@ -246,13 +247,13 @@ def test_a_draw_shared_by_several_parents_is_found(monkeypatch):
 
 
 def test_pruning_drawn_nodes_by_their_own_q_is_found():
-    class Pruning(StaticTree):
+    class Pruning(StaticTreePolicy):
         def prune(self, draft: Draft) -> Sequence[int] | None:
             leaves = set(range(len(draft.tokens))) - set(draft.parents or ())
             least = min(leaves, key=lambda node: draft.chance(node))
             return [node for node in range(len(draft.tokens)) if node != least]
 
-    policy = DraftPlan(Pruning(5, 3), verification="recursive")
+    policy = Pruning(StaticTree(5, 3, verification="recursive"))
     assert "chance" in violated(result_of(setup_of(None, policy=policy)))
 
 

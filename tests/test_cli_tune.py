@@ -15,6 +15,7 @@ import pytest
 from cli_runs import Result, write_prompts
 from scripted_engine import cost_lines
 from stored_runs import run_json
+from test_outside import MINE
 
 import specbench.bench.engines.own
 import specbench.bench.prompts
@@ -87,6 +88,14 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     monkeypatch.setattr(ModelEngine, "generate", timed)
     monkeypatch.setattr(ModelEngine, "measure_costs", costs)
     monkeypatch.setattr(candidates, "MIN_SHARE", 0.0)
+
+
+def test_a_drafter_from_a_file_can_win(tune, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    said = tune("--drafter", "./mine.py:Last", factors={"mine.py:Last@auto": 2.0})
+    assert said.code == 0, said.err
+    assert said.out.startswith("mine.py:Last auto: 2.00× [2.00, 2.00] over plain decoding")
+    assert not (tmp_path / "specbench.toml").exists(), "no file makes a program run"
 
 
 def test_from_nothing_to_a_configuration(tune, tmp_path, models):

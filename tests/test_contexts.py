@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from cli_runs import write_prompts
-from scripted import ScriptedScorer, Ticking, random_table
+from scripted import GivenCosts, ScriptedScorer, Ticking, build_with, random_table
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 from test_policies import a_step
 
@@ -26,7 +27,7 @@ from specbench.decoding.sampling import Greedy, Randomness
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
-from specbench.policies import AutoLength, GivenCosts
+from specbench.policies import build_policy
 from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.requests import context_curves
 from specbench.results.results import load_results
@@ -182,9 +183,6 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     ]
     costs = pass_costs([*lines, *longer], by_context=True)
     assert [costs.at(x).later_s["d"] for x in (100, 300)] == pytest.approx([0.05, 0.25])
-    given = GivenCosts(costs, "d")
-    given.begin(NewPrompt(300))
-    assert (given.first_s, given.later_s) == pytest.approx((0.3, 0.25))
     alone = pass_costs(lines[:3], by_context=True)
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 
@@ -203,13 +201,9 @@ def test_the_reading_of_a_context_has_its_own_costs():
     known = costs.reading_s["d"]
     assert [reading_seconds(known, n) for n in (0, 50, 100, 150, 300)] == [0.0, 0.75, 1.5, 2.75, 6.5]
     assert reading_seconds({}, 50) == 0.0
-    given = GivenCosts(costs, "d")
-    for unread, seconds in ((150, 2.75), (300, 6.5)):
-        given.begin(NewPrompt(300, unread))
-        assert given.reading_s == seconds
 
 
-def begins(policy: AutoLength, budget: int) -> bool:
+def begins(policy: Any, budget: int) -> bool:
     return policy.begin_step(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
 
 
@@ -218,14 +212,14 @@ def begins(policy: AutoLength, budget: int) -> bool:
     (8000, 64, False), (8000, 150, False), (8000, 250, True), (50, 64, False), (1, 64, True), (0, 64, True),
 ])  # fmt: skip
 def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread, tokens, expected):
-    costs = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.1}, reading_s={"d": {1: 0.1, 50: 30.0, 8000: 40.0}})
-    policy = AutoLength(8, GivenCosts(costs, "d"))
+    costs = GivenCosts(0.1, {1: 1.0, 9: 1.1}, {1: 0.1, 50: 30.0, 8000: 40.0})
+    policy = build_with(costs, "auto:max=8")
     policy.begin(NewPrompt(8000, unread))
     assert begins(policy, tokens) == expected
 
 
 def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
-    policy = AutoLength(8)
+    policy = build_policy("auto:max=8")
     policy.begin(NewPrompt(40, 40))
     assert begins(policy, 200), "a short one is read at once"
     for tokens, expected in ((64, False), (2000, True)):
@@ -324,7 +318,8 @@ def test_a_drafter_with_a_context_limit_is_not_even_asked():
     drafter.scorer.context_limit = 50
     records = decode_steps(
         [n % 7 for n in range(66)], ScriptedScorer(random_table(1, 40, spread=4.0), 40), drafter,
-        policy=AutoLength(8), sampling=Greedy(), random=Randomness(0), max_new_tokens=30, clock=Ticking(0.01),
+        policy=build_policy("auto:max=8"), sampling=Greedy(), random=Randomness(0), max_new_tokens=30,
+        clock=Ticking(0.01),
     )  # fmt: skip
     assert sum(each.gamma for each in records if isinstance(each, Step)) == 0
     assert drafter.scorer.passes == []

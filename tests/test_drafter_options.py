@@ -15,10 +15,9 @@ from specbench.drafters.ngram import NGramDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.specs.drafters import Lookup, NGram, Suffix, parse_drafter
 from specbench.specs.notation import (
+    Spec,
     dashed,
-    join_spec,
     option,
-    options_of,
     read_options,
     split_spec,
     with_defaults,
@@ -53,19 +52,28 @@ _KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,5}", fullmatch=True)
 @given(st.dictionaries(_KEYS, st.just(True) | st.from_regex(r"[a-z0-9]{1,4}", fullmatch=True)))
 def test_joining_is_the_inverse_of_splitting(options):
     items = [key if value is True else f"{key}={value}" for key, value in options.items()]
-    assert split_spec(join_spec("word", items)) == ("word", options)
+    assert split_spec(f"word{':' if items else ''}{','.join(items)}") == ("word", options)
 
 
 @dataclass(frozen=True)
-class Declared:
-    n: int | None = option(3, "n=N (or any)", "how many", least=1, most=9, words={"any": None})
+class Declared(Spec):
+    word = "x"
+
+    n: int | None = option(
+        3,
+        "n=N (or any)",
+        "how many",
+        least=1,
+        most=9,
+        parse=lambda text: None if text == "any" else int(text),
+    )
     most: int = option(2, "most=N", "most of them", most=lambda spec: spec.n or 9, before_model=8)
     on: bool = option(False, "on", "whether")
     skip: tuple[int, ...] = option((), "skip=I-J", "without", parse=dashed, expected="list of numbers")
     other: int = 7
 
 
-OPTIONS = options_of(Declared)
+OPTIONS = Declared.options()
 
 
 def read(**given: str | bool) -> dict[str, object]:

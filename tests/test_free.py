@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedScorer, random_table
+from scripted import GivenCosts, ScriptedScorer, build_with, random_table
 from tiny import tiny_llama
 
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
 from specbench.decoding.sampling import Greedy, Randomness
-from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
@@ -25,16 +24,14 @@ from specbench.drafters.suffix import SuffixDrafter, SuffixTrie
 from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
-from specbench.policies import FixedLength, build_policy
-from specbench.policies.costs import GivenCosts
-from specbench.policies.trees import DynamicTree, StaticTree
+from specbench.policies import FixedLength
+from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy
 from specbench.specs.drafters import Suffix, parse_drafter
-from specbench.specs.policies import parse_policy
+from specbench.specs.policies import DynamicTree, StaticTree, parse_policy
 
-COSTS = PassCosts({1: 1.0, 9: 1.1}, {"d": 0.01})
 TREES: dict[str, Callable[[], DraftPolicy]] = {
-    "static": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
-    "dynamic": lambda: DynamicTree(2, 4, 3),
+    "static": lambda: StaticTreePolicy.shaped((-1, -1, 0, 0, 1)),
+    "dynamic": lambda: DynamicTreePolicy(DynamicTree(2, 4, 3)),
 }
 
 
@@ -134,7 +131,7 @@ def test_evidence_grows_with_the_match_and_the_share():
 def test_nothing_known_is_nothing_drafted(context, tree_too):
     drafter = SuffixDrafter()
     drafter.begin(context)
-    found = tree(drafter, context, StaticTree()) if tree_too else chain(drafter, context)
+    found = tree(drafter, context, StaticTreePolicy(StaticTree())) if tree_too else chain(drafter, context)
     assert found.tokens == []
 
 
@@ -179,7 +176,7 @@ def test_the_likeliest_nodes_are_kept():
     context = [1, 2, 4, 1, 2, 4, 1, 2, 4, 1, 3, 9, 1]
     drafter = SuffixDrafter(Suffix(n=2))
     drafter.begin(context)
-    found = tree(drafter, context, DynamicTree(top_k=2, nodes=3, depth=3))
+    found = tree(drafter, context, DynamicTreePolicy(DynamicTree(2, 3, 3)))
     assert sorted(tuple(found.branch(node)) for node in range(3)) == [(2,), (2, 4), (2, 4, 1)]
 
 
@@ -197,9 +194,8 @@ def test_so_it_is_with_a_model(word, rule):
     prompt = [5, 6, 7, 5, 6, 8, 5, 6]
     plain = speculative_generate(prompt, target, None, max_new_tokens=40, ignore_eos=True)
     drafter = load_drafter(word, target)
-    given = {"costs": GivenCosts(COSTS, "d")} if rule.startswith("auto") else {}  # no clock has a say
     for _ in range(2):
-        policy = build_policy(rule, **given)
+        policy = build_with(GivenCosts(0.01, {1: 1.0, 9: 1.1}), rule)  # no clock has a say
         found = speculative_generate(
             prompt, target, drafter, policy=policy, max_new_tokens=40, ignore_eos=True
         )

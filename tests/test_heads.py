@@ -53,7 +53,6 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Generation, SharedPass, Step
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
@@ -66,7 +65,7 @@ from specbench.models.heads import find_head
 from specbench.models.target import Target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
-from specbench.policies.trees import StaticTree
+from specbench.policies.trees import StaticTreePolicy
 from specbench.specs.models import parse_model
 
 CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
@@ -539,7 +538,7 @@ PROMPT = [1, 2, 0]
 
 
 def outputs(
-    target: Scorer, drafter: Drafter, policy: DraftPlan, **options: Any
+    target: Scorer, drafter: Drafter, policy: DraftPolicy, **options: Any
 ) -> tuple[list[int], list[Step]]:
     options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 20}
     prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
@@ -560,14 +559,14 @@ def on_caches() -> Iterator[Any]:
 @pytest.mark.parametrize(("kept", "kind"), list(on_caches()))
 def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
-    expected, _ = outputs(target.scorer, NoDraft(), DraftPlan(FixedLength(1)))
+    expected, _ = outputs(target.scorer, NoDraft(), FixedLength(1))
     head = few_head(tmp_path / "head", kind, target)
-    tree = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3))
+    tree = StaticTreePolicy.shaped((-1, -1, -1, 0, 0, 1, 3, 3))
     accepted = 0
     for drafter, policy in (
-        (head, DraftPlan(FixedLength(3))),
-        (CascadeDrafter(LookupDrafter(), head), DraftPlan(FixedLength(4))),
-        *([] if kept == "none" else [(head, DraftPlan(tree))]),
+        (head, FixedLength(3)),
+        (CascadeDrafter(LookupDrafter(), head), FixedLength(4)),
+        *([] if kept == "none" else [(head, tree)]),
     ):
         for first in (True, False):
             found, steps = outputs(target.scorer, drafter, policy, first_target=first)
@@ -590,10 +589,10 @@ def test_requests_side_by_side_have_heads_of_their_own(tmp_path, kept, kind):
     target = wrap_target(few_tokens(), cache=kept, pack=False)
     head = few_head(tmp_path / "head", kind, target)
     prompts = [[*PROMPT, *[number % 9] * number * 3] for number in range(5)]
-    tree = StaticTree.shaped((-1, -1, 0, 0, 1))
+    tree = StaticTreePolicy.shaped((-1, -1, 0, 0, 1))
     runs: list[GenerationRun] = []
     for drafter in (head, CascadeDrafter(LookupDrafter(), head)):
-        policy = DraftPlan(tree if drafter is head else FixedLength(3))
+        policy = tree if drafter is head else FixedLength(3)
         runs += [
             GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=20) for prompt in prompts
         ]
@@ -619,7 +618,7 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     target = wrap_target(few_tokens(), pack=False)
     head = few_head(tmp_path / "head", kind, target)
     prompts = [[1, 2, 3], [4, 5, 3, 4, 5], [8, 8, 1], [2, 7]]
-    policy = DraftPlan(FixedLength(3))
+    policy = FixedLength(3)
 
     def runs() -> list[GenerationRun]:
         return [GenerationRun(each, target, head, policy=policy, max_new_tokens=14) for each in prompts]
@@ -676,9 +675,9 @@ def test_every_draft_begins_behind_the_targets_own_states(tmp_path, drafter, tre
         return rows
 
     monkeypatch.setattr(head.scorer, "score", noted)
-    shape: DraftPolicy = StaticTree.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else FixedLength(3)
+    shape: DraftPolicy = StaticTreePolicy.shaped((-1, -1, -1, 0, 0, 1, 3, 3)) if tree else FixedLength(3)
     chosen = head if drafter == "head" else CascadeDrafter(LookupDrafter(), head)
-    _, steps = outputs(target.scorer, chosen, DraftPlan(shape))
+    _, steps = outputs(target.scorer, chosen, shape)
     assert sum(step.accepted for step in steps) > 5
     assert len(firsts) > 2
     for context, row in firsts:

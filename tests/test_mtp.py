@@ -23,7 +23,6 @@ from transformers.modeling_layers import MtpModel
 from specbench.base.errors import UsageError
 from specbench.cli.options import default_drafter
 from specbench.decoding.protocols import ForwardRequest
-from specbench.decoding.request import DraftPlan
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.heads import find_head, load_head
@@ -31,7 +30,7 @@ from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
-from specbench.policies.trees import StaticTree
+from specbench.policies.trees import StaticTreePolicy
 from specbench.specs.drafters import Mtp
 from specbench.specs.models import parse_model
 
@@ -131,7 +130,7 @@ def test_several_layers_draft_no_more_tokens_than_there_are_layers(folder):
     drafter = load_drafter("mtp", target, PLAIN)
 
     def drafted(prompt: list[int]) -> list[int]:
-        run = GenerationRun(prompt, target, drafter, policy=DraftPlan(FixedLength(9)), max_new_tokens=16)
+        run = GenerationRun(prompt, target, drafter, policy=FixedLength(9), max_new_tokens=16)
         assert all(True for _ in run)
         return [len(step.drafted) for step in run.result().steps]
 
@@ -152,9 +151,9 @@ def test_greedy_outputs_are_the_targets(folder, family, layers):
         return run.result()
 
     expected = tokens(load_drafter("none", target)).token_ids
-    policies = [DraftPlan(FixedLength(3))]
+    policies = [FixedLength(3)]
     if family not in CHAINS:
-        policies.append(DraftPlan(StaticTree.shaped((-1, -1, 0, 0, 1))))
+        policies.append(StaticTreePolicy.shaped((-1, -1, 0, 0, 1)))
     for policy in policies:
         found = tokens(drafter, policy=policy)
         assert found.token_ids == expected

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import httpx2
 import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
 from tiny import tiny_llama, tiny_tokenizer
@@ -22,6 +24,7 @@ from specbench import (
 )
 from specbench.config import Config
 from specbench.recipe import Recipe, drafter_argument
+from specbench.serve.server import Server
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 
@@ -110,6 +113,26 @@ def test_every_other_command_takes_it(run, cli, folder, monkeypatch):
     assert cli("plot", "run", "--out", "figures").code == 0
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the thing\n")))
     assert run("chat", *mine).code == 0
+
+
+def test_serve_takes_it(run, monkeypatch):
+    answers, serve = [], Server.run
+
+    def ask(server: Server) -> None:
+        serving = threading.Thread(target=serve, args=(server,))
+        serving.start()
+        url = f"http://127.0.0.1:{server._listening.getsockname()[1]}/v1/completions"
+        try:
+            answers.append(httpx2.post(url, json={"prompt": "the thing"}, timeout=60).json())
+        finally:
+            server.should_exit = True
+            serving.join(60)
+
+    monkeypatch.setattr(Server, "run", ask)
+    done = run("serve", "--drafter", "./mine.py:Last", "--gamma", 2, "--port", 0)
+    assert done.code == 0, done.err
+    assert "drafter mine.py:Last" in done.err
+    assert answers[0]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
 
 def test_requests_of_a_batch_have_one_each(folder):

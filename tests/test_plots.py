@@ -126,7 +126,9 @@ class TestContent:
         (rule,) = [
             line for line in drawn.figures["speedup"].axes[0].lines if line.get_markerfacecolor() == "white"
         ]
-        assert rule.get_xdata().item() == pytest.approx(summary.loc[f"{DRAFTERS[0].name}@egag", "mean_gamma"], abs=0.3)
+        assert rule.get_xdata().item() == pytest.approx(
+            summary.loc[f"{DRAFTERS[0].name}@egag", "mean_gamma"], abs=0.3
+        )
         assert rule.get_ydata().item() == pytest.approx(summary.loc[f"{DRAFTERS[0].name}@egag", "speedup"])
 
     def test_a_series_has_one_mark_in_all_figures(self, drawn):

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scripted import ScriptedScorer, enumerate_outcomes, fixed_script, random_table, tokens_of
+from scripted import (
+    GivenCosts,
+    ScriptedScorer,
+    build_with,
+    enumerate_outcomes,
+    fixed_script,
+    random_table,
+    tokens_of,
+)
 
 from specbench.base.errors import UsageError
 from specbench.decoding.drafts import Draft
@@ -20,25 +28,14 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness
-from specbench.decoding.theory import PassCosts
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.policies import (
-    AutoLength,
-    ConfidenceLength,
-    EntropyBoundLength,
-    EntropyGuidedLength,
-    FixedLength,
-    HeuristicLength,
-    SvipLength,
-    build_policy,
-)
+from specbench.policies import FixedLength, build_policy
 from specbench.policies.acceptance import OnlineLogistic
 from specbench.policies.base import confidence, is_guess, normalized_entropy
-from specbench.policies.costs import GivenCosts, MeasuredCosts
+from specbench.policies.costs import MeasuredCosts
 from specbench.policies.outcomes import best_threshold
 from specbench.specs.drafters import NGram
 
@@ -58,27 +55,34 @@ class UnsteadyClock:
         return self.time
 
 
-def given(draft_s: float, verify_s: dict[int, float]) -> GivenCosts:
-    return GivenCosts(PassCosts(verify_s, {"d": draft_s}), "d")
-
-
 def costs(c: float, slope: float = 0.02) -> GivenCosts:
-    return given(c, {1: 1.0, 17: 1.0 + 16 * slope})
+    return GivenCosts(c, {1: 1.0, 17: 1.0 + 16 * slope})
 
 
 # Options under which these small models make every rule draft longer here and shorter there.
-RULES: dict[str, Callable[[], DraftPlan]] = {
-    "fixed": lambda: build_policy("fixed", gamma=3),
-    "egag": lambda: build_policy("egag", gamma_max=2, scale=1.0),
-    "egag, smoothed": lambda: build_policy("egag", gamma_max=2, scale=1.0, ema_beta=0.3),
-    "confidence": lambda: build_policy("confidence", threshold=0.6),
-    "confidence, adapted": lambda: build_policy("confidence", threshold=0.6, adapt=True),
-    "entropy-bound": lambda: build_policy("entropy-bound", threshold=0.6),
-    "svip": lambda: build_policy("svip", threshold=0.35),
-    "heuristic": lambda: build_policy("heuristic", gamma=1, gamma_max=3),
-    "auto, measured": lambda: build_policy("auto", gamma_max=2),
-    "auto, given": lambda: build_policy("auto", costs=costs(0.4)),
+RULES: dict[str, Callable[[], DraftPolicy]] = {
+    "fixed": lambda: build_policy("fixed:gamma=3"),
+    "egag": lambda: build_policy("egag:max=2,scale=1"),
+    "egag, smoothed": lambda: build_policy("egag:max=2,scale=1,beta=0.3"),
+    "confidence": lambda: build_policy("confidence:threshold=0.6"),
+    "confidence, adapted": lambda: build_policy("confidence:threshold=0.6,adapt"),
+    "entropy-bound": lambda: build_policy("entropy-bound:lambda=0.6"),
+    "svip": lambda: build_policy("svip:threshold=0.35"),
+    "heuristic": lambda: build_policy("heuristic:gamma=1,max=3"),
+    "auto, measured": lambda: build_policy("auto:max=2"),
+    "auto, given": lambda: build_with(costs(0.4), "auto"),
 }
+
+
+def rule(spec: str) -> Any:
+    policy = build_policy(spec)
+    policy.begin(NewPrompt())
+    return policy
+
+
+def auto(costs: GivenCosts | None = None, gamma_max: int = 16) -> Any:
+    spec = f"auto:max={gamma_max}"
+    return rule(spec) if costs is None else build_with(costs, spec)
 
 
 def model() -> ModelDrafter:
@@ -109,12 +113,12 @@ def decode(
     return tokens_of([first, *steps]), steps
 
 
-def experienced(rule: str) -> DraftPlan:
+def experienced(rule: str) -> DraftPolicy:
     """A rule that has decoded a prompt already, and keeps what it learned."""
-    plan = RULES[rule]()
-    decode(plan, good_model(), max_new_tokens=60)
-    plan.policy.begin = lambda prompt: None  # type: ignore[method-assign]
-    return plan
+    policy = RULES[rule]()
+    decode(policy, good_model(), max_new_tokens=60)
+    policy.begin = lambda prompt: None  # type: ignore[method-assign]
+    return policy
 
 
 # -- the distribution is kept ------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def a_step(gamma: int, accepted: int, *, index: int = 1, stopped: bool = False, 
     )
 
 
-def egag_gamma(policy: EntropyGuidedLength, logits: torch.Tensor, room: int = 20) -> dict[str, float]:
+def egag_gamma(policy: Any, logits: torch.Tensor, room: int = 20) -> dict[str, float]:
     """What EGAG notes in a step whose first token has these logits."""
     policy.begin_step(room)
     policy.num_children(Draft(), (-1,), (Logits(logits),))
@@ -268,7 +272,7 @@ HALF, CERTAIN = logits_of(0.5, 0.5, 0.0, 0.0), logits_of(1.0, 0.0, 0.0, 0.0)  # 
 
 
 def test_egag():
-    policy = EntropyGuidedLength(gamma_min=1, gamma_max=9, scale=1.0)
+    policy = rule("egag:max=9,scale=1")
     assert policy.begin_step(20) == 9
     assert policy.should_continue(Draft())
     assert egag_gamma(policy, HALF) == pytest.approx(
@@ -281,15 +285,15 @@ def test_egag():
 
 
 def test_the_average_and_the_scale_of_egag():
-    policy = EntropyGuidedLength(gamma_max=8, ema_beta=0.75, scale=1.0)
+    policy = rule("egag:beta=0.75,scale=1")
     averages = [egag_gamma(policy, logits)["H_ema"] for logits in (HALF, CERTAIN, torch.zeros(4))]
     assert averages == pytest.approx([0.5, 0.375, 0.53125])
     for scale, gamma in ((0.5, 2), (0.8, 4), (0.25, 2)):  # 7 - 5 · min(1, 0.5 / scale)
-        assert egag_gamma(EntropyGuidedLength(2, 7, scale=scale), HALF)["gamma"] == gamma
+        assert egag_gamma(rule(f"egag:min=2,max=7,scale={scale}"), HALF)["gamma"] == gamma
 
 
 def test_confidence():
-    policy = ConfidenceLength(0.4, gamma_max=6)
+    policy = rule("confidence:max=6")
     rows = [logits_of(0.5, 0.5), logits_of(0.41, 0.59), logits_of(0.39, 0.61)]
     assert policy.begin_step(20) == 6
     assert [policy.should_continue(drafted(*rows[:n])) for n in range(4)] == [True, True, True, False]
@@ -302,7 +306,7 @@ def test_confidence():
 @pytest.mark.parametrize(("threshold", "drafted"), [(0.7, [4]), (0.6, [4, 5, 9])])
 def test_confidence_reads_the_evidence_of_drafters_without_logits(threshold, drafted):
     """A match of two speaks for its token with 2/3."""
-    policy = ConfidenceLength(threshold, gamma_max=3)
+    policy = rule(f"confidence:threshold={threshold},max=3")
     drafter, context = LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
     assert (
@@ -321,7 +325,7 @@ def test_the_best_threshold():
 
 
 def test_the_adapted_threshold_counts_what_was_tested():
-    policy = ConfidenceLength(0.4, adapt=True)
+    policy = rule("confidence:adapt")
     thresholds = []
     for confidences, accepted, stopped in (
         ([0.9, 0.8, 0.6], 3, False),
@@ -339,7 +343,7 @@ def test_the_adapted_threshold_counts_what_was_tested():
 
 
 def test_the_entropy_bound():
-    policy = EntropyBoundLength(0.6)
+    policy = rule("entropy-bound")
     two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
     assert policy.begin_step(50) == 20
     assert policy.should_continue(Draft(logits=[]))
@@ -360,14 +364,14 @@ def test_the_entropy_bound():
     ],
 )
 def test_the_threshold_of_the_entropy_bound(room, step, threshold):
-    policy = EntropyBoundLength(0.6)
+    policy = rule("entropy-bound")
     policy.begin_step(room)
     policy.observe(step)
     assert policy.notes()["lambda"] == pytest.approx(threshold, abs=1e-12)
 
 
 def test_svip():
-    policy = SvipLength()
+    policy = rule("svip")
     assert policy.begin_step(99) == 40
     assert policy.should_continue(Draft(logits=[]))
     assert policy.should_continue(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
@@ -376,7 +380,7 @@ def test_svip():
 
 
 def test_the_heuristic():
-    policy = HeuristicLength()
+    policy = rule("heuristic")
     seen = []
     for gamma, accepted in ((5, 5), (7, 7), (9, 8), (8, 0), (7, 3), (3, 3), (0, 0)):
         seen.append(policy.begin_step(99))
@@ -391,7 +395,7 @@ def test_the_heuristic():
     for _ in range(30):
         policy.observe(a_step(1, 1))
     assert policy.notes() == {"gamma": 40.0}
-    assert HeuristicLength(4, 3, 5).begin_step(99) == 4
+    assert [rule(f"heuristic:{each}").begin_step(99) for each in ("gamma=4,min=3,max=5", "max=4")] == [4, 4]
 
 
 # -- learning what is accepted -----------------------------------------------------------------------
@@ -540,7 +544,7 @@ def situations() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("alpha", "c", "v", "known"), list(situations()))
 def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, known):
-    policy = AutoLength(costs=given(c, dict(enumerate(v[1:], 1))) if known else None)
+    policy = auto(GivenCosts(c, dict(enumerate(v[1:], 1))) if known else None)
     reached = [rate(simulate(policy, [alpha] * 500, c, v, seed=seed)[200:], alpha, c, v) for seed in range(3)]
     assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
 
@@ -550,7 +554,7 @@ def test_auto_drafts_on_where_only_a_steps_first_pass_is_dear(alpha, least):
     """As beside a busy core: who takes all passes to be as dear as the first drafts one token or none."""
     found = []
     for seed in range(3):
-        policy, generator, gammas = AutoLength(), random.Random(seed), []
+        policy, generator, gammas = auto(), random.Random(seed), []
         for index in range(80):
             gamma = drafted_by(policy)
             gammas.append(gamma)
@@ -564,7 +568,7 @@ def test_auto_drafts_on_where_only_a_steps_first_pass_is_dear(alpha, least):
 
 @pytest.mark.parametrize(("alpha", "v"), [(0.3, V_FLAT), (0.7, V_STEEP), (0.95, V_FLAT), (0.95, V_STEEP)])
 def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha, v):
-    gammas = simulate(AutoLength(), [alpha] * 600, 1.2, v)
+    gammas = simulate(auto(), [alpha] * 600, 1.2, v)
     assert set(gammas[100:]) <= {0, 1}
     assert sum(gammas[100:]) <= 0.15 * 500
     assert rate(gammas[100:], alpha, 1.2, v) >= 0.975 / v[1]
@@ -574,7 +578,7 @@ def test_auto_stops_drafting_where_the_drafter_is_too_slow(alpha, v):
 def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back():
     for seed in range(3):
         alphas = [0.8] * 100 + [0.02] * 300 + [0.9] * 300
-        gammas = simulate(AutoLength(), alphas, 0.3, V_GENTLE, seed=seed)
+        gammas = simulate(auto(), alphas, 0.3, V_GENTLE, seed=seed)
         hopeless, better = gammas[200:400], gammas[500:]
         assert sum(hopeless) <= 0.15 * len(hopeless)
         assert rate(hopeless, 0.02, 0.3, V_GENTLE) >= 0.97
@@ -584,11 +588,11 @@ def test_auto_stops_drafting_where_nothing_is_accepted_and_finds_back():
 def test_auto_looks_beyond_a_jump_in_the_targets_time():
     """The first draft alone does not pay, several do."""
     v = [0.0, 1.0, 1.4, *[1.4] * 30]
-    known = given(0.05, dict(enumerate(v[1:], 1)))
-    assert min(simulate(AutoLength(costs=known), [0.85] * 200, 0.05, v)[50:]) >= 2
+    known = GivenCosts(0.05, dict(enumerate(v[1:], 1)))
+    assert min(simulate(auto(known), [0.85] * 200, 0.05, v)[50:]) >= 2
 
 
-def drafted_by(policy: AutoLength) -> int:
+def drafted_by(policy: Any) -> int:
     """How many tokens it drafts in a step, of a drafter that says nothing of how sure it is."""
     limit = policy.begin_step(50)
     draft = Draft()
@@ -599,7 +603,7 @@ def drafted_by(policy: AutoLength) -> int:
 
 @pytest.mark.parametrize("disturbed", [1, 2, 3])
 def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
-    policy = AutoLength()
+    policy = auto()
     gammas = []
     for index in range(90):
         gamma = drafted_by(policy)
@@ -620,7 +624,7 @@ def test_auto_gets_over_slow_first_passes_of_the_drafter(disturbed):
         "fixed:gamma=0", "auto:max=0", "egag:min=0", "egag:min=9", "egag:beta=1", "egag:beta=nan", "egag:scale=0",
         "egag:scale=1.5", "confidence:threshold=1.1", "confidence:threshold=nan", "entropy-bound:lambda=-0.1",
         "confidence-head:threshold=1.1", "svip:threshold=0", "svip:threshold=inf", "heuristic:gamma=0",
-        "heuristic:min=6", "heuristic:max=4",
+        "heuristic:min=6", "heuristic:gamma=5,max=4",
     ],
 )  # fmt: skip
 def test_values_outside_their_range_are_refused(spec):
@@ -654,7 +658,7 @@ def test_confidence_of_a_mixed_draft():
 
 
 def test_auto_takes_free_tokens_where_the_model_does_not_pay():
-    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
+    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
     for index in range(60):
         limit = policy.begin_step(20)
         made = mixed("")
@@ -672,7 +676,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_auto_learns_from_copies_that_it_does_not_make(right):
-    policy = AutoLength(8, given(0.0, {1: 1.0, 2: 1.3, 9: 3.4}))
+    policy = auto(GivenCosts(0.0, {1: 1.0, 2: 1.3, 9: 3.4}), 8)
     lengths = []
     for index in range(40):
         policy.begin_step(20)
@@ -702,7 +706,7 @@ def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     [(0.05, 0.2, 0.95, True), (0.3, 0.95, 0.95, False), (0.05, 0.95, 0.2, False), (0.6, 0.2, 0.7, False)],
 )
 def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_right, model_is_right, rather):
-    policy = AutoLength(8, given(draft_s, {1: 1.0, 9: 1.05}))
+    policy = auto(GivenCosts(draft_s, {1: 1.0, 9: 1.05}), 8)
     chances = random.Random(0)
     for index in range(120):
         kind = "f" if index % 2 else "m"
@@ -719,7 +723,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_ri
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens():
-    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
+    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
     probes = 0
     for index in range(300):
         assert policy.begin_step(20) == 8
@@ -739,7 +743,7 @@ def test_auto_looks_again_with_one_pass_and_all_free_tokens():
 
 
 def test_a_probe_that_took_no_pass_is_not_paid_for():
-    policy = AutoLength(8, given(0.9, {1: 1.0, 9: 1.05}))
+    policy = auto(GivenCosts(0.9, {1: 1.0, 9: 1.05}), 8)
     for index in range(1000):
         policy.begin_step(20)
         probing = bool(policy.notes()["probe"])

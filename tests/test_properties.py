@@ -471,7 +471,7 @@ def test_a_rule_copes_with_whatever_comes_and_a_new_prompt_finds_it_fresh(word):
     @settings(max_examples=20, deadline=None)
     @given(histories(), histories())
     def check(earlier: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
-        used, fresh = build_policy(word).policy, build_policy(word).policy
+        used, fresh = build_policy(word), build_policy(word)
         used.begin(NewPrompt())
         follow(used, earlier)
         used.begin(NewPrompt())

@@ -165,7 +165,7 @@ class Case:
             prompt=list(self.prompt),
             target=target,
             drafter=house.drafter(self.drafter, target),
-            plan=build_policy(self.policy),
+            policy=build_policy(self.policy),
             sampling=self.sampling,
             random=Randomness(self.seed),
             max_new_tokens=self.tokens,
@@ -486,12 +486,12 @@ PLACES = (
     "random.test",
     "sampling.at",
     "stops.cut",
-    "plan.policy.begin",
-    "plan.policy.begin_step",
-    "plan.policy.observe",
-    "plan.policy.should_continue",
+    "policy.begin",
+    "policy.begin_step",
+    "policy.observe",
+    "policy.should_continue",
 )
-ONCE = ("target.begin", "drafter.begin", "sampling.at", "plan.policy.begin")  # called once for a request
+ONCE = ("target.begin", "drafter.begin", "sampling.at", "policy.begin")  # called once for a request
 
 
 @pytest.mark.parametrize("room", [10**6, 70], ids=["room for all", "little room"])

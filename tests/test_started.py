@@ -472,7 +472,7 @@ def test_sweep_measures_a_grid_in_groups(cli, models):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (["tune", "--engine", "vllm:servers=0"], ["option 'servers' of vllm", "Give at least 1"]),
+        (["tune", "--engine", "vllm:servers=0"], ["option 'servers' of --engine", "Give at least 1"]),
         (["sweep", "--engine", "vlm"], ["no engine 'vlm'", "Choose vllm"]),
         (["tune", "--engine", "llama.cpp"], ["llama.cpp reads GGUF files", "smollm2-135m"]),
         (["tune", "--engine", "vllm", "--target", "none/there.gguf"], ["There is no such file"]),

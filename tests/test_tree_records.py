@@ -10,11 +10,10 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import Step
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter
-from specbench.policies.trees import StaticTree
+from specbench.policies.trees import StaticTreePolicy
 from specbench.specs.verification import VerificationName
 
 VOCAB = 6
@@ -25,11 +24,12 @@ TARGET, DRAFT = random_table(1, VOCAB), random_table(2, VOCAB)
 def steps_of(
     tree: DraftPolicy, sampling: Sampling, method: VerificationName | None, **options: Any
 ) -> list[Step]:
+    tree.verification = method
     records = decode_steps(
         PROMPT,
         ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache()),
         ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model"),
-        policy=DraftPlan(tree, verification=method),
+        policy=tree,
         sampling=sampling,
         random=Randomness(3),
         max_new_tokens=30,
@@ -49,7 +49,7 @@ def steps_of(
 def test_a_trace_has_p_and_q_of_the_nodes_own_branch(sampling, method):
     emitted: list[int] = []
     seen = {"accepted": 0, "rejected": 0, "untested": 0}
-    shape = StaticTree.shaped((-1, -1, 0, 0, 1, 2))
+    shape = StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2))
     for step in steps_of(shape, sampling, method, first_target=False):
         assert step.verdicts is not None
         parents = step.parents or ()
@@ -75,7 +75,7 @@ def test_behind_a_stop_nothing_counts():
     """Wherever the output ends within a path: the figures are those of what was emitted."""
     for end in range(VOCAB):
         for method in ("traversal", "naive"):
-            shape = StaticTree.shaped((-1, -1, 0, 0, 1, 2))
+            shape = StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2))
             stops = StopRules((end,))
             steps = steps_of(shape, Multinomial(0.9), method, stops=stops, first_target=False)
             last = steps[-1]

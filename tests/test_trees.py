@@ -19,7 +19,6 @@ from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Step, depth_of
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
@@ -27,17 +26,18 @@ from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.policies import FixedLength, build_policy
-from specbench.policies.trees import DynamicTree, StaticTree, best_shapes
+from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shapes
+from specbench.specs.policies import DynamicTree
 
 VOCAB = 3
 PROMPT = [1, 2, 0]
 TARGET, DRAFT = random_table(3, VOCAB), random_table(9, VOCAB)
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
-    "two beside": lambda: StaticTree.shaped((-1, -1)),
-    "two of two": lambda: StaticTree.shaped((-1, -1, 0, 0, 1)),
-    "a branch in the middle": lambda: StaticTree.shaped((-1, 0, 0)),
-    "dynamic": lambda: DynamicTree(2, 8, 4),
+    "two beside": lambda: StaticTreePolicy.shaped((-1, -1)),
+    "two of two": lambda: StaticTreePolicy.shaped((-1, -1, 0, 0, 1)),
+    "a branch in the middle": lambda: StaticTreePolicy.shaped((-1, 0, 0)),
+    "dynamic": lambda: DynamicTreePolicy(DynamicTree(2, 8, 4)),
 }
 
 
@@ -48,14 +48,14 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
 def test_several_on_caches_of_their_own_decode_greedily():
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model)
-    expected, _ = greedy(DraftPlan(FixedLength(1)), target, NoDraft(), Greedy())
+    expected, _ = greedy(FixedLength(1), target, NoDraft(), Greedy())
     drafters = [
         ModelDrafter(Scorer(small), "small"),
         ModelDrafter(Scorer(model), "alike"),
         SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
         LookupDrafter(),
     ]
-    found, steps = greedy(DraftPlan(FixedLength(3)), target, SeveralDrafters(drafters), Greedy())
+    found, steps = greedy(FixedLength(3), target, SeveralDrafters(drafters), Greedy())
     assert found == expected
     assert all(step.accepted == 3 for step in steps[:-1])
     assert any(len(step.drafted) > step.gamma for step in steps)
@@ -71,7 +71,7 @@ def test_several_on_caches_of_their_own_decode_greedily():
 
 
 def greedy(
-    policy: DraftPlan, target: Scorer, drafter: Any, sampling: Sampling
+    policy: DraftPolicy, target: Scorer, drafter: Any, sampling: Sampling
 ) -> tuple[list[int], list[Step]]:
     records = decode_steps(
         [3, 9, 4, 1], target, drafter, policy=policy, sampling=sampling, random=Randomness(0), max_new_tokens=24
@@ -87,7 +87,7 @@ def test_greedy_outputs_are_the_targets_own(cache, penalty):
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model, cache)
     sampling = Greedy(penalty)
-    expected, _ = greedy(DraftPlan(FixedLength(1)), target, NoDraft(), sampling)
+    expected, _ = greedy(FixedLength(1), target, NoDraft(), sampling)
     likely = {
         "alike": ModelDrafter(Scorer(model, cache), "alike"),
         "small": ModelDrafter(Scorer(small, cache), "small"),
@@ -95,7 +95,7 @@ def test_greedy_outputs_are_the_targets_own(cache, penalty):
     }
     for name, drafter in likely.items():
         for shape, tree in TREES.items():
-            found, steps = greedy(DraftPlan(tree()), target, drafter, sampling)
+            found, steps = greedy(tree(), target, drafter, sampling)
             assert found == expected
             assert any(step.parents for step in steps)
             if name == "alike":
@@ -124,7 +124,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path():
     scorer = ScriptedScorer(DRAFT, VOCAB)
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
-    shape = StaticTree.shaped((-1, -1, 0, 1))
+    shape = StaticTreePolicy.shaped((-1, -1, 0, 1))
     draft = run_to_end(drafter.propose(PROMPT, StepPlan(3, shape, Greedy(), Randomness(0))))
     kept = [draft.tokens[1], draft.tokens[3], 0]
     # The second branch, whose leaf it has not read.

@@ -9,7 +9,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.grid import MAX_BATCH, MAX_BEAMS, MAX_CONTEXT
 from specbench.rows import OtherLibrary
-from specbench.specs.policies import LONGEST_DRAFT, PolicySpec, parse_policy
+from specbench.specs.policies import LONGEST_DRAFT, Fixed, PolicySpec, parse_policy
 
 _RANGE = re.compile(r"\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?)?\s*", re.ASCII)
 
@@ -89,17 +89,13 @@ def parse_policies(specs: Sequence[str]) -> tuple[PolicySpec, ...]:
     Raises:
         UsageError: A policy or option is unknown, a value is out of range, or a policy is given twice.
     """
-    from specbench.policies import build_policy
-
     policies = [parse_policy(spec) for spec in specs]
     for policy in policies:
-        if policy.word == "fixed" and "gamma" in policy.options:
+        if isinstance(policy, Fixed) and policy.gamma is not None:
             raise UsageError(
                 "The draft lengths of the policy fixed are those of --gamma.",
-                f"Give --gamma {policy.options['gamma']}.",
+                f"Give --gamma {policy.gamma}.",
             )
-    for policy in policies:
-        build_policy(policy)  # refuses values that are out of range
     names = [str(policy) for policy in policies]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")

@@ -14,7 +14,7 @@ from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 from specbench.specs.stopping import parse_until
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def build_rows(
         for name, recipe in drafting
         for policy in options.policy_specs
         if policy.applies(recipe.drafter)
-        for gamma in (options.gammas if policy.word == "fixed" else (None,))
+        for gamma in (options.gammas if isinstance(policy, Fixed) else (None,))
     ]
     for other in options.others:
         decoders.append((other, None))
@@ -196,7 +196,7 @@ def build_rows(
 
 
 def _drafting(recipe: Recipe, policy: PolicySpec, gamma: int | None) -> Recipe:
-    return replace(recipe, policy=policy.with_options({"gamma": gamma}))
+    return replace(recipe, policy=policy.with_gamma(gamma))
 
 
 def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]) -> list[Row]:

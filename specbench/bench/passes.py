@@ -190,7 +190,7 @@ def time_passes(
     from specbench.decoding.sampling import Greedy, Randomness
     from specbench.drafters.parts import context_limit, without_guesses
     from specbench.policies import FixedLength
-    from specbench.policies.trees import StaticTree
+    from specbench.policies.trees import StaticTreePolicy
 
     wanted = context or _CONTEXT
     limit = scorer.context_limit or wanted + max(widths)
@@ -211,7 +211,7 @@ def time_passes(
 
     def draft(drafter: Drafter, tokens: int = 1, nodes: int = 0) -> float:
         """Draft tokens, or a tree with ``nodes`` nodes and one child of each; note if it reads the context."""
-        shape = StaticTree.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
+        shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
         most = 2 if nodes else tokens
         began = clock.now()
         found = run_to_end(drafter.propose(text, StepPlan(most, shape, Greedy(), Randomness(0))))

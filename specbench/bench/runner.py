@@ -34,6 +34,7 @@ from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
 from specbench.rows import Row
 from specbench.specs.arrivals import Poisson
+from specbench.specs.policies import DynamicTree, StaticTree
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -338,7 +339,7 @@ class CellRunner(Generic[Encoded]):
 
     def _time_passes(self, batch: int | None, context: int | None) -> list[CostLine]:
         options = self._sweep.options
-        trees = [policy.nodes for policy in options.policy_specs if policy.nodes]
+        trees = [spec.nodes for spec in options.policy_specs if isinstance(spec, StaticTree | DynamicTree)]
         prompt = self._engine.encode(self._prompts.at(self._sweep.prompts[0].id, context), [])
         if batch is None:
             widths = cost_widths(options.gammas, trees)

@@ -14,7 +14,6 @@ import torch
 from specbench.check.observe import DecodingSetup, DrawEvent, Observation, Proposal
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
-from specbench.decoding.request import DraftPlan
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
@@ -52,7 +51,7 @@ class RunRules:
     def __init__(self, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> None:
         self._setup, self._prompt = setup, len(prompt)
         self.sampling = setup.transforms(prompt, greedy=greedy)
-        self.method: VerificationName = DraftPlan.of(setup.policy).method(setup.drafter)
+        self.method: VerificationName = setup.policy.method(setup.drafter)
         end, limit = len(prompt) + setup.max_new_tokens, setup.target.context_limit
         self.max_length = end if limit is None else min(end, limit)
 

@@ -26,7 +26,7 @@ from specbench.decoding.protocols import (
     StepPlan,
 )
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import GreedyVerification, Verification
@@ -53,7 +53,7 @@ class DecodingSetup:
 
     target: Scorer
     drafter: Drafter
-    policy: DraftPolicy | DraftPlan = field(default_factory=FixedLength)
+    policy: DraftPolicy = field(default_factory=FixedLength)
     sampling: Sampling = field(default_factory=Greedy)
     max_new_tokens: int = 64
     end_ids: tuple[int, ...] = ()
@@ -283,7 +283,7 @@ def observe(
         prompt=prompt,
         target=target,
         drafter=_RecordingDrafter(drafter, log),  # type: ignore[arg-type]
-        plan=DraftPlan.of(FixedLength(1) if plain else setup.policy),
+        policy=FixedLength(1) if plain else setup.policy,
         sampling=setup.sampling.greedily() if greedy else setup.sampling,
         random=_RecordingRandomness(setup.seed, log, forcing=forcing),
         max_new_tokens=setup.max_new_tokens,

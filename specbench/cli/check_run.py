@@ -24,7 +24,7 @@ from specbench.cli.progress import StageProgress
 from specbench.cli.setting import drafter_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
-from specbench.loaded import LoadedRecipe, check_recipe
+from specbench.loaded import LoadedRecipe
 from specbench.models.prepare import check_models, prepare
 from specbench.options import quantized
 from specbench.show.document import show
@@ -138,7 +138,7 @@ class DecodingJob:
         request = self.request
         drafters = [*dict.fromkeys(recipe.drafter for recipe in self.recipes)]
         for recipe in self.recipes:
-            check_recipe(recipe)
+            recipe.check()
         check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
         names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
         if request.sampling.greedy:

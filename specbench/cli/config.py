@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
+from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -58,11 +59,10 @@ def _left(config: Config, given: Collection[str]) -> Config:
 def _options(config: Config) -> dict[str, str]:
     """Return the options of a configuration by name; the γ of a fixed policy becomes the option for γ."""
     policy = config.policy
-    if policy is None or policy.word != "fixed" or "gamma" not in policy.options:
+    if not isinstance(policy, Fixed) or policy.gamma is None:
         return config.given
-    rest = {name: value for name, value in policy.options.items() if name != "gamma"}
     return {
         **config.given,
-        "draft_policy": str(replace(policy, options=rest)),
-        "gamma": str(policy.options["gamma"]),
+        "draft_policy": str(replace(policy, gamma=None)),
+        "gamma": str(policy.gamma),
     }

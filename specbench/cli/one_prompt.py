@@ -77,12 +77,12 @@ class PromptJob(LoadedRecipe):
 
     def options(self) -> dict[str, Any]:
         """Return the options that decide the output, by name; ``None`` for those that are switched off."""
-        policy = self.policy.policy
-        branches = policy.branches or self.drafter.traits.several
-        named = (branches or self.policy.verification is not None) and not self.sampling.greedy
+        policy, drafter = self.policy, self.drafter
+        branches = policy.branches or drafter.traits.several
+        named = (branches or policy.verification is not None) and not self.sampling.greedy
         return {
-            "draft_policy": self.policy.name,
-            "verification": self.policy.method(self.drafter) if named else None,
+            "draft_policy": policy.name,
+            "verification": policy.method(drafter) if named else None,
             "gamma": policy.gamma if isinstance(policy, FixedLength) else None,
             **opt.deciding(self.recipe, self.sampling, self.target.language_model),
         }

@@ -11,7 +11,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.options import cache_for
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import default_policy, parse_policy
+from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def parse_recipe(
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
-    policy = policy.with_options({"gamma": drafting.gamma})
+    policy = policy.with_gamma(drafting.gamma)
     return Recipe(target, drafter, policy, models, replace(caching, cache=kind), decoding, sampling)
 
 
@@ -102,18 +102,16 @@ def requested_policies(
     Raises:
         UsageError: An option that none of the policies takes, or one policy twice.
     """
-    from specbench.policies import build_policy
-
     starts: Sequence[int | None] = gammas or [None]
     words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
-    if gammas and not any(policy.takes("gamma") for policy in words):
-        words[0].require("gamma")
+    if gammas and not any(isinstance(policy, TakesGamma) for policy in words):
+        words[0].with_gamma(gammas[0])
     policies = [
-        policy.with_options({"gamma": gamma})
+        policy.with_gamma(gamma)
         for policy in words
-        for gamma in (starts if policy.takes("gamma") and "gamma" not in policy.options else [None])
+        for gamma in (starts if isinstance(policy, TakesGamma) and policy.gamma is None else [None])
     ]
-    names = [build_policy(policy).name for policy in policies]
+    names = [str(policy) for policy in policies]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
@@ -144,7 +142,7 @@ def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) ->
         if blind:
             names = ", ".join(map(str, blind))
             why = "it reads the drafter's distribution, and there is none"
-            if policy.kind.tree:
+            if policy.tree:
                 why = "it drafts trees, and only chains can be drafted"
             notes.append(f"{policy} is left out with {names}: {why}.")
     return notes

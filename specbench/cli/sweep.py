@@ -25,6 +25,7 @@ from specbench.cli.sweep_options import (
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
+from specbench.specs.policies import Fixed, TakesGamma
 
 if TYPE_CHECKING:
     from specbench.bench.engines.own import ModelEngine
@@ -130,9 +131,9 @@ def _compared_models(
     specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
     drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")
-    if not any(policy.word == "fixed" for policy in policies):
+    if not any(isinstance(policy, Fixed) for policy in policies):
         if given(ctx, "gamma"):
-            takes = next((policy for policy in policies if policy.takes("gamma")), None)
+            takes = next((policy for policy in policies if isinstance(policy, TakesGamma)), None)
             other = f"write --draft-policy {takes.word}:gamma=N" if takes else "leave --gamma out"
             raise UsageError(
                 "--gamma is for the policy fixed, which is not among the policies.",

@@ -30,7 +30,7 @@ from specbench.decoding.protocols import (
     StepPlan,
 )
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.request import DraftPlan, Request
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 
@@ -46,7 +46,7 @@ def decode_steps(
     target: Scorer,
     drafter: Drafter,
     *,
-    policy: DraftPolicy | DraftPlan,
+    policy: DraftPolicy,
     sampling: Sampling,
     random: Randomness,
     max_new_tokens: int,
@@ -63,8 +63,7 @@ def decode_steps(
         prompt: Token ids, at least one.
         target: The model whose output distribution is kept.
         drafter: Proposes tokens.
-        policy: Decides how many tokens are drafted, and in which shape; a ``DraftPlan`` adds a
-            verification method.
+        policy: Decides how many tokens are drafted, and in which shape.
         sampling: The transforms of both models' logits.
         random: The source of every random draw.
         max_new_tokens: The longest output, at least 1.
@@ -90,7 +89,7 @@ def decode_steps(
         ['Prefill', 'Step']
     """
     request = Request(
-        prompt, target, drafter, DraftPlan.of(policy), sampling, random, max_new_tokens, stops or StopRules(),
+        prompt, target, drafter, policy, sampling, random, max_new_tokens, stops or StopRules(),
         first_target, residual_adjustment, trace, cached_tokens,
     )  # fmt: skip
     decoding = decode(request, Stopwatch(clock))
@@ -104,7 +103,7 @@ def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
     """Decode a request (see ``decode_steps``); ``watch`` times the steps."""
     target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
     sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
-    policy, verification = request.plan.policy, request.verification(sampling)
+    policy, verification = request.policy, request.verification(sampling)
     context, limit, layers = list(request.prompt), request.limit, drafter.traits.layers
     if request.cached_tokens:
         target.resume(request.cached_tokens)

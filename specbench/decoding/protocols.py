@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specbench.decoding.logits import DraftVocabulary
     from specbench.decoding.records import ExpertsRead, Step
     from specbench.decoding.sampling import Randomness, Sampling
+    from specbench.specs.verification import VerificationName
 
 T = TypeVar("T")
 
@@ -153,9 +154,11 @@ class DraftPolicy:
         certain_only: Whether it selects nodes by their own tokens. Then all candidates must be certain, none drawn.
         unconditional: Whether ``begin_step`` alone decides the length, so that nothing is read from the draft.
         needs_acceptance: Whether it needs a drafter that ``predicts_acceptance``.
+        verification: How its drafts are verified above temperature 0; ``None`` for the method that fits.
     """
 
     name: str
+    verification: VerificationName | None = None
     branches = certain_only = unconditional = needs_acceptance = False
 
     def begin(self, prompt: NewPrompt) -> None:
@@ -214,6 +217,16 @@ class DraftPolicy:
     def notes(self) -> Mapping[str, float]:
         """Return what to record about the current step, by name."""
         return {}
+
+    def method(self, drafter: Drafter) -> VerificationName:
+        """Return the method that verifies the drafts of a drafter."""
+        if self.verification is not None:
+            return self.verification
+        if drafter.traits.several:
+            return "specinfer"
+        if not self.branches:
+            return "rejection"
+        return "naive" if self.certain_only or drafter.traits.certain else "traversal"
 
 
 class Scorer(Protocol):

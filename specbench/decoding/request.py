@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,52 +12,12 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verdicts import METHODS
 from specbench.decoding.verify import Verification, verification_of
-from specbench.specs.notation import add_option
 from specbench.specs.verification import VerificationName
 
 
 @dataclass(frozen=True)
-class DraftPlan:
-    """A draft policy, with the verification method.
-
-    Attributes:
-        policy: Decides how many tokens are drafted, and in which shape.
-        verification: How drafts are verified above temperature 0; ``None`` for the method that fits policy and drafter.
-    """
-
-    policy: DraftPolicy
-    verification: VerificationName | None = None
-
-    @classmethod
-    def of(cls, policy: DraftPolicy | DraftPlan) -> DraftPlan:
-        return policy if isinstance(policy, cls) else cls(policy)  # type: ignore[arg-type]
-
-    @property
-    def name(self) -> str:
-        """The policy's name with the plan's options."""
-        name = self.policy.name
-        if self.verification is not None:
-            name = add_option(name, f"verification={self.verification}")
-        return name
-
-    def method(self, drafter: Drafter) -> VerificationName:
-        """Return the method that verifies the drafts of a drafter."""
-        if self.verification is not None:
-            return self.verification
-        if drafter.traits.several:
-            return "specinfer"
-        if not self.policy.branches:
-            return "rejection"
-        return "naive" if self.policy.certain_only or drafter.traits.certain else "traversal"
-
-    def fork(self) -> DraftPlan:
-        """Return a copy for another request, which learns separately from now on."""
-        return copy.deepcopy(self)
-
-
-@dataclass(frozen=True)
 class Request:
-    """One output to decode. The fields are the arguments of ``decode_steps``; ``plan`` is its ``policy``.
+    """One output to decode. The fields are the arguments of ``decode_steps``.
 
     Raises:
         UsageError: The prompt is empty or longer than the target's context, or ``max_new_tokens`` is below 1.
@@ -67,7 +26,7 @@ class Request:
     prompt: Sequence[int]
     target: Scorer
     drafter: Drafter
-    plan: DraftPlan
+    policy: DraftPolicy
     sampling: Sampling
     random: Randomness
     max_new_tokens: int
@@ -88,16 +47,16 @@ class Request:
                 f"The prompt has {len(self.prompt)} tokens, but the target's context holds only {limit}.",
                 "Shorten the prompt.",
             )
-        if self.plan.policy.needs_acceptance and not self.drafter.traits.predicts_acceptance:
+        if self.policy.needs_acceptance and not self.drafter.traits.predicts_acceptance:
             raise UsageError(
-                f"The draft policy {self.plan.policy.name} needs a drafter with a confidence head, and"
+                f"The draft policy {self.policy.name} needs a drafter with a confidence head, and"
                 f" {self.drafter.traits.name} has none.",
                 "Use a DSpark head, or another draft policy.",
             )
         self._check_tree()
 
     def _check_tree(self) -> None:
-        policy, method, several = self.plan.policy, self.method, self.drafter.traits.several
+        policy, method, several = self.policy, self.method, self.drafter.traits.several
         if not self.residual_adjustment and (policy.branches or method != "rejection"):
             raise UsageError(
                 f"{method} has no residual adjustment to leave out.",
@@ -137,7 +96,7 @@ class Request:
     @property
     def method(self) -> VerificationName:
         """How drafts are verified."""
-        return self.plan.method(self.drafter)
+        return self.policy.method(self.drafter)
 
     def verification(self, sampling: Sampling) -> Verification:
         """Return what judges the drafts, with the transforms of this output."""

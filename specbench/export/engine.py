@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
-from specbench.specs.policies import parse_policy
+from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:
     from specbench.models.training_metadata import TrainingMetadata
@@ -136,7 +136,7 @@ class ExportEngine(ABC):
     def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
         """Whether a drafter can be exported, with the trained head in it if there is one."""
         try:
-            self.export(Setting(Model("target"), drafter, parse_policy("fixed"), 1, head=head))
+            self.export(Setting(Model("target"), drafter, Fixed(), 1, head=head))
         except UsageError:
             return False
         return True
@@ -204,7 +204,7 @@ class ExportEngine(ABC):
         policy = setting.policy
         if setting.gamma_from and policy.word not in ("fixed", *self.policies):
             yield f"Draft policy {policy}: replaced by a fixed γ of {setting.gamma}, {setting.gamma_from}."
-        verification = policy.options.get("verification", "rejection")
+        verification = policy.verification or "rejection"
         if setting.temperature != 0 and verification not in ("rejection", *self.verifications):
             yield f"Verification method {verification}."
         model = setting.drafter.model_part

@@ -11,6 +11,7 @@ from specbench.export.engine import NO_EAGLE_1, NO_TRAINED_MTP, Heads, HeadSuppo
 from specbench.export.setting import Model, Setting
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel
+from specbench.specs.policies import Confidence
 
 
 def _block(kind: str, method: str) -> HeadSupport:
@@ -105,7 +106,7 @@ class LlamaCpp(StartedEngine):
                 export.differs.append(
                     f"{engine.GREEDY_DRAFTS} --spec-draft-sampling probabilistic does as specbench does."
                 )
-            if setting.policy.word == "confidence":
+            if isinstance(setting.policy, Confidence):
                 export.differs.append(
                     "--spec-draft-p-min drops the token below it, specbench stops after that token; it does not adapt."
                 )
@@ -137,10 +138,9 @@ class LlamaCpp(StartedEngine):
 
 
 def _draft_options(setting: Setting) -> Json:
-    longest, threshold = setting.gamma, 0.0
-    if setting.policy.word == "confidence":
-        values = setting.policy_values
-        longest, threshold = values["gamma_max"], values["threshold"]
+    policy, longest, threshold = setting.policy, setting.gamma, 0.0
+    if isinstance(policy, Confidence):
+        longest, threshold = policy.gamma_max, policy.threshold
     return {"--spec-draft-n-max": longest, "--spec-draft-n-min": 0, "--spec-draft-p-min": f"{threshold:g}"}
 
 

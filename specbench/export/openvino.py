@@ -10,6 +10,7 @@ from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, Heads
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import Lookup, SmallModel
+from specbench.specs.policies import Confidence
 
 _OWN_FORMAT = "it loads such a head only in OpenVINO's own format, and no conversion was tried"
 
@@ -44,8 +45,8 @@ class OpenVino(engine.ExportEngine):
             folder = _folder(setting.draft_model)
             pipeline = {"draft_model": folder}
             argument = f'draft_model=openvino_genai.draft_model({folder!r}, "CPU")'
-            if setting.policy.word == "confidence":
-                config = {"assistant_confidence_threshold": setting.policy.options.get("threshold", 0.4)}
+            if isinstance(setting.policy, Confidence):
+                config = {"assistant_confidence_threshold": setting.policy.threshold}
                 export.missing.append("Longest draft: a threshold excludes num_assistant_tokens.")
             export.differs.append(
                 "Above temperature 0 it accepts a draft by the drafter's probability of it over the target's of the"

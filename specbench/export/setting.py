@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.record import Estimate, Json
+from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
 from specbench.recipe import PLACE
@@ -25,7 +25,7 @@ from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.rows import Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
-from specbench.specs.policies import PolicySpec
+from specbench.specs.policies import Fixed, PolicySpec
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -161,12 +161,6 @@ class Setting:
             self.head.compact or (model is not None and model.kind == "packaged")
         )
 
-    @property
-    def policy_values(self) -> Json:
-        """Options of the draft policy, defaults included."""
-        options = self.policy.options
-        return {each.name: options.get(each.name, each.default) for each in self.policy.kind.options}
-
 
 def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
     """Return the setting of a configuration file that names target, drafter and draft policy.
@@ -186,7 +180,7 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
         raise UsageError(
             "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
         )
-    own, reason = policy.options.get("gamma", 5) if policy.word == "fixed" else None, ""
+    own, reason = policy.gamma_max if isinstance(policy, Fixed) else None, ""
     if own is None and gamma is None:
         raise UsageError(
             f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
@@ -371,7 +365,7 @@ class RunSettings:
     def _fixed_gamma(self, row: SummaryRow, policy: PolicySpec) -> tuple[int, str]:
         """Return γ of a fixed policy, else the best measured or predicted one, else the accepted length; and why."""
         config = row.config
-        if policy.word == "fixed" and config.gamma is not None:
+        if isinstance(policy, Fixed) and config.gamma is not None:
             return config.gamma, ""
         others = self._with_fixed_gamma(row)
         if others:

@@ -6,7 +6,7 @@ import json
 import shlex
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from specbench.base.errors import UsageError
@@ -15,7 +15,7 @@ from specbench.export.engine import ExportEngine
 from specbench.export.setting import Model, Setting
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.specs.drafters import DrafterSpec, parse_drafter
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import Confidence, Fixed, PolicySpec
 
 PLAIN = "plain"
 """Name of the setting without drafts."""
@@ -135,9 +135,9 @@ class StartedEngine(ExportEngine):
             options = {option: gamma if value == GAMMA else value for option, value in own.items()}
             return EngineSetting(f"{name}@{gamma}", name, gamma, options)
         spec = parse_drafter(own) if isinstance(own, str) else own
-        if policy.word == "confidence":
-            end = f",p={policy.options.get('threshold', 0.4):g}"
-            policy = policy.with_options({"gamma_max": gamma})
+        if isinstance(policy, Confidence):
+            end = f",p={policy.threshold:g}"
+            policy = replace(policy, gamma_max=gamma)
         made = Setting(
             target, spec, policy, gamma, temperature=temperature, head=drafter.head, drafter_path=drafter.path
         )
@@ -183,8 +183,7 @@ def settings_of(
     Raises:
         UsageError: The engine does not support a drafter or a policy.
     """
-    fixed = parse_policy("fixed")
-    more = [parse_policy(f"confidence:threshold={P_MIN:g}")] if "confidence" in engine.policies else []
+    tried = [Fixed(), Confidence(P_MIN)] if "confidence" in engine.policies else [Fixed()]
     for policy in policies:
         if policy.word not in ("fixed", *engine.policies):
             known = ", ".join(("fixed", *engine.policies))
@@ -196,7 +195,7 @@ def settings_of(
         has_model = not isinstance(drafter.spec, str) and drafter.spec.model_part is not None
         found += [
             engine.setting(target, drafter, gamma, policy, temperature)
-            for policy in ((policies or [fixed, *more]) if has_model else [fixed])
+            for policy in ((policies or tried) if has_model else [Fixed()])
             for gamma in gammas or (GAMMAS if has_model else NGRAM_GAMMAS)
         ]
     names = [each.name for each in found]

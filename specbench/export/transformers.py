@@ -8,6 +8,7 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.setting import Model, Setting
 from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel
+from specbench.specs.policies import Confidence, Heuristic
 
 _MODEL = "AutoModelForCausalLM"
 _COUNT = """passes = []
@@ -88,7 +89,7 @@ class Transformers(engine.ExportEngine):
                 "These settings are read from the assistant's generation_config, not from arguments of generate.",
                 "A drafter with another tokenizer needs tokenizer= and assistant_tokenizer= in generate.",
             ]
-            if setting.policy.word == "confidence" and not setting.policy.options.get("adapt"):
+            if isinstance(setting.policy, Confidence) and not setting.policy.adapt:
                 export.differs.append("The threshold adapts to acceptance where scikit-learn is installed.")
         export.differs += [
             "γ does not count the bonus token. Drafts are made for one prompt at a time: a batch raises an error.",
@@ -144,12 +145,11 @@ def _program(setting: Setting, generate: Json, configured: str) -> str:
 
 def _drafting(setting: Setting) -> Json:
     """Return the assistant's settings; its default would stop at a threshold of 0.4."""
-    values = setting.policy_values
-    longest, schedule, threshold = setting.gamma, "constant", 0.0
-    if setting.policy.word == "confidence":
-        longest, threshold = values["gamma_max"], values["threshold"]
-    elif setting.policy.word == "heuristic":
-        longest, schedule = values["gamma"], "heuristic_transient"
+    policy, longest, schedule, threshold = setting.policy, setting.gamma, "constant", 0.0
+    if isinstance(policy, Confidence):
+        longest, threshold = policy.gamma_max, policy.threshold
+    elif isinstance(policy, Heuristic):
+        longest, schedule = policy.first, "heuristic_transient"
     return {
         "num_assistant_tokens": longest,
         "num_assistant_tokens_schedule": schedule,

@@ -85,7 +85,7 @@ class VLLM(StartedEngine):
                 )
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench samples and tests
-                if setting.policy.options.get("verification") == "block":
+                if setting.policy.verification == "block":
                     speculative["rejection_sample_method"] = "block"
             else:
                 export.differs.append(

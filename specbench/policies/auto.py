@@ -6,14 +6,15 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from specbench.decoding.protocols import NewPrompt
 from specbench.decoding.theory import expected_tokens_by_position
 from specbench.policies.acceptance import AcceptanceEstimator
 from specbench.policies.base import ChainPolicy, is_guess
 from specbench.policies.costs import CostTable, MeasuredCosts, passes_of
+from specbench.specs.policies import Auto
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import Draft
+    from specbench.decoding.protocols import NewPrompt
     from specbench.decoding.records import Step
 
 TOO_SLOW_NOTE = "too_slow"
@@ -77,18 +78,15 @@ class AutoLength(ChainPolicy):
     drafted. In a cascade a token without a forward pass is weighed against the model's pass in the same way. Where the
     costs alone say that even drafts accepted in full lose time, there are no probes either.
 
-    Args:
-        gamma_max: The most tokens drafted in a step.
-        costs: Costs to go by; ``None`` measures them.
-
     Attributes:
-        table: The costs; others may take their place between prompts.
+        table: The costs, which are measured unless others take their place between prompts.
     """
 
-    def __init__(self, gamma_max: int = 16, costs: CostTable | None = None) -> None:
-        super().__init__("auto", gamma_max)
-        self.table = costs or MeasuredCosts()
-        self.begin(NewPrompt())
+    table: CostTable
+
+    def __init__(self, spec: Auto) -> None:
+        self.table = MeasuredCosts()
+        super().__init__(spec)
 
     def begin(self, prompt: NewPrompt) -> None:
         self.table.begin(prompt)

@@ -1,4 +1,4 @@
-"""Base classes of draft policies, what a policy can learn from a draft, and the policy of fixed length.
+"""The base class of policies that draft chains, what a policy can learn from a draft, and the policy of fixed length.
 
 A policy keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before
 that token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to q_{i+1} (Leviathan
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.protocols import DraftPolicy
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import Fixed, PolicySpec
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -26,17 +26,15 @@ class ChainPolicy(DraftPolicy):
     """Drafts chains of ``gamma_max`` tokens; subclasses override ``should_continue`` or ``num_children``.
 
     Args:
-        word: Its word in ``specbench.specs.policies``, where the ranges of its options stand too.
-        gamma_max: The longest draft.
-        arguments: Its other options.
-
-    Raises:
-        UsageError: A value outside its range.
+        spec: Its options, ``gamma_max`` among them; a subclass names its own kind of spec.
     """
 
-    def __init__(self, word: str, gamma_max: int, **arguments: object) -> None:
-        self.gamma_max = gamma_max
-        self.name = policy_name(word, gamma_max=gamma_max, **arguments)
+    spec: PolicySpec
+    gamma_max: int
+
+    def __init__(self, spec: PolicySpec) -> None:
+        self.spec, self.name, self.verification = spec, str(spec), spec.verification
+        self.gamma_max = spec.gamma_max  # type: ignore[attr-defined]
 
     def begin_step(self, budget: int) -> int:
         return min(self.gamma_max, budget)
@@ -67,8 +65,9 @@ class FixedLength(ChainPolicy):
 
     unconditional = True
 
-    def __init__(self, gamma: int = 5) -> None:
-        super().__init__("fixed", gamma, gamma=gamma)
+    def __init__(self, gamma: int | Fixed = 5) -> None:
+        spec = gamma if isinstance(gamma, Fixed) else Fixed(gamma)
+        super().__init__(replace(spec, gamma=spec.gamma_max))
 
     @property
     def gamma(self) -> int:
@@ -98,16 +97,3 @@ def confidence(draft: Draft, i: int) -> float:
         except NoTokenError:
             return 0.0
     return draft.match_confidence[i] if draft.match_confidence is not None else 1.0
-
-
-def policy_name(word: str, **arguments: object) -> str:
-    """Return a policy's name, which is a spec: its word and the options that are not at their defaults.
-
-    Raises:
-        UsageError: An option is outside its range.
-    """
-    kind = parse_policy(word).kind
-    said = {each.name: arguments[each.name] for each in kind.options if each.name in arguments}
-    for each in sorted(kind.options, key=lambda each: callable(each.most)):  # those of others last
-        each.check(said.get(each.name), word, SimpleNamespace(**said))
-    return str(PolicySpec(kind, said))

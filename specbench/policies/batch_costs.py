@@ -10,14 +10,13 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from specbench.decoding.protocols import NewPrompt
+from specbench.decoding.protocols import DraftPolicy, NewPrompt
 from specbench.decoding.theory import SLOPE, fit_line
 from specbench.policies.auto import AutoLength
-from specbench.policies.costs import ASSUMED_C, INSTANT, LATEST, CostTable, GivenCosts, passes_of
+from specbench.policies.costs import ASSUMED_C, INSTANT, LATEST, CostTable, passes_of
 
 if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
-    from specbench.decoding.request import DraftPlan
 
 _READING = 8
 """A request with more new tokens than this in a pass, besides its drafts, reads a prompt."""
@@ -253,8 +252,7 @@ class RequestCosts(CostTable):
             self._unread += len(step.tokens)
 
 
-def share_costs(policy: DraftPlan, batch: BatchCosts, models: Sequence[object]) -> None:
+def share_costs(policy: DraftPolicy, batch: BatchCosts, models: Sequence[object]) -> None:
     """Make a request's policy use the costs of its batch, if it measures costs; see ``RequestCosts``."""
-    auto = policy.policy
-    if isinstance(auto, AutoLength) and not isinstance(auto.table, GivenCosts):
-        auto.table = RequestCosts(batch, models)
+    if isinstance(policy, AutoLength):
+        policy.table = RequestCosts(batch, models)

@@ -1,4 +1,4 @@
-"""What a forward pass of the drafter and of the target costs: measured during the run, or given."""
+"""What a forward pass of the drafter and of the target costs, measured during the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from specbench.decoding.protocols import NewPrompt
-from specbench.decoding.theory import (
-    SLOPE,
-    PassCosts,
-    fit_line,
-    interpolate,
-    never_falling,
-    reading_seconds,
-)
+from specbench.decoding.theory import SLOPE, fit_line, interpolate, never_falling
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Step
@@ -32,9 +25,6 @@ INSTANT = 1e-9
 
 _FIRST = 3
 """The longest draft before anything is timed."""
-
-_NEAR = 0.02
-"""The share by which a context has to grow before costs are computed again."""
 
 _FAR = 4
 """The assumed slope weighs as much as one step with one token and one with this many more."""
@@ -96,46 +86,6 @@ class CostTable:
         """Measure a finished step."""
         if passes_of(step):
             self._unread = 0
-
-
-class GivenCosts(CostTable):
-    """Costs that stay as given; if they were timed at several lengths of context, they follow the context.
-
-    Args:
-        costs: Of the target and of drafters.
-        drafter: Which of these drafts.
-    """
-
-    def __init__(self, costs: PassCosts, drafter: str) -> None:
-        self._costs, self._drafter = costs, drafter
-        self.begin(NewPrompt(costs.context or 0))
-
-    def _move(self, context: int) -> None:
-        """Take the costs at another length of context."""
-        self._context, self._at = context, self._costs.at(context)
-        self.first_s = self._at.drafter_s[self._drafter]
-        self.later_s = self._at.later_s.get(self._drafter, self.first_s)
-        self._verify_s: dict[int, float] = {}
-
-    def begin(self, prompt: NewPrompt) -> None:
-        super().begin(prompt)
-        self._move(prompt.tokens)
-
-    def observe(self, step: Step) -> None:
-        super().observe(step)
-        context = step.position + len(step.tokens)
-        if self._costs.context_s and abs(context - self._context) > _NEAR * self._context:
-            self._move(context)
-
-    @property
-    def reading_s(self) -> float:
-        known = self._costs.reading_s.get(self._drafter)
-        return reading_seconds(known, self._unread) if known and self._unread else 0.0
-
-    def verify_s(self, n: int) -> float:
-        if n not in self._verify_s:
-            self._verify_s[n] = max(self._at.target_pass_s(n), INSTANT)
-        return self._verify_s[n]
 
 
 class MeasuredCosts(CostTable):

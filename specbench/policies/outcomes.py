@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.protocols import NewPrompt
 from specbench.policies.base import ChainPolicy, confidence
+from specbench.specs.policies import Confidence, ConfidenceHead, Heuristic
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -19,21 +20,12 @@ _ENOUGH = 6
 
 
 class HeuristicLength(ChainPolicy):
-    """Drafts two tokens more after a step in which all were accepted, one less after any other.
+    """Drafts two tokens more after a step in which all were accepted, one less after any other."""
 
-    Args:
-        gamma: Length of the first draft.
-        gamma_min: Never less than this, at least 1.
-        gamma_max: Never more than this.
-    """
-
-    def __init__(self, gamma: int = 5, gamma_min: int = 1, gamma_max: int = 40) -> None:
-        super().__init__("heuristic", gamma_max, gamma=gamma, gamma_min=gamma_min)
-        self.first, self.gamma_min = gamma, gamma_min
-        self.begin(NewPrompt())
+    spec: Heuristic
 
     def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
-        self.gamma = self.first
+        self.gamma = self.spec.first
 
     def begin_step(self, budget: int) -> int:
         return min(self.gamma, budget)
@@ -42,7 +34,7 @@ class HeuristicLength(ChainPolicy):
         if step.gamma == 0 or step.closing is None:
             return  # nothing was drafted, or a stop came first
         change = 2 if step.accepted == step.gamma else -1
-        self.gamma = min(max(self.gamma + change, self.gamma_min), self.gamma_max)
+        self.gamma = min(max(self.gamma + change, self.spec.gamma_min), self.gamma_max)
 
     def notes(self) -> Mapping[str, float]:
         return {"gamma": float(self.gamma)}
@@ -51,20 +43,14 @@ class HeuristicLength(ChainPolicy):
 class ConfidenceLength(ChainPolicy):
     """Stops after a token whose probability ``q_i(t_i)`` is below a threshold.
 
-    Args:
-        threshold: From 0 (never stops) to 1.
-        adapt: Move it after each step to where ``FPR + 3·(1 - TPR)`` of "confident" against "accepted" was least in
-            the drafts tested so far, once there are six with both outcomes among them.
-        gamma_max: The most tokens drafted in a step.
+    With ``adapt`` the threshold moves after each step to where ``FPR + 3·(1 - TPR)`` of "confident" against "accepted"
+    was least in the drafts tested so far, once there are six with both outcomes among them.
     """
 
-    def __init__(self, threshold: float = 0.4, adapt: bool = False, gamma_max: int = 20) -> None:
-        super().__init__("confidence", gamma_max, threshold=threshold, adapt=adapt)
-        self.initial_threshold, self.adapt = threshold, adapt
-        self.begin(NewPrompt())
+    spec: Confidence
 
     def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
-        self.threshold = self.initial_threshold
+        self.threshold = self.spec.threshold
         self._draft: Draft | None = None
         self._seen: list[float] = []
         self._accepted: list[float] = []
@@ -84,7 +70,7 @@ class ConfidenceLength(ChainPolicy):
         self._seen += [confidence(draft, i) for i in range(len(self._seen), count)]
 
     def observe(self, step: Step) -> None:
-        if not self.adapt or self._draft is None:
+        if not self.spec.adapt or self._draft is None:
             return
         self._read(self._draft, step.tested)  # the last one may not have been asked about
         for i in range(step.tested):
@@ -102,17 +88,11 @@ class ConfidenceHeadLength(ChainPolicy):
 
     The chance is the product of the predictions of the confidence head. A prediction depends on the tokens before the
     one that it is for, and this token is drawn only if the draft goes on; so outputs keep the target's distribution.
-
-    Args:
-        threshold: From 0 (never stops) to 1.
-        gamma_max: The most tokens drafted in a step.
     """
 
+    spec: ConfidenceHead
     needs_acceptance = True
-
-    def __init__(self, threshold: float = 0.2, gamma_max: int = 16) -> None:
-        super().__init__("confidence-head", gamma_max, threshold=threshold)
-        self.threshold, self._survival = threshold, 1.0
+    _survival = 1.0
 
     def begin_step(self, budget: int) -> int:
         self._survival = 1.0
@@ -126,7 +106,7 @@ class ConfidenceHeadLength(ChainPolicy):
     ) -> Sequence[int]:
         predicted = getattr(distributions[0], "acceptance", None)
         self._survival *= 1.0 if predicted is None else predicted  # a cascade's copied tokens have none
-        return (int(self._survival >= self.threshold),)
+        return (int(self._survival >= self.spec.threshold),)
 
     def notes(self) -> Mapping[str, float]:
         return {"survival": self._survival}

@@ -10,32 +10,22 @@ from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import GrowingTree
 from specbench.decoding.protocols import DraftPolicy
-from specbench.policies.base import policy_name
-from specbench.specs.notation import Dashed
+from specbench.specs.policies import DynamicTree, StaticTree
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.drafts import Draft
 
 
-class Tree(DraftPolicy):
-    """Drafts trees; subclasses override ``num_children`` and ``next_frontier``.
-
-    Args:
-        word, arguments: See ``ChainPolicy``.
-        nodes: The most nodes.
-
-    Raises:
-        UsageError: A value outside its range.
-    """
+class TreePolicy(DraftPolicy):
+    """Drafts trees; subclasses override ``num_children`` and ``next_frontier``."""
 
     branches = True
-    _grown = 0  # nodes of the draft seen so far
 
-    def __init__(self, word: str, nodes: int, **arguments: object) -> None:
-        self.nodes = nodes
-        self.name = policy_name(word, nodes=nodes, **arguments)
+    def __init__(self, spec: StaticTree | DynamicTree) -> None:
+        self.spec, self.name, self.verification = spec, str(spec), spec.verification
         self._room = 0
+        self._grown = 0  # nodes of the draft seen so far
 
     def begin_step(self, budget: int) -> int:
         self._room = budget
@@ -54,31 +44,21 @@ class Tree(DraftPolicy):
         raise NotImplementedError
 
 
-class StaticTree(Tree):
-    """Drafts one shape in every step, see ``best_shapes``.
+class StaticTreePolicy(TreePolicy):
+    """Drafts one shape in every step: ``best_shapes`` of ``ranks``, which are in percent."""
 
-    Args:
-        nodes: The number of nodes.
-        depth: The deepest branch, at least 1.
-        ranks: By rank, the percentage of nodes at which that candidate is kept; later ones count as no better.
-    """
-
-    def __init__(
-        self, nodes: int = 12, depth: int = 6, ranks: Sequence[int] = Dashed((70, 12, 5, 3))
-    ) -> None:
-        super().__init__("static-tree", nodes, depth=depth, ranks=Dashed(ranks))
-        self.depth, self.ranks = depth, Dashed(ranks)
-        self._lay_out(best_shapes(falling(ranks))(nodes, depth))
+    def __init__(self, spec: StaticTree) -> None:
+        super().__init__(spec)
+        self._lay_out(best_shapes(falling(spec.ranks))(spec.nodes, spec.depth))
 
     @classmethod
-    def shaped(cls, parents: Sequence[int]) -> StaticTree:
+    def shaped(cls, parents: Sequence[int]) -> StaticTreePolicy:
         """Return a tree of another shape, given by the nodes' parents, -1 for the context; ranks in this order."""
-        tree = cls(len(parents))
+        tree = cls(StaticTree(len(parents)))
         tree._lay_out(parents)
         return tree
 
     def _lay_out(self, parents: Sequence[int]) -> None:
-        self.parents = tuple(parents)
         self._children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             self._children.setdefault(parent, []).append(node)
@@ -101,22 +81,14 @@ class StaticTree(Tree):
         ]
 
 
-class DynamicTree(Tree):
+class DynamicTreePolicy(TreePolicy):
     """Drafts the likeliest tokens (Li et al. 2024, EAGLE-2): continues the best nodes of each depth, and verifies the
     best of all. Nodes are chosen by their own tokens, so none may be drawn.
-
-    Args:
-        top_k: Nodes that are read at every depth, and candidates of each.
-        nodes: Nodes that are verified.
-        depth: The deepest branch.
     """
 
+    spec: DynamicTree
     certain_only = True
-
-    def __init__(self, top_k: int = 4, nodes: int = 12, depth: int = 6) -> None:
-        super().__init__("dynamic-tree", nodes, top_k=top_k, depth=depth)
-        self.top_k, self.depth = top_k, depth
-        self._scores: list[float] = []
+    _scores: list[float]  # by node the log of its chance
 
     def begin_step(self, budget: int) -> int:
         self._scores = []
@@ -125,24 +97,23 @@ class DynamicTree(Tree):
     def num_children(
         self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
     ) -> Sequence[int]:
-        return [self.top_k] * len(nodes)
+        return [self.spec.top_k] * len(nodes)
 
     def next_frontier(self, tree: GrowingTree, fresh: Sequence[int]) -> Sequence[int]:
         for node in fresh:
             parent = tree.parents[node]
             before = self._scores[parent] if parent >= 0 else 0.0
             self._scores.append(before + math.log(max(tree.chance(node), 1e-30)))
-        if not fresh or tree.depths[fresh[0]] >= min(self.depth, self._room):
+        if not fresh or tree.depths[fresh[0]] >= min(self.spec.depth, self._room):
             return []
-        return sorted(heapq.nlargest(self.top_k, fresh, key=self._scores.__getitem__))
+        return sorted(heapq.nlargest(self.spec.top_k, fresh, key=self._scores.__getitem__))
 
     def prune(self, draft: Draft) -> Sequence[int] | None:
-        if len(draft.tokens) <= self.nodes:
+        if len(draft.tokens) <= self.spec.nodes:
             return None
         # Of equal scores the first: so no node comes without its parent.
-        return sorted(
-            sorted(range(len(draft.tokens)), key=lambda node: (-self._scores[node], node))[: self.nodes]
-        )
+        best = sorted(range(len(draft.tokens)), key=lambda node: (-self._scores[node], node))
+        return sorted(best[: self.spec.nodes])
 
 
 def falling(ranks: Sequence[int]) -> list[float]:

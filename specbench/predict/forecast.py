@@ -234,8 +234,8 @@ def forecast(
 
 def _check_policies(drafter: Drafter, policies: Sequence[PolicySpec]) -> None:
     for each in policies:
-        if each.kind.tree or each.word in ("auto", "confidence-head"):
-            reason = "drafts trees" if each.kind.tree else "decides by what only a run has"
+        if each.tree or each.word in ("auto", "confidence-head"):
+            reason = "drafts trees" if each.tree else "decides by what only a run has"
             raise UsageError(
                 f"The draft policy {each.word} cannot be predicted: it {reason}.", "Leave it out, or run it."
             )
@@ -243,7 +243,7 @@ def _check_policies(drafter: Drafter, policies: Sequence[PolicySpec]) -> None:
             raise UsageError(
                 "Of a cascade only fixed draft lengths are predicted.", "Leave --draft-policy out."
             )
-        if each.kind.needs_logits and isinstance(drafter, FreeDrafter):
+        if each.needs_logits and isinstance(drafter, FreeDrafter):
             raise UsageError(
                 f"The draft policy {each.word} reads the drafter's distribution, and {drafter.traits.name} has none.",
                 "Leave it out.",
@@ -263,7 +263,7 @@ class _Ruled:
         self, drafter: Drafter, answer: Answer, read: ReadAnswer | None, longest: int, samples: int
     ) -> None:
         """Add an answer."""
-        policy = build_policy(self.spec).policy
+        policy = build_policy(self.spec)
         if isinstance(drafter, FreeDrafter):
             found = replay(drafter, answer, policy, longest)
         else:

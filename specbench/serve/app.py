@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from transformers import PreTrainedTokenizerBase
 
+    from specbench.decoding.protocols import DraftPolicy
     from specbench.decoding.records import FinishReason, Prefill, Step
-    from specbench.decoding.request import DraftPlan
     from specbench.decoding.schedule import Event
     from specbench.serve.engine import Job
     from specbench.serve.tools import CallDelta, CallForm
@@ -77,7 +77,7 @@ class RequestDefaults:
         drafter: The drafter's spec, which the draft policies of requests have to fit; ``None`` does not check them.
     """
 
-    policy: DraftPlan | None = None
+    policy: DraftPolicy | None = None
     sampling: Json = field(default_factory=dict)
     seed: int | None = None
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
@@ -233,7 +233,7 @@ class _Api:
 
     def _policy(
         self, asked: Literal["off"] | SpeculationOptions | None, sampling: Sampling
-    ) -> DraftPlan | None:
+    ) -> DraftPolicy | None:
         """Return the draft policy that a request asks for; ``None`` for the server's.
 
         Raises:
@@ -245,7 +245,7 @@ class _Api:
         spec = default if asked.policy is None else parse_policy(asked.policy)
         if self._defaults.drafter is not None:
             spec.check(self._defaults.drafter)
-        return build_policy(spec, gamma=asked.gamma)
+        return build_policy(spec.with_gamma(asked.gamma))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model["id"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,7 +53,7 @@ def parse_arrivals(text: str) -> Arrivals:
         return Closed(clients)
     if word == "poisson" and re.fullmatch(r"(\d{1,9}\.?\d{0,9}|\.\d{1,9})", value, re.ASCII):
         rate = float(value)
-        if not (math.isfinite(rate) and SLOWEST <= rate <= FASTEST):
+        if not SLOWEST <= rate <= FASTEST:
             raise UsageError(
                 f"The rate of {text!r} is {rate:g} requests per second.", f"Give {SLOWEST:g} to {FASTEST:g}."
             )

@@ -1,31 +1,27 @@
 """Specs of drafters: a word with options, a model, or two drafters joined by a plus.
 
 ``parse_drafter`` parses a spec, and ``str`` writes it as results show it. A class declares everything about a kind of
-drafter: its options (``specbench.specs.notation.option``), the class that drafts, and, in the first paragraph of its
-docstring, what `specbench drafters` says of it.
+drafter except how it drafts. The first paragraph of its docstring is what `specbench drafters` says of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
 from specbench.specs.models import BUILTIN_MODELS, CHECKPOINT_MTP, PACKAGED_HEADS, ModelSpec, parse_model
 from specbench.specs.notation import (
     Dashed,
-    Option,
-    add_option,
+    Spec,
     dashed,
-    join_spec,
     option,
-    options_of,
     read_options,
     split_spec,
     with_defaults,
@@ -41,42 +37,21 @@ _LONGEST_MATCH = 64
 
 
 @dataclass(frozen=True)
-class DrafterSpec:
+class DrafterSpec(Spec):
     """A drafter as ``--drafter`` takes it.
 
     Attributes:
-        word: The word that the spec begins with.
-        drafter: ``module:Class`` in ``specbench.drafters``, for a drafter that needs no model; made from the spec only.
+        drafter: The class that drafts, as ``module:Class`` in ``specbench.drafters``, if it needs no model; it is made
+            from the spec.
         has_logits: Whether a draft policy can use its distributions.
         is_plain: Whether it proposes nothing, so that decoding is plain.
-
-    Raises:
-        UsageError: An option is outside its range.
+        trees: Whether it can draft trees.
     """
 
-    word: ClassVar[str]
     drafter: ClassVar[str | None] = None
     has_logits: ClassVar[bool] = True
     is_plain: ClassVar[bool] = False
     trees: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for each in self.options():
-            each.check(getattr(self, each.name), self.word, self)
-
-    def __str__(self) -> str:
-        return self.written(self.word)
-
-    def written(self, word: str) -> str:
-        """Return its options behind a word, without those at their defaults."""
-        options = self.options()
-        defaults = with_defaults({}, options, before_model=getattr(self, "before_model", False))
-        values = [(each, getattr(self, each.name)) for each in options]
-        return join_spec(word, [o.write(value) for o, value in values if value != defaults[o.name]])
-
-    @classmethod
-    def options(cls) -> tuple[Option, ...]:
-        return options_of(cls)
 
     @property
     def model_part(self) -> DrafterSpec:
@@ -96,12 +71,10 @@ class DrafterSpec:
     def all_parts(self) -> Iterator[DrafterSpec]:
         """Yield itself and the drafters that it is made of, in the order of the spec."""
         yield self
-        for part in (
-            *getattr(self, "drafters", ()),
-            *(getattr(self, each, None) for each in ("front", "rest", "back")),
-        ):
-            if part is not None:
-                yield from part.all_parts()
+        for value in vars(self).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, DrafterSpec):
+                    yield from part.all_parts()
 
     @property
     def models(self) -> tuple[SmallModel, ...]:
@@ -113,39 +86,29 @@ class DrafterSpec:
         """Whether it still uses in the next generation what it has learned."""
         return any(getattr(part, "keep", False) for part in self.all_parts())
 
-    @classmethod
-    def read(cls, given: Mapping[str, str | bool], text: str) -> Self:  # noqa: ARG003
-        """Parse the options of a spec; ``text`` is the whole spec, for messages."""
-        return cls(**read_options(cls.word, given, cls.options()))
-
 
 @dataclass(frozen=True)
-class Plain(DrafterSpec):
+class Plain(DrafterSpec, word="none", has_logits=False, is_plain=True):
     """Proposes nothing: plain decoding, the baseline of every comparison."""
 
-    word = "none"
-    has_logits = False
-    is_plain = True
-
 
 @dataclass(frozen=True)
-class FreeSpec(DrafterSpec):
+class FreeSpec(DrafterSpec, has_logits=False):
     """A drafter without a model, which can be the first of a cascade: that changes some defaults (``before_model``)."""
-
-    has_logits = False
 
     before_model: bool = field(default=False, kw_only=True)
 
 
+def _shortest(what: str, most: Any) -> Any:
+    return option(1, "min=TOKENS", f"shortest {what} that counts", least=1, most=most, before_model=2)
+
+
 @dataclass(frozen=True)
-class Lookup(FreeSpec):
+class Lookup(FreeSpec, word="lookup", drafter="lookup:LookupDrafter"):
     """Prompt lookup: finds the end of the text earlier in prompt and output, copies what followed.
 
     Before a model, a match has to have at least two tokens, and its length is not limited.
     """
-
-    word = "lookup"
-    drafter = "lookup:LookupDrafter"
 
     n: int | None = option(
         3,
@@ -153,17 +116,10 @@ class Lookup(FreeSpec):
         "longest match tried first",
         least=1,
         most=_LONGEST_MATCH,
-        words={"any": None},
+        parse=lambda text: None if text == "any" else int(text),
         before_model=None,
     )
-    min: int = option(
-        1,
-        "min=TOKENS",
-        "shortest match that counts",
-        least=1,
-        most=lambda spec: spec.n or _LONGEST_MATCH,
-        before_model=2,
-    )
+    min: int = _shortest("match", lambda spec: spec.n or _LONGEST_MATCH)
 
     @property
     def longest(self) -> int:
@@ -171,21 +127,16 @@ class Lookup(FreeSpec):
 
 
 @dataclass(frozen=True)
-class NGram(FreeSpec):
+class NGram(FreeSpec, word="ngram", drafter="ngram:NGramDrafter"):
     """Counts of what followed the last tokens in prompt and output, with back-off.
 
     Attributes:
-        keep: Keep the counts between prompts (no n-gram spans two). Without a window they grow forever.
-        top_k: With k > 1, each emitted token also adds 1 to the counts of the k tokens with the largest untransformed
-            logits of the target at its place. The emitted token counts once, as the most recent; the others count as
-            seen before it, in the order of their probability. The window forgets them together.
-        sample: Draw from the normalized counts after the longest known context, which are then q; sampling transforms
-            do not apply. In greedy decoding, and before the vocabulary's size is known, the most frequent token is
-            taken.
+        keep: No n-gram spans two prompts. Without a window the counts grow forever.
+        top_k: The target's k most probable tokens, before transforms, count as seen before the emitted token, in the
+            order of their probability.
+        sample: The counts after the longest known context are then q, normalized and untransformed. Greedy decoding
+            takes the most frequent token.
     """
-
-    word = "ngram"
-    drafter = "ngram:NGramDrafter"
 
     # Each token is counted once per context length, so the order multiplies the memory.
     order: int = option(
@@ -198,41 +149,21 @@ class NGram(FreeSpec):
         1, "top-k=K", "also count the target's K most probable tokens at each verified position", least=1
     )
     sample: bool = option(False, "sample", "draw from the counts instead of taking the most frequent")
-    min: int = option(
-        1,
-        "min=TOKENS",
-        "shortest context that counts",
-        least=1,
-        most=lambda spec: spec.order - 1,
-        before_model=2,
-    )
+    min: int = _shortest("context", lambda spec: spec.order - 1)
 
 
 @dataclass(frozen=True)
-class Suffix(FreeSpec):
+class Suffix(FreeSpec, word="suffix", drafter="suffix:SuffixDrafter", trees=True):
     """SuffixDecoding: what most often followed the longest match of the last tokens; also as a tree."""
 
-    word = "suffix"
-    drafter = "suffix:SuffixDrafter"
-    trees = True
-
     n: int = option(16, "n=TOKENS", "longest match (16)", least=1, most=_LONGEST_MATCH)
-    min: int = option(
-        1, "min=TOKENS", "shortest match that counts", least=1, most=lambda spec: spec.n, before_model=2
-    )
-    keep: bool = option(
-        False,
-        "keep",
-        "also search the outputs of earlier prompts; an error where configurations are compared",
-    )
+    min: int = _shortest("match", lambda spec: spec.n)
+    keep: bool = option(False, "keep", "also search earlier outputs; an error where drafters are compared")
 
 
 @dataclass(frozen=True)
-class Grammar(FreeSpec):
+class Grammar(FreeSpec, word="grammar", drafter="grammar:GrammarDrafter"):
     """The tokens that --format forces, at no cost; before any other drafter of chains: grammar+lookup."""
-
-    word = "grammar"
-    drafter = "grammar:GrammarDrafter"
 
     rest: FreeSpec | None = None
 
@@ -241,17 +172,13 @@ class Grammar(FreeSpec):
 
 
 @dataclass(frozen=True)
-class Outside(FreeSpec):
+class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside", trees=True):
     """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or one of an installed package.
 
     Attributes:
         cls: The class in the file, or the name that the package gives it.
         file: The file; ``None`` for an installed package.
     """
-
-    word = "FILE.py"
-    drafter = "outside:make_outside"
-    trees = True
 
     cls: str
     file: ModelSpec | None = None
@@ -268,11 +195,8 @@ class Outside(FreeSpec):
 
 
 @dataclass(frozen=True)
-class SelfForm(DrafterSpec):
+class SelfForm(DrafterSpec, word="self", trees=True):
     """The target's own weights in a cheaper form, on the target's own cache: no second model needed."""
-
-    word = "self"
-    trees = True
 
     int8: bool = option(False, "int8", "in int8; also together with layers or skip")
     int4: bool = option(False, "int4", "in int4, coarser and smaller; also together with layers or skip")
@@ -286,8 +210,8 @@ class SelfForm(DrafterSpec):
     )
 
     @classmethod
-    def read(cls, given: Mapping[str, str | bool], text: str) -> Self:
-        form = super().read(given, text)
+    def read(cls, text: str) -> Self:
+        form = super().read(text)
         if form == cls():
             raise UsageError(
                 f"{text!r} does not say how the target drafts for itself.",
@@ -307,20 +231,15 @@ class SelfForm(DrafterSpec):
 
 
 @dataclass(frozen=True)
-class SmallModel(DrafterSpec):
+class SmallModel(DrafterSpec, word="MODEL", trees=True):
     """A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one it
     drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or Medusa;
     smollm2-135m-head comes with specbench.
     """
 
-    word = "MODEL"
-    trees = True
-
     model: ModelSpec
-    dtype: str = option(
-        "auto", "dtype=DTYPE", "in which it drafts (int8 on a CPU)", parse=str, expected="dtype"
-    )
-    device: str = option("auto", "device=DEVICE", "where it drafts", parse=str, expected="device")
+    dtype: str = option("auto", "dtype=DTYPE", "in which it drafts (int8 on a CPU)", parse=str)
+    device: str = option("auto", "device=DEVICE", "where it drafts", parse=str)
     any_target: bool = option(
         False, "any-target", "of a trained head: drafts for other weights than those it was trained for"
     )
@@ -337,22 +256,18 @@ class SmallModel(DrafterSpec):
 
 
 @dataclass(frozen=True)
-class Mtp(SmallModel):
+class Mtp(SmallModel, word="mtp"):
     """The MTP layer of the target's checkpoint, in the layouts of DeepSeek-V3, GLM-4.5, Qwen3.5 and others."""
-
-    word = "mtp"
 
     model: ModelSpec = CHECKPOINT_MTP
 
 
 @dataclass(frozen=True)
-class Cascade(DrafterSpec):
+class Cascade(DrafterSpec, word="A+B"):
     """A cascade, such as lookup+self:int8. For each token, A drafts if it can, otherwise B. A is lookup, ngram or
     suffix, with a match of at least two tokens (min=N), one of your own, or grammar, also before one of these. B is
     self or a MODEL.
     """
-
-    word = "A+B"
 
     front: FreeSpec
     back: SelfForm | SmallModel
@@ -372,10 +287,8 @@ class Cascade(DrafterSpec):
 
 
 @dataclass(frozen=True)
-class Several(DrafterSpec):
+class Several(DrafterSpec, word="A|B"):
     """Several drafters, such as 'lookup|self:int8' (in quotes): a chain of each, merged into one tree."""
-
-    word = "A|B"
 
     drafters: tuple[DrafterSpec, ...]
 
@@ -401,7 +314,8 @@ def installed_drafters() -> dict[str, EntryPoint]:
 
 def cascade_name(front: str, passes: int | None, back: str) -> str:
     """Return a cascade's name from the names of its parts."""
-    return f"{front if passes is None else add_option(front, f'passes={passes}')}+{back}"
+    limit = "" if passes is None else f"{',' if ':' in front else ':'}passes={passes}"
+    return f"{front}{limit}+{back}"
 
 
 DRAFTERS: tuple[type[DrafterSpec], ...] = (
@@ -409,7 +323,7 @@ DRAFTERS: tuple[type[DrafterSpec], ...] = (
 )  # fmt: skip
 """All kinds, in the order of listings."""
 
-_WORDS: Mapping[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS if kind.word.islower()}
+_WORDS: dict[str, type[DrafterSpec]] = {kind.word: kind for kind in DRAFTERS if kind.word.islower()}
 
 
 def parse_drafter(text: str) -> DrafterSpec:
@@ -423,7 +337,7 @@ def parse_drafter(text: str) -> DrafterSpec:
     return _parse(text, _WORDS)
 
 
-def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
+def _parse(text: str, offered: Collection[str]) -> DrafterSpec:
     """Parse a drafter; for a mistyped word, an error suggests one of ``offered``."""
     if "|" in text and not Path(text).exists():
         return Several(tuple(_parse(part.strip(), offered) for part in text.split("|")))
@@ -431,13 +345,13 @@ def _parse(text: str, offered: Mapping[str, type[DrafterSpec]]) -> DrafterSpec:
         return outside
     first, plus, second = text.partition("+")
     if plus and (outside := Outside.find(first.strip())) is not None:
-        return Cascade(replace(outside, before_model=True), _model_after(second.strip()))
+        return Cascade(outside, _model_after(second.strip()))
     front = _WORDS.get(first.partition(":")[0].strip(), DrafterSpec)
     if plus and issubclass(front, FreeSpec):
         return _parse_cascade(front, first, second.strip())
     kind = _WORDS.get(text.partition(":")[0].strip())
     if kind is not None:
-        return kind.read(split_spec(text)[1], text)
+        return kind.read(text)
     if (meant := _mistyped(text, offered)) is not None:
         raise UsageError(
             f"There is no drafter {text!r}.", f"Give {meant!r}, or a hub id with its organization."
@@ -462,13 +376,13 @@ def after_grammar(rest: DrafterSpec) -> Cascade | Grammar | None:
     if isinstance(rest, FreeSpec) and not isinstance(rest, Grammar):
         return Grammar(rest)
     if isinstance(rest, Cascade) and not isinstance(rest.front, Grammar):
-        return replace(rest, front=Grammar(rest.front, before_model=True))
-    return Cascade(Grammar(before_model=True), rest) if isinstance(rest, SelfForm | SmallModel) else None
+        return replace(rest, front=Grammar(rest.front))
+    return Cascade(Grammar(), rest) if isinstance(rest, SelfForm | SmallModel) else None
 
 
 def _model_after(second: str) -> SelfForm | SmallModel:
     """Parse what stands after the plus of a cascade."""
-    back = _parse(second, {SelfForm.word: SelfForm}) if second else None
+    back = _parse(second, [SelfForm.word]) if second else None
     if not isinstance(back, SelfForm | SmallModel):
         raise UsageError(
             f"The second drafter of a cascade, {second!r}, is no model.",
@@ -477,7 +391,7 @@ def _model_after(second: str) -> SelfForm | SmallModel:
     return back
 
 
-def _mistyped(text: str, offered: Mapping[str, type[DrafterSpec]]) -> str | None:
+def _mistyped(text: str, offered: Collection[str]) -> str | None:
     """Return the drafter or folder whose name is close to a mistyped spec; called before the hub is queried.
 
     A name with an organization and an existing path count as correct.

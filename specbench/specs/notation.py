@@ -1,7 +1,7 @@
 """The notation of specs: a word, a colon, and options separated by commas, as in ``ngram:order=3,sample``.
 
-An option is declared once, as a field of its spec's class (``option``). Parsing, ranges, printing, completion, listings
-and documentation are derived from that.
+Each kind of spec is a subclass of ``Spec``, and its options are the fields that it declares with ``option``. Parsing,
+ranges, printing, completion, listings and documentation are derived from these.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
-
-_OPTION = "option"
-"""Key of a field's metadata."""
 
 
 class Dashed(tuple[int, ...]):
@@ -39,17 +36,15 @@ class Option:
         syntax: Its syntax, with a placeholder for the value: ``order=N``. A flag has no value.
         parse: Converts text to its value; raises ``ValueError``.
         expected: A phrase on the values that ``parse`` accepts, for messages.
-        words: Words for special values.
         least, most: Its range; a function computes the limit from all values of the spec.
         before_model: Its default before a model in a cascade; ``...`` if that is the same.
     """
 
     syntax: str
     help: str
-    default: Any = None
+    default: Any
     parse: Callable[[str], Any] = int
     expected: str = "whole number"
-    words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     least: float | None = None
     most: float | Callable[[Any], float] | None = None
     before_model: Any = ...
@@ -69,8 +64,6 @@ class Option:
             )
         if isinstance(value, bool):
             raise UsageError(f"The option {self.key!r} of {word} needs a value.", hint)
-        if value in self.words:
-            return self.words[value]
         try:
             return self.parse(value)
         except ValueError:
@@ -82,8 +75,8 @@ class Option:
         """Return its key and a value as ``read`` takes them."""
         if value is True:
             return self.key
-        names = [name for name, meant in self.words.items() if meant == value]
-        return f"{self.key}={next(iter(names), Dashed(value) if isinstance(value, tuple) else value)}"
+        written = "any" if value is None else Dashed(value) if isinstance(value, tuple) else value
+        return f"{self.key}={written}"
 
     def check(self, value: Any, word: str, values: Any) -> None:
         """Raise ``UsageError`` for a value outside its range; ``values`` has those of all options."""
@@ -99,16 +92,54 @@ class Option:
 
 def option(default: Any, syntax: str, help_text: str, **more: Any) -> Any:
     """Declare a dataclass field as an option; for the arguments see ``Option``."""
-    return dataclasses.field(default=default, metadata={_OPTION: Option(syntax, help_text, default, **more)})
+    return dataclasses.field(default=default, metadata={"option": Option(syntax, help_text, default, **more)})
 
 
-def options_of(kind: Any) -> tuple[Option, ...]:
-    """Return the options that a dataclass declares, in order."""
-    return tuple(
-        dataclasses.replace(field.metadata[_OPTION], name=field.name)
-        for field in dataclasses.fields(kind)
-        if _OPTION in field.metadata
-    )
+@dataclass(frozen=True)
+class Spec:
+    """A word with options; what all specs of a kind share stands in its class statement.
+
+    Attributes:
+        word: The word that the spec begins with.
+
+    Raises:
+        UsageError: An option is outside its range.
+    """
+
+    word: ClassVar[str]
+
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(cls, name, value)
+
+    def __post_init__(self) -> None:
+        for each in sorted(self.options(), key=lambda each: callable(each.most)):  # those of others last
+            each.check(getattr(self, each.name), self.word, self)
+
+    def __str__(self) -> str:
+        return self.written(self.word)
+
+    def written(self, word: str) -> str:
+        """Return its options behind a word, without those at their defaults."""
+        options = self.options()
+        defaults = with_defaults({}, options, before_model=getattr(self, "before_model", False))
+        values = [(each, getattr(self, each.name)) for each in options]
+        items = [o.write(value) for o, value in values if value != defaults[o.name]]
+        return f"{word}:{','.join(items)}" if items else word
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """Return the options that it declares, in order."""
+        return tuple(
+            dataclasses.replace(field.metadata["option"], name=field.name)
+            for field in dataclasses.fields(cls)
+            if "option" in field.metadata
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Parse a spec that begins with the word."""
+        return cls(**read_options(cls.word, split_spec(text)[1], cls.options()))
 
 
 def read_options(word: str, given: Mapping[str, str | bool], options: Sequence[Option]) -> dict[str, Any]:
@@ -139,7 +170,7 @@ def with_defaults(
         special = before_model and each.before_model is not ...
         found[each.name] = values.get(each.name, each.before_model if special else each.default)
     for each in options:
-        if each.name not in values and callable(each.most):
+        if each.name not in values and callable(each.most) and found[each.name] is not None:
             found[each.name] = min(found[each.name], each.most(SimpleNamespace(**found)))
     return found
 
@@ -166,13 +197,3 @@ def split_spec(spec: str) -> tuple[str, dict[str, str | bool]]:
             raise UsageError(f"The option {key!r} is given twice in {spec!r}.", "Give it once.")
         options[key] = value if equals else True
     return word.strip(), options
-
-
-def join_spec(word: str, items: Sequence[str]) -> str:
-    """Join a word and its written options, the inverse of ``split_spec``."""
-    return f"{word}:{','.join(items)}" if items else word
-
-
-def add_option(spec: str, item: str) -> str:
-    """Return a spec with one more option at its end."""
-    return f"{spec}{',' if ':' in spec else ':'}{item}"

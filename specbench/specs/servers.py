@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from specbench.base.errors import UsageError
-from specbench.specs.notation import option, options_of, read_options, split_spec
+from specbench.specs.notation import Spec, option, read_options, split_spec
 
 KEY_PREFIX = "SPECBENCH_KEY_"
 """Prefix of the environment variables that hold keys, followed by the server's name in capitals."""
@@ -83,7 +83,7 @@ ENGINES = ("vllm", "sglang", "llama.cpp")
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineSpec(Spec, word="--engine"):
     """An engine whose servers are started, as ``--engine`` names it."""
 
     name: str
@@ -104,8 +104,4 @@ def parse_engine(text: str) -> EngineSpec:
     name, given = split_spec(text)
     if name not in ENGINES:
         raise UsageError(f"There is no engine {name!r}.", f"Choose {', '.join(ENGINES)}.")
-    options = options_of(EngineSpec)
-    spec = EngineSpec(name, **read_options(name, given, options))
-    for each in options:
-        each.check(getattr(spec, each.name), name, spec)
-    return spec
+    return EngineSpec(name, **read_options(name, given, EngineSpec.options()))
