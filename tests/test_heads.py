@@ -796,7 +796,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     ),
     "no size": (speculators_settings(transformer_layer_config={}), eagle_tensors(), "its vocab_size is missing"),
     "no list of layers": (
-        speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(), "its eagle_aux_hidden_state_layer_ids is missing or has an invalid value"
+        speculators_settings(eagle_aux_hidden_state_layer_ids="all"), eagle_tensors(),
+        "its eagle_aux_hidden_state_layer_ids is missing or has an invalid value",
     ),
     "MLP speculator": ({"model_type": "mlp_speculator"}, {}, "mlp_speculator"),
     "DFlash with a projector": (
