@@ -5,7 +5,7 @@
     python benchmarks/aa.py --resume aa.jsonl --minutes 6     # in parts: repeat until done
 
 Each sweep decodes 8 new prompts × 32 tokens × 3 repeats with four configurations: plain decoding, X, X again under
-another id, and X with a pause that makes each step 10% longer. `run_sweep` measures and `compare_configs` judges, as
+another id, and X with a pause that makes each step 10% longer. `SweepRun` measures and `compare_configs` judges, as
 `specbench compare` does. Goals: the 95% interval of X against itself covers 1 in at least 17 of 20 sweeps, and the
 slowed X is called slower in at least 18. Prints one line of JSON at the end; exit code 1 if a goal is missed, 3 if
 sweeps are left. See aa_servers.py for servers.
@@ -36,7 +36,7 @@ from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.runner import SweepProgress, run_sweep
+from specbench.bench.runner import SweepRun
 from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
@@ -178,17 +178,17 @@ def run_one(
         TimeUpError: It has to stop.
     """
 
-    def watch(_: SweepProgress) -> None:
-        if time.monotonic() > until:
-            raise TimeUpError
-
     if RunStore.exists(folder):
         store = RunStore.open(folder)
     else:
         run = describe_run(sweep, target=target, environment=describe_environment(), sources={})
         store = RunStore.create(folder, run)
     with store:
-        run_sweep(sweep, store, WithoutCosts(engine), on_progress=watch, retry_failed=True)
+        measuring = SweepRun(sweep, store, WithoutCosts(engine), retry_failed=True)
+        for _ in measuring.cells():
+            if time.monotonic() > until:
+                raise TimeUpError
+        measuring.finish()
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     ids = {config.drafter: config.id for config in sweep.configs}

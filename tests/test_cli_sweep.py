@@ -20,7 +20,7 @@ import specbench.bench.environment
 import specbench.results.load
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
-from specbench.bench.runner import run_sweep
+from specbench.bench.runner import SweepRun
 from specbench.cli.sweep_display import SweepDisplay
 from specbench.cli.sweep_run import SweepJob
 from specbench.results.results import load_results
@@ -301,7 +301,8 @@ def test_progress_is_said_now_and_then(tmp_path, lines):
     display = SweepDisplay("generations", progress, said.append, lines=lines)  # type: ignore[arg-type]
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
-        run_sweep(sweep, store, engine, on_progress=display.show)
+        for at in SweepRun(sweep, store, engine).cells():
+            display.show(at)
     assert any("warming up: d γ=1" in text for text in shown)
     assert shown[-1].startswith("30 of 30 generations, 2 failed")
     assert len(said) == (11 if lines else 0)

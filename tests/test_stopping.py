@@ -16,7 +16,7 @@ from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
 from specbench.bench.prompts import Prompt, shuffled
-from specbench.bench.runner import SweepResult, run_sweep
+from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.stopping import looks
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
@@ -47,7 +47,7 @@ class Scattered(ScriptedEngine):
         )
 
 
-def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> SweepResult:
+def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> SweepRun:
     sweep = make_sweep(PROMPTS, gammas=(2,), repeats=1, warmup=0, until=until)
     store = RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep)
     with store:
@@ -76,7 +76,7 @@ def test_a_large_effect_is_sure_at_the_first_look(tmp_path):
     stopping = run_json(tmp_path)["stopping"]
     assert (stopping["until"], stopping["ended"], stopping["confidence"]) == (
         "sure",
-        "answered",
+        "decided",
         AT_EVERY_LOOK,
     )
     assert run_json(tmp_path)["finished"] is not None
@@ -84,7 +84,7 @@ def test_a_large_effect_is_sure_at_the_first_look(tmp_path):
 
 def test_without_an_effect_every_prompt_is_decoded(tmp_path):
     assert measure(tmp_path, "sure", 1.0, 0.3).measured == 40
-    assert run_json(tmp_path)["stopping"]["ended"] == "prompts"
+    assert run_json(tmp_path)["stopping"]["ended"] == "blocks"
 
 
 def test_a_width_is_reached_later_where_prompts_differ_more(tmp_path):
@@ -102,7 +102,7 @@ def test_time_ends_between_prompts_and_resuming_goes_on(tmp_path):
     before = len(read_lines(tmp_path))
     assert 0 < before < 40
     assert measure(tmp_path, "1%", 0.5, 2.0).found == before
-    assert run_json(tmp_path)["stopping"]["ended"] == "prompts"
+    assert run_json(tmp_path)["stopping"]["ended"] == "blocks"
 
 
 def test_an_answered_sweep_is_not_continued(tmp_path):
@@ -111,7 +111,7 @@ def test_an_answered_sweep_is_not_continued(tmp_path):
     again = measure(tmp_path, "sure", 0.5, 0.3)
     assert (again.measured, again.found) == (0, 12)
     assert read_lines(tmp_path) == before
-    assert run_json(tmp_path)["stopping"]["ended"] == "answered"
+    assert run_json(tmp_path)["stopping"]["ended"] == "decided"
 
 
 def test_intervals_of_speedups_are_those_of_every_look_and_a_note_says_so(tmp_path):

@@ -27,7 +27,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.runner import SweepProgress, run_sweep
+from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
@@ -194,24 +194,39 @@ def test_more_repeats_leave_the_plan_of_the_first_ones_as_it_was():
 @pytest.mark.smoke
 def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     sweep = make_sweep(warmup=1)
-    engine, told = ScriptedEngine(), list[SweepProgress]()
-    result = measure(tmp_path, sweep, engine, on_progress=told.append)
-    assert (result.measured, result.failed, result.found) == (18, 0, 0)
+    engine = ScriptedEngine()
+    with new_store(tmp_path, sweep) as store:
+        run = SweepRun(sweep, store, engine, snapshot=quiet)
+        told = list(run.cells())
+        run.finish()
+    assert (run.measured, run.failed, run.found) == (18, 0, 0)
     assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
     assert [row["order"] for row in read_lines(tmp_path)] == [cell.order for cell in sweep.plan()]
     assert [row["warmup"] for row in read_lines(tmp_path)] == [True] * 3 + [False] * 18
     assert [each.done for each in told] == [0] * 3 + list(range(19))
     assert told[-1].seconds_left == 0
     assert engine.cost_calls == [(1, 2, 3)] * 6  # between the six blocks
-    run = run_json(tmp_path)
-    assert run["costs"] == {
+    written = run_json(tmp_path)
+    assert written["costs"] == {
         "target_pass_s": {"1": 0.101, "2": 0.102, "3": 0.103},
         "drafter_pass_s": {"d": 0.02},
         "context_tokens": 256,
     }
-    assert run["finished"] is not None
-    assert run["differences"] == []
+    assert written["finished"] is not None
+    assert written["differences"] == []
     assert len((tmp_path / "costs.jsonl").read_text().splitlines()) == 4 * 6
+
+
+def test_whoever_stops_iterating_stops_the_sweep_and_the_next_one_goes_on(tmp_path):
+    sweep = make_sweep(warmup=0)
+    with new_store(tmp_path, sweep) as store:
+        for at in SweepRun(sweep, store, ScriptedEngine(), snapshot=quiet).cells():
+            if at.done == 7:
+                break
+    assert run_json(tmp_path)["finished"] is None
+    result = measure(tmp_path, sweep)
+    assert (result.found, result.measured) == (7, 11)
+    assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
 
 
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
@@ -314,10 +329,11 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
         def measure_costs(self, *_: Any) -> Any:
             raise RunError("no room")
 
-    told: list[SweepProgress] = []
     sweep = make_sweep(prompts(1), repeats=1)
-    assert measure(tmp_path, sweep, NoCosts(), on_progress=told.append).measured == 3
+    with new_store(tmp_path, sweep) as store:
+        told = list(SweepRun(sweep, store, NoCosts(), snapshot=quiet).cells())
     assert [each.problem for each in told if each.problem] == ["no room"]
+    assert len(read_lines(tmp_path)) == 6
     assert run_json(tmp_path)["costs"] is None
 
 

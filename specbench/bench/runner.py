@@ -1,7 +1,6 @@
 """Running a sweep: all configurations decode every prompt, interleaved so that drift affects all of them alike.
 
-``Sweep.plan`` gives the order. ``run_sweep`` measures everything that is not in the store yet, so the same call resumes
-a sweep.
+``Sweep.plan`` gives the order. ``SweepRun`` measures what is not in the store yet, so the same call resumes a sweep.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ import random
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Json, rounded
@@ -55,7 +55,7 @@ class SweepProgress:
     """How far a sweep is.
 
     Attributes:
-        now: The configuration that decodes next.
+        now: The configuration that decodes next; empty at the end.
         done, total: The number of stored measurements, and of all, without warm-ups.
         failed: How many of those done have failed.
         seconds_left: An estimate; ``None`` before the first measurement.
@@ -67,31 +67,11 @@ class SweepProgress:
     total: int
     failed: int
     seconds_left: float | None
-    problem: str = ""
+    problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """The outcome of ``run_sweep``: the numbers of generations measured, failed, and found in the store."""
-
-    measured: int
-    failed: int
-    found: int
-    warnings: tuple[RunWarning, ...]
-
-
-def run_sweep(
-    sweep: Sweep,
-    store: RunStore,
-    engine: BenchEngine[Encoded],
-    *,
-    clock: Clock | None = None,
-    on_progress: Callable[[SweepProgress], None] = lambda _: None,
-    retry_failed: bool = False,
-    minutes: float | None = None,
-    snapshot: Callable[[], LoadSnapshot] = load_snapshot,
-) -> SweepResult:
-    """Measure everything that is not in the store yet, one line at a time; with ``until``, until that holds.
+class SweepRun(Generic[Encoded]):
+    """What the store lacks of a sweep, measured cell by cell while ``cells`` is iterated over.
 
     A generation that fails is stored as failed, and the sweep continues. Warm-ups run whenever anything is left to
     measure, since each process has to be warmed up; their lines are stored once.
@@ -100,95 +80,124 @@ def run_sweep(
         sweep: What to measure.
         store: Where to store the measurements; existing lines are not changed.
         engine: The engine that decodes.
-        clock: Clock of the estimated time left.
-        on_progress: Called before each measurement, and at the end.
+        clock: Clock of the time limit and of the estimated time left.
         retry_failed: Measure failed generations again.
         minutes: Time limit of a sweep with ``until``; ``None`` for none.
         snapshot: Reads the machine load before and after each generation.
 
-    Raises:
-        KeyboardInterrupt: Interrupted by the user; the generation in progress is lost.
-        RunError: The store can no longer be written.
+    Attributes:
+        measured, failed, found: The numbers of generations measured, of those that failed, and of those that the store
+            had.
+        warnings: What is doubtful about the run, once it is finished.
     """
-    clock = clock or WallClock()
-    cells = sweep.plan()
-    done = store.done_keys(retry_failed=retry_failed)
-    stored = store.done_keys()
-    planned = {cell.key for cell in cells if not cell.warmup}
-    left = [cell for cell in cells if not cell.warmup and cell.key not in done]
-    found = len(planned) - len(left)
-    if not left:
-        return SweepResult(0, 0, found, finish_run(sweep, store, engine))
-    runner = CellRunner(sweep, store, engine, snapshot)
-    rule = None
-    if sweep.options.until is not None:
-        rule = StoppingRule(sweep.options.until, minutes, store, [cell for cell in cells if not cell.warmup])
-        ending = rule.ending_before(left[0], 0.0)
-        if ending is not None:  # it was found before, and the run resumed
-            rule.end(ending)
-            return SweepResult(0, 0, found, finish_run(sweep, store, engine))
-    began_at = clock.now()
-    waiting = Counter(cell.config for cell in left)
-    took: dict[str, deque[float]] = {}
-    failed = 0
-    failed_before = sum(each.result is None for each in store.measurements() if each.key in planned & done)
 
-    def report(now: str, problem: str = "") -> None:
-        means = {name: fmean(each) for name, each in took.items()}
-        left_s = None
-        if means:
-            usual = fmean(means.values())
-            left_s = sum(number * means.get(name, usual) for name, number in waiting.items())
-        count = len(planned) - waiting.total()
-        on_progress(SweepProgress(now, count, len(planned), failed + failed_before, left_s, problem))
+    def __init__(
+        self,
+        sweep: Sweep,
+        store: RunStore,
+        engine: BenchEngine[Encoded],
+        *,
+        clock: Clock | None = None,
+        retry_failed: bool = False,
+        minutes: float | None = None,
+        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
+    ) -> None:
+        self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
+        self._clock, self._minutes = clock or WallClock(), minutes
+        done = store.done_keys(retry_failed=retry_failed)
+        cells = sweep.plan()
+        self._warmups = [cell for cell in cells if cell.warmup]
+        self._planned = [cell for cell in cells if not cell.warmup]
+        self._left = [cell for cell in self._planned if cell.key not in done]
+        self._waiting = Counter(cell.config for cell in self._left)
+        self._took: dict[str, deque[float]] = {}
+        self.measured = self.failed = 0
+        self.found = len(self._planned) - len(self._left)
+        self.warnings: tuple[RunWarning, ...] = ()
+        known = {cell.key for cell in self._planned} & done
+        self._failed_before = sum(each.result is None for each in store.measurements() if each.key in known)
 
-    def run(cell: Cell) -> None:
-        nonlocal failed
-        label = runner.configs[cell.config].label
-        report(f"warming up: {label}" if cell.warmup else label)
-        began = clock.now()
+    def cells(self) -> Iterator[SweepProgress]:
+        """Measure cell by cell; yield how far the sweep is, at the beginning and after each cell.
+
+        Whoever stops iterating stops the sweep. A sweep with ``until`` also ends when that holds or the time is up.
+
+        Raises:
+            KeyboardInterrupt: Interrupted by the user; the generation in progress is lost.
+            RunError: The store can no longer be written.
+        """
+        cells, rule, until = iter(self._left), None, self._sweep.options.until
+        if until is not None and self._left:
+            rule = StoppingRule(until, self._minutes, self._store, self._planned, self._clock)
+            cells = rule.cells(self._left)
+        if (first := next(cells, None)) is not None:  # else there is nothing to warm up for
+            runner = CellRunner(self._sweep, self._store, self._engine, self._snapshot)
+            warmed = self._store.done_keys()
+            for cell in self._warmups:
+                yield self._progress(f"warming up: {runner.configs[cell.config].label}")
+                measurement = runner.measure(cell)
+                if cell.key not in warmed:
+                    self._store.append(measurement)
+            for cell, problem in self._with_costs(runner, chain([first], cells)):
+                yield self._progress(runner.configs[cell.config].label, problem)
+                self._measure(runner, cell)
+            yield self._progress("")
+        if rule is not None:
+            rule.end()
+
+    def finish(self) -> None:
+        """Review the whole run, and mark it finished."""
+        self.warnings = finish_run(self._sweep, self._store, self._engine)
+
+    def _with_costs(self, runner: CellRunner[Encoded], cells: Iterable[Cell]) -> Iterator[tuple[Cell, str]]:
+        """Yield cells, and time forward passes between them now and then; with why that failed, else an empty text."""
+        # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
+        conditions = {config.id: config.condition for config in self._sweep.configs}
+        kinds = {name: (each.batch, each.context) for name, each in conditions.items()}
+        of_kind = Counter(kinds[cell.config] for cell in self._left)
+        seen, timed = Counter[tuple[int | None, int | None]](), Counter[tuple[int | None, int | None]]()
+        before = None
+        for cell in cells:
+            kind, problem = kinds[cell.config], ""
+            rounds = COST_ROUNDS if kind[0] is None else SHARED_COST_ROUNDS
+            # Only between blocks: within one, configurations run back to back.
+            if (cell.order == 0 or kind != before) and timed[kind] * of_kind[kind] <= rounds * seen[kind]:
+                problem = runner.measure_costs(*kind)
+                timed[kind] += 1
+            yield cell, problem
+            seen[kind] += 1
+            before = kind
+
+    def _measure(self, runner: CellRunner[Encoded], cell: Cell) -> None:
+        began = self._clock.now()
         measurement = runner.measure(cell)
-        seconds = clock.now() - began
-        if not cell.warmup or cell.key not in stored:
-            measurement = store.append(measurement)
-        if not cell.warmup:
-            failed += measurement.result is None
-            took.setdefault(cell.config, deque(maxlen=_LATEST)).append(seconds)
-            waiting[cell.config] -= 1
+        took = self._took.setdefault(cell.config, deque(maxlen=_LATEST))
+        took.append(self._clock.now() - began)
+        self.measured += 1
+        self.failed += self._store.append(measurement).result is None
+        self._waiting[cell.config] -= 1
 
-    for cell in cells:
-        if cell.warmup:
-            run(cell)
-    # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
-    kinds = {config.id: (config.condition.batch, config.condition.context) for config in sweep.configs}
-    of_kind = Counter(kinds[cell.config] for cell in left)
-    seen, timed = Counter[tuple[int | None, int | None]](), Counter[tuple[int | None, int | None]]()
-    ending, before = None, None
-    for number, cell in enumerate(left):
-        if rule is not None and (ending := rule.ending_before(cell, clock.now() - began_at)) is not None:
-            left = left[:number]
-            break
-        kind = batch, context = kinds[cell.config]
-        rounds = COST_ROUNDS if batch is None else SHARED_COST_ROUNDS
-        # Only between blocks: within one, configurations run back to back.
-        begins = cell.order == 0 or kind != before
-        if begins and timed[kind] * of_kind[kind] <= rounds * seen[kind] and runner.costs_work:
-            if problem := runner.measure_costs(batch, context):
-                report("", problem)
-            timed[kind] += 1
-        run(cell)
-        seen[kind] += 1
-        before = kind
-    report("")
-    if rule is not None:
-        rule.end(ending)
-    return SweepResult(len(left), failed, found, finish_run(sweep, store, engine))
+    def _progress(self, now: str, problem: str = "") -> SweepProgress:
+        means = {name: fmean(each) for name, each in self._took.items()}
+        usual = fmean(means.values()) if means else None
+        left_s = usual and sum(number * means.get(name, usual) for name, number in self._waiting.items())
+        done, failed = self.found + self.measured, self.failed + self._failed_before
+        return SweepProgress(now, done, len(self._planned), failed, left_s, problem)
+
+
+def run_sweep(
+    sweep: Sweep, store: RunStore, engine: BenchEngine[Encoded], **options: Any
+) -> SweepRun[Encoded]:
+    """Measure everything that is not in the store yet, and finish the run; for the arguments see ``SweepRun``."""
+    run = SweepRun(sweep, store, engine, **options)
+    for _ in run.cells():
+        pass
+    run.finish()
+    return run
 
 
 class CellRunner(Generic[Encoded]):
-    """Runner of single cells of a sweep, in any order;
-    ``costs_work`` is false once forward passes could not be timed.
-    """
+    """Runner of single cells of a sweep, in any order."""
 
     def __init__(
         self,
@@ -207,7 +216,7 @@ class CellRunner(Generic[Encoded]):
                 self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
         self._encoded: dict[str, Encoded] = {}
         self._fastest_mhz = 0.0
-        self.costs_work = not sweep.options.servers  # their passes cannot be timed
+        self._costs_work = not sweep.options.servers  # their passes cannot be timed
         count_stops()
 
     def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
@@ -318,16 +327,20 @@ class CellRunner(Generic[Encoded]):
         return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
     def measure_costs(self, batch: int | None = None, context: int | None = None) -> str:
-        """Time forward passes after so much context, or those that ``batch`` requests share. Return why that failed;
-        the sweep then continues without costs.
+        """Time forward passes after so much context, or those that ``batch`` requests share.
+
+        Returns:
+            Why that failed: they are not timed again. Otherwise an empty text.
         """
+        if not self._costs_work:
+            return ""
         stops = self._snapshot().stops
         try:
             costs = self._time_passes(batch, context)
             if self._snapshot().stops > stops:  # the pause would be in one of the times
                 costs = self._time_passes(batch, context)
         except Exception as error:
-            self.costs_work = False
+            self._costs_work = False
             return _message(error)
         self._store.append_costs(costs)
         if batch is None:

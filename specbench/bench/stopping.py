@@ -1,15 +1,21 @@
-"""When a sweep may stop: its answer is sure, or narrow enough (``--until``).
+"""When measuring stops: the answer is sure at a look, the time is up, or there is nothing left to measure.
+
+`sweep --until`, `tune` and `tune --engine` all take their blocks of prompts from ``Judge.take``.
 
 Looking at results again and again makes ordinary intervals miss the truth more often than promised: sooner or later
-chance looks like an effect. So there are a few looks, fixed before anything is measured, and the speedups' intervals
-are as wide as it takes to hold at all looks together (repeated confidence intervals, Jennison and Turnbull 1989). They
-then hold whatever the reason for stopping. benchmarks/interval_coverage.py measures their coverage.
+chance looks like an effect. So there are a few looks, fixed before anything is measured, whose errors add up to what is
+promised. `tune` divides its error among them (``specbench.tune.race``). The intervals of a sweep's speedups are as wide
+as it takes to hold at all looks together (repeated confidence intervals, Jennison and Turnbull 1989), so they hold
+whatever the reason for stopping; benchmarks/interval_coverage.py measures their coverage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from msgspec import structs
 
 from specbench.results.results import load_results
 from specbench.results.run import Stopping
@@ -19,67 +25,113 @@ from specbench.specs.stopping import parse_until
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Cell
+    from specbench.decoding.clocks import Clock
     from specbench.results.store import RunStore
 
 FIRST_LOOK = 6
-"""Prompts before the first look."""
+"""Blocks before the first look: with fewer, intervals are too wide to be worth their share of the error."""
 
-Ending = Literal["answered", "time", "prompts"]
-"""Why measuring ended: the answer is sure or narrow enough, the time is up, or every prompt was decoded."""
+Ending = Literal["decided", "time", "blocks", "interrupted"]
+"""Why measuring ended: the answer is sure, the time is up, there are no more blocks, or the user stopped it."""
+
+Block = TypeVar("Block")
+"""What all candidates decode one after the other: a prompt."""
+
+
+class Judge:
+    """Decides from what was measured whether the answer is sure.
+
+    Attributes:
+        ending: Why measuring ended; ``None`` before.
+    """
+
+    ending: Ending | None = None
+
+    def is_sure(self, following: Sequence[Any]) -> bool:
+        """Return whether the answer is sure at the look before the ``following`` blocks, if one is due."""
+        raise NotImplementedError
+
+    def take(
+        self, blocks: Sequence[Block], several: Callable[[], int] = lambda: 1
+    ) -> Iterator[Sequence[Block]]:
+        """Yield the blocks to measure next, until the answer is sure or there are no more.
+
+        What was yielded has to be measured before more is asked for. Whoever has no time for it says so in ``ending``.
+
+        Args:
+            blocks: All blocks, in order.
+            several: Returns how many of them to yield next.
+        """
+        at = 0
+        while at < len(blocks):
+            following = blocks[at : at + several()]
+            if self.is_sure(following):
+                self.ending = "decided"
+                return
+            yield following
+            at += len(following)
+        self.ending = "blocks"
+
+
+def look_due(blocks: int) -> bool:
+    """Return whether to look after so many blocks: after 6, 8, 12, 16, 24, 32, ..."""
+    return blocks >= FIRST_LOOK and blocks // (blocks & -blocks) in (1, 3)
 
 
 def looks(prompts: int, repeats: int) -> set[int]:
-    """Return after how many decoded prompts to look: 6, 8, 12, 16, 24, ..., and after each repeat of all prompts."""
-    found = {prompts * repeat for repeat in range(1, repeats + 1)}
-    number = FIRST_LOOK
-    while number < prompts:
-        found |= {number, min(prompts, number * 4 // 3)}
-        number *= 2
-    return found
+    """Return after how many decoded prompts a sweep looks: when ``look_due``, and after each repeat of all prompts."""
+    return {*filter(look_due, range(prompts)), *(prompts * repeat for repeat in range(1, repeats + 1))}
 
 
-class StoppingRule:
-    """Decides between two prompts whether to stop.
+class StoppingRule(Judge):
+    """The judge of a sweep: its answer is the verdict on the fastest configuration, or a narrow interval.
 
     Args:
         until: See ``parse_until``.
         minutes: Time limit; ``None`` for none.
         store: The run, which keeps the rule and how it ended.
-        cells: The plan of the sweep, without warm-ups.
+        planned: The plan of the sweep, without warm-ups.
+        clock: Clock of the time limit.
     """
 
-    def __init__(self, until: str, minutes: float | None, store: RunStore, cells: Sequence[Cell]) -> None:
-        self._half_width = parse_until(until)
-        self._minutes, self._store = minutes, store
-        self._decoded: dict[Cell, int] = {}
-        for cell in cells:
-            if cell.order == 0 and cell.turn == 0:
-                self._decoded[cell] = len(self._decoded)
-        prompts = sum(cell.repeat == 0 for cell in self._decoded)
-        self._looks = looks(prompts, len(self._decoded) // max(1, prompts))
-        self._until = until
-        self._store_ending(None)
+    def __init__(
+        self, until: str, minutes: float | None, store: RunStore, planned: Sequence[Cell], clock: Clock
+    ) -> None:
+        self._store, self._half_width = store, parse_until(until)
+        self._clock, self._until = clock, math.inf if minutes is None else clock.now() + 60 * minutes
+        firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
+        self._decoded = {cell: number for number, cell in enumerate(firsts)}
+        prompts = sum(cell.repeat == 0 for cell in firsts)
+        self._looks = looks(prompts, len(firsts) // max(1, prompts))
+        self._rule = Stopping(until=until, minutes=minutes, confidence=AT_EVERY_LOOK)
+        store.update(stopping=self._rule)
 
-    def ending_before(self, cell: Cell, seconds: float) -> Ending | None:
-        """Return why to stop before a cell, ``seconds`` after the start; ``None`` to go on."""
-        decoded = self._decoded.get(cell)
-        if decoded in self._looks and self._is_answered():
-            return "answered"
-        over = self._minutes is not None and seconds > 60 * self._minutes
-        return "time" if over and cell.order == 0 else None
+    def cells(self, left: Iterable[Cell]) -> Iterator[Cell]:
+        """Yield the cells to measure, of those that are left."""
+        blocks: list[list[Cell]] = []
+        for cell in left:
+            if cell.order == 0 or not blocks:
+                blocks.append([])
+            blocks[-1].append(cell)
+        for (block,) in self.take(blocks):
+            if self._clock.now() > self._until and block[0].order == 0:
+                self.ending = "time"
+                return
+            yield from block
 
-    def end(self, ending: Ending | None) -> None:
-        """Store why measuring ended; ``None``: everything was decoded."""
-        self._store_ending(ending or ("answered" if self._is_answered() else "prompts"))
+    def is_sure(self, following: Sequence[Sequence[Cell]]) -> bool:
+        return self._decoded.get(following[0][0]) in self._looks and self._is_answered()
 
-    def _store_ending(self, ending: Ending | None) -> None:
-        rule = Stopping(until=self._until, minutes=self._minutes, confidence=AT_EVERY_LOOK, ended=ending)
-        self._store.update(stopping=rule)
+    def end(self) -> None:
+        """Store why measuring ended."""
+        if self.ending == "blocks" and self._is_answered():
+            self.ending = "decided"
+        self._store.update(stopping=structs.replace(self._rule, ended=self.ending))
 
     def _is_answered(self) -> bool:
         rows = summarize(load_results(self._store.path)).rows
         best = best_by_baseline(row for row in rows if row.measured)
-        return bool(best) and all(self._is_known(row) for row in best)
+        return bool(best) and all(map(self._is_known, best))
 
     def _is_known(self, row: SummaryRow) -> bool:
         if self._half_width is None:

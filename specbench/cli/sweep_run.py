@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.grid import Sweep, SweepOptions
+    from specbench.bench.runner import SweepRun
     from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
@@ -160,31 +161,26 @@ class SweepJob(RunJob):
         Raises:
             typer.Exit: Something failed, or Ctrl-C.
         """
-        from specbench.bench.runner import run_sweep
+        from specbench.bench.runner import SweepRun
         from specbench.cli.sweep_display import SweepDisplay
         from specbench.results.results import load_results
 
         with self.open_store(sources, accept_changes=self._results.accept_changes) as store:
             found = self._stored(store)
             self.say_at_start(start, notes, f": {found} there" if found else None)
-            interrupted, failed = False, 0
-            warnings: Sequence[RunWarning] = ()
+            interrupted = False
             for problem in store.problems:
                 self.say(problem)
             with StageProgress(self.quiet, animated=False) as progress:
                 self.console = progress.console
                 lines = not (self.quiet or self.console.is_terminal)
                 display = SweepDisplay(self._cells, progress, self.say, lines=lines)
+                retry = self._results.retry_failed
+                run = SweepRun(self.sweep, store, self.engine, retry_failed=retry, minutes=self._minutes)
                 try:
-                    result = run_sweep(
-                        self.sweep,
-                        store,
-                        self.engine,
-                        on_progress=display.show,
-                        retry_failed=self._results.retry_failed,
-                        minutes=self._minutes,
-                    )
-                    warnings, failed = result.warnings, result.failed
+                    for at in run.cells():
+                        display.show(at)
+                    run.finish()
                 except KeyboardInterrupt:
                     interrupted = True
             results = load_results(self.folder)
@@ -192,8 +188,8 @@ class SweepJob(RunJob):
                 if len(results.done):
                     self._show(results)
             finally:  # also when nobody takes the table
-                self._say_at_end(warnings, failed, self._stored(store) if interrupted else None)
-        if interrupted or failed:
+                self._say_at_end(run, self._stored(store) if interrupted else None)
+        if interrupted or run.failed:
             raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
 
     def _stored(self, store: RunStore) -> str:
@@ -202,8 +198,8 @@ class SweepJob(RunJob):
         count = len(wanted & store.done_keys(retry_failed=self._results.retry_failed))
         return f"{count} of {len(wanted)} {self._cells} are" if count else ""
 
-    def _say_at_end(self, warnings: Sequence[RunWarning], failed: int, interrupted_at: str | None) -> None:
-        for warning in warnings:
+    def _say_at_end(self, run: SweepRun[Any], interrupted_at: str | None) -> None:
+        for warning in run.warnings:
             self.warn(warning)
         if interrupted_at is None:
             self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
@@ -212,8 +208,10 @@ class SweepJob(RunJob):
                 f"Interrupted. {interrupted_at or f'No {self._cells} are'} in {self.folder}; to continue, run the same"
                 f" command with --out {shlex.quote(str(self.folder))} --resume."
             )
-        if failed:
-            self.say(f"{failed} {self._cells} failed; to measure them again, add --resume --retry-failed.")
+        if run.failed:
+            self.say(
+                f"{run.failed} {self._cells} failed; to measure them again, add --resume --retry-failed."
+            )
 
     def _show(self, results: Results) -> None:
         """Write the answer and the table into two files, then print them; stdout may be closed."""
@@ -224,7 +222,8 @@ class SweepJob(RunJob):
         from specbench.show.answer import answer_parts, find_answers
         from specbench.show.document import show, to_markdown
 
-        summary, categories, requests = summarize(results), categorize(results), request_rows(results)
+        summary, categories = summarize(results), categorize(results)
+        requests = request_rows(results, summary)
         sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
         if turns := turn_rows(results):
             sheets.append(tables.turn_sheet(turns))

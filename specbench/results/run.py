@@ -158,8 +158,8 @@ class Stopping(Record):
         Number, doc("of the intervals of speedups, so that those of all looks hold together")
     ]
     ended: Annotated[
-        Literal["answered", "time", "prompts"] | None,
-        doc("why: `answered`, `time` (the limit), `prompts` (all were decoded); `null` until it ends"),
+        Literal["decided", "time", "blocks"] | None,
+        doc("why: `decided`, `time` (the limit), `blocks` (all were decoded); `null` until it ends"),
     ] = None
 
 

@@ -214,9 +214,9 @@ def _stopped(run: Run, prompts: int) -> str:
     if until != "sure":
         goal = f"the interval of the fastest reached {until} to each side"
     why = {
-        "answered": f"after {prompts} of {len(run.prompts)} prompts, when {goal}",
+        "decided": f"after {prompts} of {len(run.prompts)} prompts, when {goal}",
         "time": f"after {run.stopping.minutes or 0:g} minutes, before {goal}",
-        "prompts": f"after all {len(run.prompts)} prompts, before {goal}",
+        "blocks": f"after all {len(run.prompts)} prompts, before {goal}",
         None: f"before {goal}",
     }[run.stopping.ended]
     return (
