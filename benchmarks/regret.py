@@ -39,7 +39,7 @@ from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results, load_results
 from specbench.results.store import find_runs, read_run
-from specbench.tune.race import ERROR, MARGIN, Block, Ending, Race, Timing, relative_slowdown, run_race
+from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, relative_slowdown, run_race
 
 PLAIN = "plain"
 SPREAD_GOAL = 0.95
@@ -145,13 +145,15 @@ class Simulated:
         """Return the effect of that name alone, independent of the order of measurement."""
         return deviation * float(np.random.default_rng([self.seed, *name.encode()]).normal())
 
-    def race(self, prompts: int = 100, seconds: float = math.inf) -> tuple[Race, Ending]:
-        """Run a race; return it, its candidates in order, and why it ended."""
+    def race(self, prompts: int = 100, seconds: float = math.inf) -> Race:
+        """Run a race."""
         each = [(f"p-{n}", self.categories[n % len(self.categories)]) for n in range(prompts)]
         blocks = [Block(name, repeat, category) for repeat in range(REPEATS) for name, category in each]
         names = [name for name in self.truth if name != PLAIN]
         race = Race(names, PLAIN, limit=len(blocks), expected=self._expected(names))
-        return race, run_race(race, blocks, self.measure, clock=self.clock, until=seconds, seed=self.seed)
+        for _ in run_race(race, blocks, self.measure, clock=self.clock, until=seconds, seed=self.seed):
+            pass
+        return race
 
     def _expected(self, names: Sequence[str]) -> dict[str, float] | None:
         if self.predicted is None:
@@ -301,13 +303,15 @@ def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]
                 took = []
                 for seed in range(times):
                     made, fastest = scatter.simulated(seed, kind, busy)
-                    race, ending = made.race(PROMPTS, RACING * 60 * scatter.minutes)
+                    race = made.race(PROMPTS, RACING * 60 * scatter.minutes)
                     good = made.regret(race) <= MARGIN
                     close += good
                     best += choice_of(race) == fastest
                     decided += race.decided
                     wrong += race.decided and not good
-                    took.append(made.clock.seconds / 60 if ending == "decided" else RACING * scatter.minutes)
+                    took.append(
+                        made.clock.seconds / 60 if race.ending == "decided" else RACING * scatter.minutes
+                    )
                 yield {
                     "run": folder.name,
                     "truth": kind,
@@ -355,7 +359,8 @@ def race_over(results: Results) -> Race:
     """Run a race over the generations of a stored run."""
     names, plain, blocks, measure = stored(results)
     race = Race(names, plain, limit=len(blocks))
-    run_race(race, blocks, measure, clock=FakeClock())
+    for _ in run_race(race, blocks, measure, clock=FakeClock()):
+        pass
     return race
 
 
@@ -430,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.simulated:
         for number in range(given.simulated):
             made = simulated(number)
-            race, _ = made.race()
+            race = made.race()
             best = max(made.truth, key=lambda name: made.truth[name])
             ratio = 1.0 - made.regret(race)
             rows.append({"choice": choice_of(race), "best": best, "ratio": ratio, "blocks": race.blocks})

@@ -38,7 +38,6 @@ from specbench.rows import Row
 from specbench.specs.drafters import parse_drafter
 from specbench.tune.engine_answer import schedule, start_command
 from specbench.tune.engine_search import EngineSearch
-from specbench.tune.search import Found
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
 TARGET = Model("target.gguf", path="/models/target.gguf")
@@ -327,7 +326,7 @@ def search(
     seed: int = 0,
     batches: tuple[int, ...] = (),
     **more: Any,
-) -> tuple[Found, TimedEngine, Sweep]:
+) -> tuple[EngineSearch, TimedEngine, Sweep]:
     drafters = [EngineDrafter("ngram-simple"), EngineDrafter(parse_drafter("org/small"), "small.gguf")]
     made = settings_of(engine, TARGET, drafters)
     prompts = tuple(load_prompts(("all",), 40))
@@ -345,7 +344,9 @@ def search(
         found = EngineSearch(
             sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
             snapshot=quiet,
-        ).run()  # fmt: skip
+        )  # fmt: skip
+        for _ in found.measure():
+            pass
     return found, timed, sweep
 
 
@@ -392,7 +393,7 @@ def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypat
 
     monkeypatch.setattr(TimedEngine, "generate", interrupted)
     first, _, _ = search(tmp_path / "run", engine, rate=RATE)
-    assert first.ending == "interrupted"
+    assert first.race.ending == "interrupted"
     second, _, _ = search(tmp_path / "run", engine, rate=RATE)
     assert second.predicted == first.predicted
     assert second.race.verdict == whole.race.verdict == "faster"

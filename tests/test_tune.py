@@ -29,6 +29,7 @@ from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, TreeTimes
 from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
+from specbench.results.run import Tuning
 from specbench.results.store import RunStore
 from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
 from specbench.rows import Row
@@ -50,13 +51,12 @@ from specbench.tune.answer import (
 from specbench.tune.candidates import (
     GAMMAS,
     Probe,
-    Selection,
     drafters_to_try,
     predict,
     rules_to_try,
     select,
 )
-from specbench.tune.search import Found, Search
+from specbench.tune.search import Search
 
 COSTS = PassCosts({1: 0.1, 2: 0.1, 5: 0.12, 9: 0.2}, {"d": 0.02, "e": 0.05})
 
@@ -142,8 +142,8 @@ def test_rules_that_adapt_are_taken_for_the_best_of_what_was_tried():
     assert "plain" not in found
 
 
-def chosen(predicted: dict[str, float], **options: Any) -> Selection:
-    defaults: dict[str, Any] = {"plain_s": 1.0, "first_s": 0.0, "seconds": 1000.0, "blocks": 8, "failed": {}}
+def chosen(predicted: dict[str, float], **options: Any) -> Tuning:
+    defaults: dict[str, Any] = {"plain_s": 1.0, "first_s": 0.0, "seconds": 1000.0, "failed": {}}
     return select(grid("d", "e").configs, predicted, **{**defaults, **options})
 
 
@@ -184,7 +184,7 @@ OTHERS = {"e@2", "e@8", "e@auto"}
 )
 def test_who_is_raced(predicted, options, raced, left_out):
     found = chosen(predicted, **options)
-    assert found.raced == raced
+    assert tuple(found.raced) == raced
     assert {name: found.left_out.get(name) for name in left_out} == left_out
 
 
@@ -229,13 +229,15 @@ def search(
     clock: FakeClock,
     seconds: float = 1000.0,
     **options: Any,
-) -> Found:
+) -> Search:
     store = RunStore.open(folder) if RunStore.exists(folder) else RunStore.create(folder, describe(sweep))
     with store:
         until = clock.seconds + seconds
         settings = {"clock": clock, "seconds": seconds, "until": until, "snapshot": quiet, **options}
         made = Search(sweep, store, engine, **settings)
-        return made.run()
+        for _ in made.measure():
+            pass
+        return made
 
 
 FAST = {"d@auto": 2.0, "d@8": 1.5, "d@dynamic-tree": 1.2, "d@heuristic": 1.1}
@@ -245,7 +247,7 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     clock = FakeClock()
     engine, sweep = TimedEngine(FAST, clock), grid("d", "e")
     found = search(tmp_path / "run", engine, sweep, clock)
-    assert (found.race.leader, found.race.verdict, found.ending) == ("d@auto", "faster", "decided")
+    assert (found.race.leader, found.race.verdict, found.race.ending) == ("d@auto", "faster", "decided")
     assert "e@auto" in found.left_out  # a pass of it takes as long as twenty of the target
     assert len(engine.cost_calls) == 3
     df = load_results(tmp_path / "run")
@@ -303,7 +305,7 @@ def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path):
                 search(folder, engine, sweep, clock)
         else:
             so_far = search(folder, engine, sweep, clock)
-            assert (so_far.ending, so_far.race.blocks > 0) == ("interrupted", True)
+            assert (so_far.race.ending, so_far.race.blocks > 0) == ("interrupted", True)
             assert run_json(folder)["finished"] is None
         rest = TimedEngine(FAST, clock)
         again = search(folder, rest, sweep, clock)
@@ -328,7 +330,7 @@ def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path):
     engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=200, repeats=9)
     found = search(tmp_path, engine, sweep, clock, seconds=60.0)
     assert clock.seconds <= 60.0
-    assert found.ending == "time"
+    assert found.race.ending == "time"
     assert found.race.blocks < 9 * 9
 
 
@@ -356,13 +358,13 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[Any, Found]:
+def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[Any, Search]:
     clock, sweep = FakeClock(), grid("d", "e")
     found = search(folder, TimedEngine(speeds, clock), sweep, clock, **options)
     return find_answer(found, sweep.configs, load_results(folder)), found
 
 
-def undecided(folder: Path, clock: FakeClock) -> tuple[Found, Sweep]:
+def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:
     """A search over drafters that are much faster on every other prompt, and slower on the rest."""
     sweep = grid("d", max_new_tokens=400)
     noisy = {
@@ -415,7 +417,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
 
     clock, sweep = FakeClock(), grid("d")
     found = search(tmp_path, Slowing(FAST, clock), sweep, clock)
-    assert (found.ending, found.race.blocks) == ("time", 0)
+    assert (found.race.ending, found.race.blocks) == ("time", 0)
     df = load_results(tmp_path)
     answer = find_answer(found, sweep.configs, df)
     assert answer.provisional
@@ -423,8 +425,8 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     assert "provisional" in answer.headline
     json.dumps(as_json(answer, found), allow_nan=False)
     assert stored_answer(answer, found).measured == {}
-    slow = replace(found, predicted=dict.fromkeys(found.predicted, 0.9))
-    plainly = find_answer(slow, sweep.configs, df)
+    found.predicted = dict.fromkeys(found.predicted, 0.9)
+    plainly = find_answer(found, sweep.configs, df)
     assert (plainly.winner.kind, plainly.provisional) == ("plain", True)
 
 

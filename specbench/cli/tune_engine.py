@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions
     from specbench.tune.answer import TuneAnswer
-    from specbench.tune.search import Found
+    from specbench.tune.engine_search import EngineSearch
 
 _REPEATS = 2
 """Times that a prompt is decoded at most."""
@@ -81,11 +81,11 @@ def tune_engine(
             searching = EngineSearch(
                 sweep, job.settings, store, made, clock=clock, seconds=seconds, until=until, progress=progress
             )
-            found = job.raced(searching.run, lambda: until - clock.now(), progress)
-            answer = job.answer(found, store)
+            job.watch(searching, lambda: until - clock.now(), progress)
+            answer = job.answer(searching, store)
         said = made.summary()
-    job.show(answer, found, said, results)
-    if found.ending == "interrupted":
+    job.show(answer, searching, said, results)
+    if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
@@ -100,7 +100,7 @@ class _EngineJob(TuneJob):
         alone = [config for config in sweep.configs if config.condition.batch is None]
         self.settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
 
-    def show(self, answer: TuneAnswer, found: Found, starts: str, asked: TuneResultsOptions) -> None:
+    def show(self, answer: TuneAnswer, search: EngineSearch, starts: str, asked: TuneResultsOptions) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
@@ -116,16 +116,16 @@ class _EngineJob(TuneJob):
             planned.engine,
             planned.target,
             self.settings[answer.winner.id],
-            found.batches,
+            search.batches,
             planned.arguments,
             planned.options.engine_command,
         )
-        lines = [*batch_lines(found), *needs, f"Start:  {shlex.join(command)}"]
+        lines = [*batch_lines(search.batches), *needs, f"Start:  {shlex.join(command)}"]
         self.write_summary(summary, "\n\n".join([to_markdown(*answer_parts(answer)), *lines, table]))
         if asked.json_output:
             write_json(
                 {
-                    **as_json(answer, found),
+                    **as_json(answer, search),
                     "engine": planned.engine.name,
                     "command": command,
                     "needs": needs,
@@ -140,4 +140,4 @@ class _EngineJob(TuneJob):
             )
             text = first + "".join(f"{line}\n" for line in lines)
             write_out(terminal_safe(text))
-        self.say_at_end(found, *([starts] if starts else []))
+        self.say_at_end(search, *([starts] if starts else []))

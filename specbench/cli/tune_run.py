@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.loading import LoadedCandidates
     from specbench.tune.race import Race
-    from specbench.tune.search import Found
+    from specbench.tune.search import StoredSearch
 
 _REPEATS = 3
 """Times that a prompt is decoded at most."""
@@ -125,10 +125,10 @@ def run_tune(
             kept=kept,
             progress=progress,
         )
-        found = job.raced(searching.run, lambda: until - clock.now(), progress)
-        answer = job.answer(found, store)
-    job.show(answer, found, results, search.cache)
-    if found.ending == "interrupted":
+        job.watch(searching, lambda: until - clock.now(), progress)
+        answer = job.answer(searching, store)
+    job.show(answer, searching, results, search.cache)
+    if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
@@ -166,47 +166,38 @@ class TuneJob(RunJob):
     """A search for the fastest configuration."""
 
     advice = "Restore what changed, or give other --results."
-    continuing = "--resume"
 
-    def raced(
-        self,
-        search: Callable[[Callable[[Race], None]], Found],
-        left_s: Callable[[], float],
-        progress: StageProgress,
-    ) -> Found:
+    def watch(self, search: StoredSearch[Any], left_s: Callable[[], float], progress: StageProgress) -> None:
         """Run a search, and show its race. After an interrupt, one that has raced something gives the best so far."""
         labels = {config.id: config.label for config in self.sweep.configs}
-
-        def show(race: Race) -> None:
-            shown = race_state(race, labels, left_s())
-            progress.update(f"racing: {shown}", 0, None)
-            if race.look_due and not self.quiet and not self.console.is_terminal:
-                self.say(shown)
-
-        found = None
+        ended = False
         try:
-            found = search(show)
+            for race in search.measure():
+                shown = race_state(race, labels, left_s())
+                progress.update(f"racing: {shown}", 0, None)
+                if race.look_due and not self.quiet and not self.console.is_terminal:
+                    self.say(shown)
+            ended = search.race.ending != "interrupted"
         finally:
-            if found is None or found.ending == "interrupted":
+            if not ended:
                 self.say(
                     f"Measurements are in {self.folder}; to continue, run the same command with --results"
-                    f" {shlex.quote(str(self.folder))} {self.continuing}."
+                    f" {shlex.quote(str(self.folder))} {search.more}."
                 )
-        return found
 
-    def answer(self, found: Found, store: RunStore) -> TuneAnswer:
+    def answer(self, search: StoredSearch[Any], store: RunStore) -> TuneAnswer:
         """Return the answer of the search, after storing it in the run for reports and exports."""
         from specbench.results.results import load_results
         from specbench.tune.answer import find_answer, stored_answer
 
-        answer = find_answer(found, self.sweep.configs, load_results(self.folder))
+        answer = find_answer(search, self.sweep.configs, load_results(self.folder))
         assert store.run.tuning is not None
-        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, search)))
         return answer
 
-    def say_at_end(self, found: Found, *lines: str) -> None:
+    def say_at_end(self, search: StoredSearch[Any], *lines: str) -> None:
         """Print warnings, lines, and where the measurements are."""
-        for warning in found.warnings:
+        for warning in search.warnings:
             self.warn(warning)
         for line in (
             *lines,
@@ -218,8 +209,6 @@ class TuneJob(RunJob):
 class _OwnTuneJob(TuneJob):
     """A search among specbench's own configurations."""
 
-    continuing = "--resume --overwrite"
-
     def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
         super().__init__(sweep, loaded.engine, folder, quiet)
         self.loaded = loaded
@@ -230,7 +219,9 @@ class _OwnTuneJob(TuneJob):
 
         return [*self.loaded.notes, *drafter_notes(each.outcome for each in self.loaded.engine.drafters)]
 
-    def show(self, answer: TuneAnswer, found: Found, shown: TuneResultsOptions, cache: str | None) -> None:
+    def show(
+        self, answer: TuneAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None
+    ) -> None:
         """Write and print the answer."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
@@ -243,10 +234,10 @@ class _OwnTuneJob(TuneJob):
         table = to_markdown(tables.summary_sheet(summary))
         self.write_summary(summary, "\n".join([to_markdown(*answer_parts(answer)), table]))
         written = self._write_configuration(answer, out, cache)
-        exported = exports(results, self.folder, self.recipes) if found.race.verdict == "faster" else None
+        exported = exports(results, self.folder, self.recipes) if search.race.verdict == "faster" else None
         if shown.json_output:
             facts = {
-                **as_json(answer, found),
+                **as_json(answer, search),
                 "configuration": str(out) if written else None,
                 "results": str(self.folder),
                 "exports": exports_json(exported or []),
@@ -258,7 +249,7 @@ class _OwnTuneJob(TuneJob):
         provisional = " (provisional)" if answer.provisional else ""
         commands = "generate, chat, serve, sweep and check"
         saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
-        self.say_at_end(found, *([saved] if written else []))
+        self.say_at_end(search, *([saved] if written else []))
 
     def _command(self, results: Results) -> str:
         """Return the command that decodes with the winner, with models as the user typed them."""

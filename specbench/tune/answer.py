@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
 from specbench.base.record import NO_FIGURE, Estimate, Json
@@ -25,7 +25,7 @@ from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
     from specbench.recipe import Recipe
-    from specbench.tune.search import Found
+    from specbench.tune.search import StoredSearch
 
 _NAMED = 5
 """Configurations that a sentence lists at most."""
@@ -76,13 +76,13 @@ class TuneAnswer:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(found: Found, configs: Sequence[Row], results: Results) -> TuneAnswer:
+def find_answer(search: StoredSearch[Any], configs: Sequence[Row], results: Results) -> TuneAnswer:
     """Return the answer of a search."""
-    race, by_id = found.race, {config.id: config for config in configs}
+    race, by_id = search.race, {config.id: config for config in configs}
     disturbed = disturbance(results).partition(": ")[2]
-    tried = tuple(_tried(found, by_id))
+    tried = tuple(_tried(search, by_id))
     if not race.blocks:
-        return _predicted_answer(found, by_id, disturbed, tried)
+        return _predicted_answer(search, by_id, disturbed, tried)
     leader, verdict = race.leader, race.verdict
     best = leader if leader != race.plain else _best_drafting(race)
     speedup = NO_FIGURE if best is None else race.ratio(best, race.plain)
@@ -105,7 +105,7 @@ def find_answer(found: Found, configs: Sequence[Row], results: Results) -> TuneA
         headline = f"{what} over plain decoding: the best so far (provisional), in too few blocks to be sure."
     return TuneAnswer(
         headline,
-        tuple(_details(found, by_id, disturbed)),
+        tuple(_details(search, by_id, disturbed)),
         by_id[race.plain] if verdict in ("equal", "plain") else by_id[leader],
         verdict == "open" or all_failed,
         speedup,
@@ -115,13 +115,13 @@ def find_answer(found: Found, configs: Sequence[Row], results: Results) -> TuneA
 
 
 def _predicted_answer(
-    found: Found, by_id: Mapping[str, Row], disturbed: str, tried: tuple[Tried, ...]
+    search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str, tried: tuple[Tried, ...]
 ) -> TuneAnswer:
     """Return the answer of a search whose time was over before the first block was complete."""
-    race = found.race
+    race = search.race
     best = next(iter(race.names[1:]), race.plain)
-    if found.predicted.get(best, 0.0) > 1.0:
-        predicted = stats.decimals(found.predicted[best])
+    if search.predicted.get(best, 0.0) > 1.0:
+        predicted = stats.decimals(search.predicted[best])
         headline = (
             f"{_described(by_id[best])}: predicted {predicted}× over plain decoding (provisional);"
             " the time was too short to compare anything."
@@ -132,7 +132,7 @@ def _predicted_answer(
             "Plain decoding is the provisional choice: no drafter is predicted to be faster, and the time was too"
             " short to compare anything."
         )
-    details = [f"More time compares them: {found.more} --minutes N."]
+    details = [f"More time compares them: {search.more} --minutes N."]
     if disturbed:
         details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
     return TuneAnswer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tried)
@@ -155,21 +155,21 @@ def _near_leader(race: Race) -> list[str]:
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
-def _details(found: Found, by_id: Mapping[str, Row], disturbed: str) -> Iterator[str]:
-    race = found.race
+def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str) -> Iterator[str]:
+    race = search.race
     if race.decided and race.leader != race.plain:
         yield "With 95% confidence no other candidate is more than 5% faster than this choice."
     if race.open:
         needed = race.blocks_needed()
         if needed is None:
-            yield f"More time is needed, how much is not known yet: {found.more} continues."
+            yield f"More time is needed, how much is not known yet: {search.more} continues."
         else:
-            minutes = math.ceil((needed * found.block_s + found.overhead_s) / 60)
+            minutes = math.ceil((needed * search.block_s + search.overhead_s) / 60)
             if minutes > _LONG:
-                yield f"More than {_LONG // 60} hours would be needed to decide it: {found.more} continues."
+                yield f"More than {_LONG // 60} hours would be needed to decide it: {search.more} continues."
             else:
                 time = counted(minutes, "more minute")
-                yield f"About {time} would decide it: {found.more} --minutes {minutes}."
+                yield f"About {time} would decide it: {search.more} --minutes {minutes}."
     leader = _described(by_id[race.leader])
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
@@ -215,17 +215,17 @@ def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:
     return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
 
 
-def _tried(found: Found, by_id: Mapping[str, Row]) -> Iterator[Tried]:
-    race = found.race
+def _tried(search: StoredSearch[Any], by_id: Mapping[str, Row]) -> Iterator[Tried]:
+    race = search.race
     failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
         blocks = race.num_blocks(name)
         speedup = race.ratio(name, race.plain) if blocks and name != race.plain else None
         label = one_line(by_id[name].label)
-        yield Tried(name, label, found.predicted.get(name), blocks, speedup, _outcome(race, name))
-    for name, reason in found.left_out.items():
+        yield Tried(name, label, search.predicted.get(name), blocks, speedup, _outcome(race, name))
+    for name, reason in search.left_out.items():
         label = one_line(by_id[name].label)
-        yield Tried(name, label, found.predicted.get(name), None, None, one_line(reason))
+        yield Tried(name, label, search.predicted.get(name), None, None, one_line(reason))
 
 
 def _outcome(race: Race, name: str) -> str:
@@ -340,9 +340,9 @@ def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | N
     return text if exported is None else f"{text}\n{exports_text(exported)}"
 
 
-def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:
+def stored_answer(answer: TuneAnswer, search: StoredSearch[Any]) -> TuningAnswer:
     """Return the answer as ``run.json`` keeps it."""
-    race = found.race
+    race = search.race
     measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     shares = {name: race.ratio(name, race.leader) for name in measured}
     return TuningAnswer(
@@ -364,21 +364,21 @@ def stored_answer(answer: TuneAnswer, found: Found) -> TuningAnswer:
     )
 
 
-def as_json(answer: TuneAnswer, found: Found) -> Json:
+def as_json(answer: TuneAnswer, search: StoredSearch[Any]) -> Json:
     """Return the answer as JSON data; missing numbers are ``None``."""
     return {
         "headline": answer.headline,
         "details": list(answer.details),
-        "verdict": found.race.verdict,
-        "ending": found.ending,
+        "verdict": search.race.verdict,
+        "ending": search.race.ending,
         "winner": answer.winner.id,
         "provisional": answer.provisional,
-        "leader": found.race.leader,
+        "leader": search.race.leader,
         "batches": {
             str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
-            for batch, ratios in found.batches.items()
+            for batch, ratios in search.batches.items()
         },
-        "blocks": found.race.blocks,
+        "blocks": search.race.blocks,
         **_estimate(answer.speedup),
         "categories": {name: _estimate(ratio) for name, ratio in answer.categories.items()},
         "tried": [

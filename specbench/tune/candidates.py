@@ -3,18 +3,22 @@
 A few short generations with each drafter, with ``PROBED`` tokens a step or with trees, show how many draft tokens are
 accepted; times of single forward passes give their cost. Together they predict the speedup of every configuration
 (``theory.predicted_speedup``), and configurations far below the best prediction are not raced. All functions are pure.
+The settings of an engine are predicted from other measurements, and selected alike (``select_in_time``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from dataclasses import replace as replace_fields
 
-import msgspec
+from msgspec.structs import replace
 
 from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
 from specbench.results.lines import StepLists
+from specbench.results.run import Tuning
 from specbench.rows import Row
 from specbench.specs.drafters import (
     Cascade,
@@ -34,6 +38,9 @@ GAMMAS = (1, 2, 3, 4, 6, 8)
 
 PROBED = GAMMAS[-1]
 """γ of the short generations: the longest tells what shorter ones would have accepted."""
+
+BLOCKS = 8
+"""Blocks of the race that the time should suffice for."""
 
 PROBED_TREE = "dynamic-tree"
 """The tree of the short generations, which is raced too."""
@@ -66,18 +73,15 @@ def drafters_to_try(
     backs = [spec for spec in (*forms, *given) if isinstance(spec, SelfForm | SmallModel)]
     cascades = [_cascade(front, back) for back in backs for front in _FRONTS]
     tried = dict.fromkeys([Lookup(), Suffix(), *forms, *given, *cascades])
-    return list(dict.fromkeys([Grammar(), *map(_after_forced, tried)]) if formatted else tried)
-
-
-def _after_forced(spec: DrafterSpec) -> DrafterSpec:
-    """Return a drafter that drafts what the format does not force, or the drafter itself if it cannot."""
-    return after_grammar(spec) or spec
+    if formatted:  # where a drafter can draft what is not forced
+        tried = dict.fromkeys([Grammar(), *(after_grammar(spec) or spec for spec in tried)])
+    return list(tried)
 
 
 def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
     spec = parse_drafter(f"{front}+self:int8")
     assert isinstance(spec, Cascade)
-    return replace(spec, back=back)
+    return replace_fields(spec, back=back)
 
 
 def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
@@ -130,7 +134,7 @@ class Probe:
     forced: list[int]
 
     @classmethod
-    def from_steps(cls, generations: Iterable[StepLists]) -> Probe:
+    def of(cls, generations: Iterable[StepLists]) -> Probe:
         """Join the steps of several generations."""
         joined = list(generations)
         names = [each.name for each in fields(cls)]
@@ -171,7 +175,7 @@ def predict(configs: Sequence[Row], probes: Mapping[str, Probe], costs: PassCost
 
     ``auto`` gets the prediction of the best draft length.
     """
-    costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
+    costs = replace(costs, target_s=never_falling(costs.target_s))
     chains: dict[str, dict[int, float]] = {}
     trees: dict[str, float] = {}
     for config in probes_of(configs):
@@ -202,19 +206,6 @@ def predict(configs: Sequence[Row], probes: Mapping[str, Probe], costs: PassCost
 # -- selection -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The configurations to race.
-
-    Attributes:
-        raced: Their ids, the best prediction first.
-        left_out: Why others are not raced, by id; of fixed draft lengths, only the best one is considered.
-    """
-
-    raced: tuple[str, ...]
-    left_out: Mapping[str, str]
-
-
 def select(
     configs: Sequence[Row],
     predicted: Mapping[str, float],
@@ -222,45 +213,83 @@ def select(
     plain_s: float,
     first_s: float,
     seconds: float,
-    blocks: int,
     failed: Mapping[str, str],
     kept: Iterable[Collection[str]] = (),
-) -> Selection:
-    """Select the configurations to race: as many as the time allows, by prediction.
-
-    Of fixed draft lengths, only each drafter's best is raced; configurations predicted below ``MIN_SHARE`` of the best
-    are not.
+) -> Tuning:
+    """Select the configurations to race. Of fixed draft lengths, only each drafter's best is considered.
 
     Args:
         plain_s: Time of plain decoding for a whole output.
         first_s: Time to the first token, equal for all.
-        blocks: Number of blocks that the time should be enough for.
+        seconds: Time for the race.
+        failed: Errors by drafter.
         kept: Groups of ids. The best fixed length of each group is raced too if it is predicted to pay, even below
-            ``MIN_SHARE``; if time is short, only the best prediction goes before it.
+            ``MIN_SHARE``.
+    """
+    drafters = {config.id: config.drafter for config in configs if config.kind == "speculative"}
+    fixed = {config.id: config.drafter for config in configs if config.gamma is not None}
+    probed = {config.id for config in configs if config.gamma in (None, PROBED)}
+    others = slower_lengths(predicted, fixed, 1)
+    paying = [name for name in by_prediction(predicted) if name in fixed and predicted[name] > 1.0]
+    selected = select_in_time(
+        {name: value for name, value in predicted.items() if name not in others},
+        lambda name: BLOCKS * (first_s + plain_s / max(predicted[name], 1e-9)),
+        seconds - BLOCKS * (first_s + plain_s),
+        {name: drafter for name, drafter in drafters.items() if name in probed.difference(others)},
+        failed,
+        spared={name for group in kept for name in [each for each in paying if each in group][:1]},
+    )
+    return replace(selected, predicted={name: round(value, 4) for name, value in predicted.items()})
+
+
+def by_prediction(predicted: Mapping[str, float]) -> list[str]:
+    """Return ids, the best prediction first."""
+    return sorted(predicted, key=lambda name: -predicted[name])
+
+
+def slower_lengths(predicted: Mapping[str, float], families: Mapping[str, str], most: int) -> list[str]:
+    """Return the draft lengths that are not among the ``most`` best ones of their family."""
+    taken, found = Counter[str](), []
+    for name in by_prediction(predicted):
+        if name in families:
+            taken[families[name]] += 1
+            found += [name] if taken[families[name]] > most else []
+    return found
+
+
+def select_in_time(
+    predicted: Mapping[str, float],
+    seconds_of: Callable[[str], float],
+    seconds: float,
+    families: Mapping[str, str],
+    failed: Mapping[str, str],
+    spared: Collection[str] = (),
+) -> Tuning:
+    """Select the candidates to race: as many as the time allows, by prediction.
+
+    Candidates predicted below ``MIN_SHARE`` of the best are not raced.
+
+    Args:
+        predicted: Predicted speedups by id.
+        seconds_of: Returns how long ``BLOCKS`` blocks take a candidate.
+        seconds: Time for all of them.
+        families: What each candidate belongs to; those without a prediction have failed or were not tried.
+        failed: Errors by family.
+        spared: Ids that are raced even below ``MIN_SHARE``; only the best prediction goes before them.
     """
     left_out: dict[str, str] = {}
-    ranked = sorted(predicted, key=lambda name: -predicted[name])
-    best = max([1.0, *predicted.values()])
-    by_id = {config.id: config for config in configs}
-    lengths: dict[str, str] = {}
-    paying = [name for name in ranked if predicted[name] > 1.0 and by_id[name].gamma is not None]
-    spared = {name for group in kept for name in [each for each in paying if each in group][:1]}
     raced: list[str] = []
-    block_s = first_s + plain_s
+    ranked = by_prediction(predicted)
+    best = max([1.0, *predicted.values()])
     for name in sorted(ranked, key=lambda name: (name != ranked[0], name not in spared)):
-        config = by_id[name]
-        config_s = first_s + plain_s / max(predicted[name], 1e-9)
-        if config.gamma is not None and lengths.setdefault(config.drafter, name) != name:
-            continue
         if predicted[name] < MIN_SHARE * best and name not in spared:
             left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
-        elif raced and blocks * (block_s + config_s) > seconds:
-            left_out[name] = f"no time for {blocks} blocks with it; more --minutes allow it"
+        elif raced and seconds_of(name) > seconds:
+            left_out[name] = f"no time for {BLOCKS} blocks with it; more --minutes allow it"
         else:
             raced.append(name)
-            block_s += config_s
-    for config in configs:
-        if config.kind == "speculative" and config.id not in predicted and config.gamma in (None, PROBED):
-            reason = failed.get(config.drafter)
-            left_out[config.id] = f"failed: {reason}" if reason else "no time to try it"
-    return Selection(tuple(sorted(raced, key=ranked.index)), left_out)
+            seconds -= seconds_of(name)
+    for name, family in families.items():
+        if name not in predicted:
+            left_out[name] = f"failed: {failed[family]}" if family in failed else "no time to try it"
+    return Tuning(predicted=dict(predicted), raced=sorted(raced, key=ranked.index), left_out=left_out)

@@ -11,7 +11,6 @@ from specbench.results import stats
 if TYPE_CHECKING:
     from specbench.export.setting import Model
     from specbench.export.start import EngineSetting, StartedEngine
-    from specbench.tune.search import Found
 
 
 def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tuple[int, int, int]]:
@@ -43,7 +42,7 @@ def start_command(
     Args:
         engine, target: What is started.
         setting: The winner.
-        batches: See ``Found``; draft lengths by batch size are set if they were measured.
+        batches: See ``StoredSearch``; draft lengths by batch size are set if they were measured.
         arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
     """
     options, needs = setting.options, list(setting.needs)
@@ -55,9 +54,9 @@ def start_command(
     return [*first, *engine.words(target, options), *arguments], needs
 
 
-def batch_lines(found: Found) -> Iterator[str]:
+def batch_lines(batches: Mapping[int, Mapping[int, float]]) -> Iterator[str]:
     """Yield a sentence for each batch size: the best draft length, and its throughput over plain decoding."""
-    for batch, ratios in sorted(found.batches.items()):
+    for batch, ratios in sorted(batches.items()):
         best = max(ratios, key=lambda gamma: ratios[gamma])
         drafting = max((gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma], default=None)
         if drafting is None:

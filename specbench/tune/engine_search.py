@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
-from specbench.base.errors import RunError
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, Sweep, make_groups
+from specbench.bench.stopping import look_due
 from specbench.results.lines import Generation, Group
+from specbench.results.run import Tuning
 from specbench.rows import Row
-from specbench.tune.candidates import MIN_SHARE, Selection
-from specbench.tune.race import Block, Ending, Race, Timing, Timings, run_blocks, shuffled
-from specbench.tune.search import BLOCKS, TRIED_PROMPTS, TRIED_TOKENS, StoredSearch
+from specbench.tune.candidates import BLOCKS, select_in_time, slower_lengths
+from specbench.tune.race import Block, Race, Timing, Timings, run_blocks, shuffled
+from specbench.tune.search import StoredSearch
 
 if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
@@ -70,121 +72,71 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
     ) -> None:
         super().__init__(sweep, store, engine, **named)
         self._settings = settings
-        self._began = self._clock.now()
 
-    def _overhead_s(self) -> float:
+    @property
+    def overhead_s(self) -> float:
         return sum(each.seconds for each in self._engine.starts.values())
 
-    def _measure_more(self, race: Race) -> None:
-        if race.leader != race.plain and race.verdict in ("faster", "open"):
-            self._batches = self._measure_batches(race)
+    def _measure_more(self) -> None:
+        if self.race.leader != self._plain and self.race.verdict in ("faster", "open"):
+            self.batches = self._measure_batches(self._settings[self.race.leader])
 
     # -- what to race ------------------------------------------------------------------------------
 
-    def _find(self) -> tuple[Mapping[str, float], Selection]:
-        tried, failed = self._try()
+    def _find(self) -> Tuning:
+        names = [self._plain, *tries_of(self._settings)]
+        families = {name: each.family for name, each in self._settings.items() if each.family}
+        together = self._engine.fits(names)
+        tried, failed = self._try(
+            {name: self._settings[name].family for name in names}, _TRYING, in_turn=together
+        )
         plain = tried[self._plain]
+        mean_s = float(np.mean([each.total_s / max(1, each.new_tokens) for each in plain]))
+        plain_s = BLOCKS * mean_s * self._sweep.options.decoding.max_new_tokens
+        start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
         predicted = {
             name: round(value, 4)
             for name, value in predict(self._settings, tried, plain).items()
-            if value > 0
+            if value > 0 and families[name] not in failed
         }
-        mean_s = float(np.mean([each.total_s / max(1, each.new_tokens) for each in plain]))
-        return predicted, self._choose(
-            predicted, failed, mean_s * self._sweep.options.decoding.max_new_tokens
+        others = slower_lengths(predicted, families, _LENGTHS)
+        selected = select_in_time(
+            {name: value for name, value in predicted.items() if name not in others},
+            lambda name: plain_s / predicted[name] + (0.0 if name in self._engine.running else start_s),
+            max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)) - plain_s,
+            {name: family for name, family in families.items() if name not in others},
+            failed,
         )
-
-    def _try(self) -> tuple[dict[str, list[Generation]], dict[str, str]]:
-        """Return short generations by setting, and errors by family."""
-        names = [self._plain, *tries_of(self._settings)]
-        number = min(TRIED_PROMPTS, len(self._sweep.prompts))
-        tried: dict[str, list[Generation]] = {name: [] for name in names}
-        failed: dict[str, str] = {}
-        together = self._engine.fits(names)
-        pairs = [(name, prompt) for name in names for prompt in range(number)]
-        if together:
-            pairs.sort(key=lambda pair: pair[1])
-        for done, (name, prompt) in enumerate(pairs):
-            family = self._settings[name].family
-            late = self._clock.now() - self._began > _TRYING * self._seconds
-            if (family in failed and name != self._plain) or (late and tried[name]):
-                continue
-            self._report(f"trying {name}", done, len(pairs))
-            place = self._sweep.prompts[prompt].id
-            cell = Cell(name, place, 0, 0, 0, warmup=True, seed=self._seed(place, "try"))
-            measured = self._measure(cell, TRIED_TOKENS)
-            if isinstance(measured.result, Generation):
-                tried[name].append(measured.result)
-            else:
-                failed[family] = str(measured.line.error)
-        if not tried[self._plain]:
-            raise RunError(
-                f"Plain decoding failed: {failed[''].rstrip('.')}.", "Speedups need it as the baseline."
-            )
-        return tried, failed
-
-    def _choose(self, predicted: Mapping[str, float], failed: Mapping[str, str], plain_s: float) -> Selection:
-        """Select as many settings as the time allows, by prediction."""
-        left_out: dict[str, str] = {}
-        raced: list[str] = []
-        taken: dict[str, int] = {}
-        best = max([1.0, *predicted.values()])
-        start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
-        spent_s, left_s = (
-            BLOCKS * plain_s,
-            max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)),
-        )
-        for name in sorted(predicted, key=lambda name: -predicted[name]):
-            family = self._settings[name].family
-            needed_s = BLOCKS * plain_s / predicted[name]
-            needed_s += 0.0 if name in self._engine.running else start_s
-            if family in failed:
-                left_out[name] = f"failed: {failed[family]}"
-            elif predicted[name] < MIN_SHARE * best:
-                left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
-            elif taken.get(family, 0) >= _LENGTHS:
-                left_out[name] = "other draft lengths are predicted to be faster"
-            elif raced and spent_s + needed_s > left_s:
-                left_out[name] = f"no time for {BLOCKS} blocks with it; more --minutes allow it"
-            else:
-                raced.append(name)
-                taken[family] = taken.get(family, 0) + 1
-                spent_s += needed_s
-        for name, setting in self._settings.items():
-            if setting.family and name not in predicted:
-                reason = failed.get(setting.family)
-                left_out[name] = f"failed: {reason}" if reason else "no time to try it"
-        return Selection(tuple(raced), left_out)
+        left_out = selected.left_out | dict.fromkeys(others, "other draft lengths are predicted to be faster")
+        return replace(selected, predicted=predicted, left_out=left_out)
 
     # -- the race ----------------------------------------------------------------------------------
 
-    def _race(self, race: Race, blocks: Sequence[Block], on_block: Callable[[Race], None]) -> Ending:
+    def _run(self, blocks: Sequence[Block]) -> Iterator[Race]:
         """Run the race, block by block, or several blocks at a time if not all servers fit."""
         share = _RACING - (_BATCHING if self._sweep.options.batches else 0.0)
         until = self._until - (1.0 - share) * self._seconds
-        rounds = count()
+        race, rounds = self.race, count()
         return run_blocks(
             race,
             blocks,
-            lambda chunk: self._measure_chunk(race, chunk, next(rounds), until),
-            on_block,
+            lambda chunk: self._measure_chunk(chunk, next(rounds), until),
             lambda: 1 if self._engine.fits(race.running) else _blocks_to_look(race.blocks),
         )
 
-    def _measure_chunk(
-        self, race: Race, chunk: Sequence[Block], number: int, until: float
-    ) -> list[Timings] | None:
+    def _measure_chunk(self, chunk: Sequence[Block], number: int, until: float) -> list[Timings] | None:
         """Return the timings of all running settings on some blocks; ``None`` if the time is over before."""
         timings: list[Timings] = [{} for _ in chunk]
         first: dict[Block, Timing] = {}
-        for place, group in enumerate(self._groups(race.running, number)):
+        for place, group in enumerate(self._groups(self.race.running, number)):
             here: dict[Block, Timing] = {}
             for block, row in zip(chunk, timings, strict=True):
                 for name in shuffled(group, block, self._sweep.options.seed):
                     again = place if name == self._plain else 0
-                    if not self._in_time(name, block, again, until):
+                    cell = self._cell(name, block, again)
+                    if not self._in_time(cell, until):
                         return None
-                    timing = self._time(name, block, again)
+                    timing = self._time(cell)
                     if name == self._plain and timing is not None:
                         here[block] = timing
                     if name not in row:
@@ -211,20 +163,12 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         size = limit - 1
         return [[self._plain, *others[at : at + size]] for at in range(0, max(1, len(others)), size)]
 
-    def _in_time(self, name: str, block: Block, again: int, until: float) -> bool:
-        if self._cell(name, block, again).key in self._stored:
+    def _in_time(self, cell: Cell, until: float) -> bool:
+        if cell.key in self._stored:
             return True
-        start = self._engine.starts.get(name)
+        name, start = cell.config, self._engine.starts.get(cell.config)
         start_s = 0.0 if name in self._engine.running or start is None else start.seconds
         return self._clock.now() + self._durations.get(name, 0.0) + start_s <= until
-
-    def _time(self, name: str, block: Block, again: int) -> Timing | None:
-        measured = self._measure(self._cell(name, block, again))
-        result = measured.result
-        if not isinstance(result, Generation):
-            return None
-        self._durations[name] = result.total_s
-        return Timing(result.new_tokens - result.first_tokens, result.decode_s)
 
     def _cell(self, name: str, block: Block, again: int) -> Cell:
         """Return the cell of a setting on a block; plain decoding is measured ``again`` with other settings."""
@@ -235,12 +179,11 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
 
     # -- batches -----------------------------------------------------------------------------------
 
-    def _measure_batches(self, race: Race) -> dict[int, dict[int, float]]:
+    def _measure_batches(self, winner: EngineSetting) -> dict[int, dict[int, float]]:
         """Return throughput over plain decoding by batch size and draft length, as far as there is time.
 
         The draft lengths are the winner's, half of it and 1: the best length does not grow with the batch.
         """
-        winner = self._settings[race.leader]
         lengths = dict.fromkeys((winner.gamma, max(1, winner.gamma // 2), 1))
         of_family = {
             each.gamma: name for name, each in self._settings.items() if each.family == winner.family
@@ -295,9 +238,8 @@ def _means(logs: Mapping[int, Sequence[float]]) -> dict[int, float] | None:
 
 
 def _blocks_to_look(done: int) -> int:
-    """Return the number of blocks until the next look, see ``Race.look_due``."""
-    following = next(n for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 1 << 30) if n > done)
-    return min(following - done, 16)
+    """Return the number of blocks until the next look, at most 16."""
+    return next((number for number in range(1, 16) if look_due(done + number)), 16)
 
 
 def _slowdown(here: Mapping[Block, Timing], first: Mapping[Block, Timing]) -> float:

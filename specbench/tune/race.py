@@ -5,9 +5,8 @@ of the machine affect all alike. Disturbances of a single generation show in the
 corrected for (``noise_correction``). After some blocks the results are evaluated (a look): the mean difference of log
 speeds over prompts gets an upper bound (Student's t). A candidate whose bound shows that it is not ``MARGIN`` faster
 than the leader is eliminated; it returns if it could be faster than a later leader. The race is decided when no
-candidate can
-be faster: the leader is then the best, up to the margin (an indifference zone: Bechhofer 1954). Measuring the leader
-and the candidates whose bounds exceed it is LUCB (Kalyanakrishnan et al. 2012).
+candidate can be faster: the leader is then the best, up to the margin (an indifference zone: Bechhofer 1954).
+Measuring the leader and the candidates whose bounds exceed it is LUCB (Kalyanakrishnan et al. 2012).
 
 The leader is chosen from measurements and predictions, weighted by their precision: on a busy machine and in a short
 time, measurements alone often put the wrong candidate ahead.
@@ -18,20 +17,21 @@ one of the looks. Any other candidate could be chosen, so the error probability 
 have to hold). Half of the total error is divided equally among the looks, whose number follows from the number of
 blocks; the other half is for the last look, when the time is over.
 
-Nothing here decodes or knows a model: ``run_race`` calls ``measure`` for the time of one candidate on one block.
+Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from specbench.base.record import Estimate
+from specbench.bench.stopping import FIRST_LOOK, Judge, look_due
 from specbench.decoding.clocks import Clock
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
@@ -60,17 +60,11 @@ _PREDICTION_SCALE = 0.08
 _ONE_SIGMA = 0.1587
 """Probability that a normal value exceeds its mean by a standard deviation."""
 
-_FIRST_LOOK = 6
-"""Blocks before the first look: with fewer, bounds are too wide to be worth their share of the error."""
-
 _MIN_RUNNING = 3
 """Challengers that decode a block at least, in addition to plain decoding and the leader (or half of them, if more)."""
 
 _SLACK = -math.log1p(-MARGIN)
 """``MARGIN`` as a difference of log speeds."""
-
-Ending = Literal["decided", "time", "blocks", "interrupted"]
-"""Why a race ended: it is decided, the time is up, there are no more blocks, or the user stopped it."""
 
 Verdict = Literal["faster", "equal", "plain", "open"]
 """``faster``: the leader is surely faster than plain decoding. ``equal``: the leader drafts, and surely nothing is
@@ -135,7 +129,7 @@ class _Pair(NamedTuple):
     doubt: float
 
 
-class Race:
+class Race(Judge):
     """The state of a race.
 
     Args:
@@ -170,11 +164,11 @@ class Race:
         self.blocks = 0
         self.verdict: Verdict = "open"
         self.open: list[str] = []
-        self.decided = False
+        self.decided = self._sure = False
         self._logs: dict[str, dict[Block, tuple[float, float]]] = {name: {} for name in self.names}
         self._pairs: dict[tuple[str, str], _Pair] = {}  # cleared by each block
         self._share = ERROR / 2 / max(1, len(candidates))
-        self._looks = max(1, sum(map(_is_due, range(limit + 1))))
+        self._looks = max(1, sum(map(look_due, range(limit + 1))))
         self.level = self._share / self._looks
 
     # -- blocks and looks --------------------------------------------------------------------------
@@ -212,8 +206,22 @@ class Race:
 
     @property
     def look_due(self) -> bool:
-        """Return whether a look is due: after 6, 8, 12, 16, 24, 32, ... blocks."""
-        return _is_due(self.blocks)
+        """Return whether a look is due, see ``specbench.bench.stopping.look_due``."""
+        return look_due(self.blocks)
+
+    def add(self, blocks: Sequence[Block], timings: Sequence[Timings]) -> None:
+        """Add the timings of some blocks that the same candidates decoded, then look if that became due."""
+        due = False
+        for block, each in zip(blocks, timings, strict=True):
+            before = self.blocks
+            self.add_block(block, each, last=block is blocks[-1])
+            due |= self.look_due and self.blocks > before
+        if due:
+            self.look()
+            self._sure = self.decided and self.speedup_is_known
+
+    def is_sure(self, following: Sequence[Block]) -> bool:  # noqa: ARG002 - looks follow blocks here
+        return self._sure
 
     def look(self, *, last: bool = False) -> None:
         """Evaluate the results: update the verdict and eliminate candidates.
@@ -247,7 +255,7 @@ class Race:
         """
         both = (self.plain, self.leader)
         others = [name for name in self.names if name not in self.eliminated and name not in both]
-        if self.blocks >= _FIRST_LOOK:
+        if self.blocks >= FIRST_LOOK:
             count = max(_MIN_RUNNING, math.ceil(len(others) / 2)) - 1
             others.sort(key=lambda name: -self._log_bound(name, self.leader, ERROR))
             rest = sorted(others[count:], key=lambda name: -self._log_bound(name, self.leader, self._share))
@@ -377,13 +385,6 @@ class Race:
         return needed - self.blocks
 
 
-def _is_due(blocks: int) -> bool:
-    rest = blocks
-    while rest and rest % 2 == 0:
-        rest //= 2
-    return blocks >= _FIRST_LOOK and rest in (1, 3)
-
-
 def _logs(timing: Timing | None) -> tuple[float, float] | None:
     """Return the logs of speed and slowdown."""
     if timing is None or timing.tokens <= 0 or timing.seconds <= 0:
@@ -435,13 +436,11 @@ def run_race(
     clock: Clock,
     until: float = math.inf,
     seed: int = 0,
-    on_block: Callable[[Race], None] = lambda _: None,
     is_stored: Callable[[str, Block], bool] = lambda *_: False,
-) -> Ending:
-    """Run a race to its end. The same timings and seed, without a time limit, give the same race.
+) -> Iterator[Race]:
+    """Run a race block by block, see ``run_blocks``. The same timings and seed give the same race if time suffices.
 
     Args:
-        blocks: The blocks in order, at most the race's limit.
         measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
         until: When to stop, on that clock. A block that would probably end later is not begun.
         is_stored: Returns whether the timing of a candidate on a block is stored; such timings need no time.
@@ -462,45 +461,32 @@ def run_race(
             durations[name] = clock.now() - began
         return [timings]
 
-    return run_blocks(race, blocks, measure_block, on_block)
+    return run_blocks(race, blocks, measure_block)
 
 
 def run_blocks(
     race: Race,
     blocks: Sequence[Block],
     measure: Callable[[Sequence[Block]], list[Timings] | None],
-    on_block: Callable[[Race], None],
     several: Callable[[], int] = lambda: 1,
-) -> Ending:
-    """Run a race to its end, several blocks at a time.
+) -> Iterator[Race]:
+    """Run a race to its end; yield it whenever blocks were measured.
 
     Args:
+        blocks: The blocks in order, at most the race's limit.
         measure: Returns the timings of all running candidates by block; ``None`` if the time is over before.
-        on_block: Called after each time.
         several: Returns how many blocks to take next.
     """
-    ending: Ending = "blocks"
-    at = 0
-    while at < len(blocks):
-        taken = blocks[at : at + several()]
+    for taken in race.take(blocks, several):
         timings = measure(taken)
         if timings is None:
-            ending = "time"
+            race.ending = "time"
             break
-        due = False
-        for block, each in zip(taken, timings, strict=True):
-            before = race.blocks
-            race.add_block(block, each, last=block is taken[-1])
-            due |= race.look_due and race.blocks > before
-        at += len(taken)
-        if due:
-            race.look()
-        on_block(race)
-        if due and race.decided and race.speedup_is_known:
-            return "decided"
+        race.add(taken, timings)
+        yield race
     if race.blocks:
         race.look(last=True)
-    return "decided" if race.decided else ending
+    race.ending = "decided" if race.decided else race.ending
 
 
 def shuffled(names: Sequence[str], block: Block, seed: int) -> list[str]:
