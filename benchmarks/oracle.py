@@ -26,6 +26,7 @@ from typing import Any
 
 from specbench.base.errors import SpecbenchError, UsageError
 from specbench.decoding.theory import PassCosts, never_falling
+from specbench.results.lines import STEP_FIGURES
 from specbench.results.results import Results, load_results
 
 Row = Mapping[str, Any]
@@ -51,14 +52,8 @@ class StepCosts:
 
 def steps_of(row: Row) -> Iterable[dict[str, float]]:
     """Yield the recorded steps of a generation."""
-    names = [name for name in row if name.startswith("steps_") and name.endswith("_s")]
-    fields = ("drafted", "tested", "accepted", "emitted", "nodes", "passes")
-    counts = [f"steps_{name}" for name in fields]
-    columns = [row[name] for name in (*names, *counts)]
-    for values in zip(*columns, strict=True):
-        yield dict(
-            zip((name.removeprefix("steps_") for name in (*names, *counts)), map(float, values), strict=True)
-        )
+    for values in zip(*(getattr(row["steps"], name) for name in STEP_FIGURES), strict=True):
+        yield dict(zip(STEP_FIGURES, map(float, values), strict=True))
 
 
 def rate(row: Row) -> float:
@@ -68,7 +63,7 @@ def rate(row: Row) -> float:
 
 def first_tokens(row: Row) -> int:
     """Return the number of tokens before the first step."""
-    return int(row["new_tokens"]) - int(sum(row["steps_emitted"]))
+    return int(row["new_tokens"]) - int(sum(row["steps"].emitted))
 
 
 def right_drafts(rows: Iterable[Row], output: Sequence[int]) -> list[bool | None]:
@@ -174,11 +169,11 @@ def study(results: Results, gamma_max: int | None = None) -> list[dict[str, Any]
     plain: dict[Unit, list[Row]] = defaultdict(list)
     by_drafter: dict[str, list[Row]] = defaultdict(list)
     for row in results.generations.to_dict("records"):
-        if row["status"] != "ok" or row["temperature"] != 0 or not len(row["steps_emitted"]):
+        if row["status"] != "ok" or row["temperature"] != 0 or not row["steps"].emitted:
             continue
         if row["kind"] == "plain":
             plain[row["prompt"], row["turn"]].append(row)
-        elif row["kind"] == "speculative" and not len(row["steps_widths"]):
+        elif row["kind"] == "speculative" and not row["steps"].widths:
             by_drafter[row["drafter"]].append(row)
     found = []
     for drafter, rows in by_drafter.items():
@@ -199,7 +194,7 @@ def _study_drafter(
     units: Mapping[Unit, Sequence[Row]], plain: Mapping[Unit, Sequence[Row]], gamma_max: int | None
 ) -> dict[str, Any]:
     rows = [row for mine in units.values() for row in mine]
-    recorded = int(max(max(row["steps_drafted"]) for row in rows))
+    recorded = int(max(max(row["steps"].drafted) for row in rows))
     longest = gamma_max or recorded
     base = [row for unit in units for row in plain[unit]]
     costs = step_costs([*rows, *base], max(longest, recorded) + 1)
@@ -261,7 +256,7 @@ class _Known:
             for output, row in {tuple(row["token_ids"]): row for row in mine}.items():
                 first, room_for_all = first_tokens(row), row["finish_reason"] != "length"
                 course = best_course(self._right[unit][output], first, longest, room_for_all, costs)
-                prefill = min(sum(each["steps_draft_prefill_s"]) for each in mine) if any(course) else 0.0
+                prefill = min(sum(each["steps"].draft_prefill_s) for each in mine) if any(course) else 0.0
                 seconds = costs.reading(prefill) + sum(map(costs.of, course))
                 ratios[output] = (len(output) - first) / seconds / self._bases[unit]
                 courses += course

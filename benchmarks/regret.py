@@ -340,7 +340,7 @@ def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
         (str(row.config), Block(str(row.prompt), int(row.repeat), str(row.category))): Timing(
             int(row.new_tokens) - 1,
             float(row.decode_s),
-            relative_slowdown(row.steps_nodes, row.steps_verify_s, costs),
+            relative_slowdown(row.steps.nodes, row.steps.verify_s, costs),
         )
         for row in rows.itertuples()
     }

@@ -178,7 +178,7 @@ def test_a_failure_is_kept_until_a_success_replaces_it(tmp_path):
     frame = load_results(tmp_path)
     assert frame.generations["status"].tolist() == ["failed"]
     assert frame.generations[["ttft_s", "tokens_per_second", "alpha"]].isna().all(axis=None)
-    assert len(frame.generations["steps_drafted"][0]) == len(frame.generations["token_ids"][0]) == 0
+    assert len(frame.generations["steps"][0].drafted) == len(frame.generations["token_ids"][0]) == 0
     with RunStore.open(tmp_path) as store:
         store.append(measurement(row()))
         assert [each.line.status for each in store.measurements()] == ["ok"]
@@ -281,10 +281,10 @@ def test_the_table_has_figures_configuration_and_steps(tmp_path):
     assert np.isnan(second["acceptance_rate"])
     assert np.isnan(first["load_average"])
     assert first["token_ids"].tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert first["steps_draft_s"].tolist() == [0.25, 0.5, 0.25]
-    assert first["steps_expected_acceptance"] == [[1.0, 0.5], [0.75, 0.25], []]
-    assert first["steps_closing"] == ["bonus", "corrected", "target"]
-    np.testing.assert_equal(first["steps_policy"]["H_norm"], [0.5, np.nan, 0.25])
+    assert first["steps"].expected_acceptance == [[1.0, 0.5], [0.75, 0.25], []]
+    assert first["steps"].policy == {"H_norm": [0.5, None, 0.25]}
+    assert frame.steps["draft_s"].tolist() == [0.25, 0.5, 0.25] * 2
+    assert frame.steps.row.tolist() == [0, 0, 0, 1, 1, 1]
     assert first["warnings"] == ["steal"]
     assert frame.run.run_id == "abc"
 
@@ -323,9 +323,10 @@ def test_trees_say_what_stood_beside_what_was_kept(tmp_path):
         append_raw(tmp_path, row(repeat=repeat, steps=stored))
     frame = load_results(tmp_path)
     assert frame.generations["repeat"].tolist() == [0, 6]
-    assert frame.generations["steps_ranks"].tolist() == [[[1, 0], [], []]] * 2
-    assert frame.generations["steps_widths"].tolist() == [[[2, 2], [2], []]] * 2
-    assert frame.generations["steps_parents"].tolist() == [lists["parents"], []]
+    found = frame.generations["steps"].tolist()
+    assert [each.ranks for each in found] == [[[1, 0], [], []]] * 2
+    assert [each.widths for each in found] == [[[2, 2], [2], []]] * 2
+    assert [each.parents for each in found] == [lists["parents"], []]
 
 
 def test_rows_of_another_run_or_configuration_are_left_out(tmp_path):
@@ -342,7 +343,8 @@ def test_a_run_without_rows_is_an_empty_table(tmp_path):
     RunStore.create(tmp_path, RUN).close()
     frame = load_results(tmp_path)
     assert len(frame.generations) == 0
-    assert "steps_drafted" in frame.generations
+    assert "steps" in frame.generations
+    assert len(frame.steps) == 0
     (tmp_path / "generations.jsonl").unlink()
     assert len(load_results(tmp_path).generations) == 0
 

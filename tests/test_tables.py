@@ -20,6 +20,7 @@ from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 from specbench.results.acceptance import AcceptedRow, RankRow, accepted_lengths, positions, ranks
+from specbench.results.lines import StepLists
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results, row_cells
 from specbench.results.run import PLAIN, Environment, Run, TargetModel
@@ -29,11 +30,24 @@ from specbench.show import document, tables
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
 
 
+def step_lists(steps: Sequence[tuple[Any, ...]], **lists: Any) -> StepLists:
+    """Steps of (drafted, tested, accepted, emitted, expected acceptances, times of STEP), with some lists replaced."""
+    *counts, alphas, times = map(list, zip(*steps, strict=True)) if steps else [[], [], [], [], [], []]
+    found = dict(zip(("drafted", "tested", "accepted", "emitted"), counts, strict=True))
+    found |= {name: [each[i] for each in times] for i, name in enumerate(STEP)}
+    none = [0] * len(steps)
+    more = {
+        "nodes": counts[0],
+        "passes": counts[0],
+        "forced": none,
+        "mask_s": none,
+        "closing": [None] * len(steps),
+    }
+    return StepLists(**{**found, **more, "expected_acceptance": alphas, **lists})
+
+
 def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[str, Any]:
     """A finished generation of 11 tokens; without ``steps`` an empty list of them."""
-    # (drafted, tested, accepted, emitted, expected acceptances, times of STEP)
-    steps = fields.pop("steps", [])
-    columns = list(zip(*steps, strict=True)) or [()] * 6
     values = {
         **row_cells(row_of(config)), "run_id": "r", "config": config, "target": "t", "group": "",
         "throughput": math.nan, "prompt": prompt, "category": prompt.split("-")[0], "turn": 0,
@@ -41,19 +55,8 @@ def row(config: str, prompt: str, speed: float = 10.0, **fields: Any) -> dict[st
         "ttft_s": 0.5,
         "prefill_s": 0.5, "decode_s": 10 / speed, "total_s": 0.5 + 10 / speed, "peak_memory_bytes": 1e9,
         "log_probability": math.nan, "tokens_per_second": speed, "warnings": [],
+        "steps": step_lists(fields.pop("steps", []), **fields.pop("lists", {})),
     }  # fmt: skip
-    for name, column in zip(("drafted", "tested", "accepted", "emitted"), columns, strict=False):
-        values[f"steps_{name}"] = np.array(column, dtype=np.int32)
-    values["steps_forced"] = np.zeros(len(columns[0]), dtype=np.int32)
-    values["steps_mask_s"] = np.zeros(len(columns[0]))
-    values["steps_closing"] = [None] * len(columns[0])
-    values["steps_passes"] = values["steps_nodes"] = values["steps_drafted"]
-    values["steps_widths"] = values["steps_ranks"] = values["steps_parents"] = []
-    values["steps_expected_acceptance"] = [list(each) for each in columns[4]]
-    times = list(zip(*columns[5], strict=True)) or [()] * 6
-    for name, column in zip(STEP, times, strict=True):
-        values[f"steps_{name}"] = np.array(column, dtype=float)
-    values["steps_policy"] = {}
     return {**values, **fields}
 
 
@@ -178,9 +181,8 @@ class TestSummary:
     def test_forced_and_corrected_tokens_and_masks_are_apart(self):
         times = (0.1, 0.0, 1.0, 0.1, 0.0, 0.0)
         counts = [(3, 3, 2, 3, [1.0, 1.0, 0.0]), (2, 2, 2, 3, [1.0, 1.0])]
-        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
-        mine["steps_forced"], mine["steps_mask_s"] = np.array([2, 1]), np.array([0.06, 0.06])
-        mine["steps_closing"] = ["corrected", "bonus"]
+        lists = {"forced": [2, 1], "mask_s": [0.06, 0.06], "closing": ["corrected", "bonus"]}
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
         summary = summarize(frame_of(row("plain", "a-1"), mine))
         figures = one(summary, "d@2")
         assert figures["forced_share"] == pytest.approx(3 / 6)
@@ -193,8 +195,8 @@ class TestSummary:
         """Two levels and five nodes: a whole branch kept, a leaf above the deepest level kept, and a rejection."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 1, 1, 2, [1.0]), (2, 1, 0, 1, [0.0])]
-        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
-        mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
+        lists = {"nodes": [5, 5, 5], "passes": [2, 2, 2]}
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
         costs = {"target_pass_s": {"1": 0.5, "3": 0.6, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         assert (figures["mean_gamma"], figures["mean_nodes"], figures["tokens_per_step"]) == (2, 5, 2)
@@ -209,10 +211,11 @@ class TestSummary:
         """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
-        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts])
-        mine["steps_nodes"], mine["steps_passes"] = np.array([5, 5, 5]), np.array([2, 2, 2])
-        mine["steps_parents"] = [[0, 0, 1, 1, 2]] * 3
-        mine["steps_widths"], mine["steps_ranks"] = [[2, 2], [2, 1], [2, 2]], [[0, 1], [1], [0]]
+        lists = {
+            "nodes": [5, 5, 5], "passes": [2, 2, 2], "parents": [[0, 0, 1, 1, 2]] * 3,
+            "widths": [[2, 2], [2, 1], [2, 2]], "ranks": [[0, 1], [1], [0]],
+        }  # fmt: skip
+        mine = row("d@2", "a-1", steps=[(*count, times) for count in counts], lists=lists)
         costs = {"target_pass_s": {"1": 0.5, "6": 0.75}, "drafter_pass_s": {"d": 0.1}}
         costs["drafter_rows_s"] = {"d": {"2": 0.15}}
         costs["drafter_later_pass_s"] = {
@@ -270,7 +273,9 @@ class TestOtherFrames:
         assert (second.rate, second.rate_of_drafted, second.alpha) == pytest.approx((0.0, 0.0, 0.4))
 
     def test_acceptance_by_rank_and_depth(self):
-        mine = row("d@2", "a-1", steps_widths=[[2, 1], [2], [3]], steps_ranks=[[1, 0], [], [0]])
+        lists = {"widths": [[2, 1], [2], [3]], "ranks": [[1, 0], [], [0]]}
+        steps = [(2, 2, 2, 3, [0.5, 0.5], (0.1,) * 6), *[(2, 1, 0, 1, [0.5], (0.1,) * 6)] * 2]
+        mine = row("d@2", "a-1", steps=steps, lists=lists)
         frame = to_frame(ranks(frame_of(row("plain", "a-1"), mine)), RankRow)
         found = dict(zip(zip(frame["depth"], frame["rank"], strict=True), frame["rate"], strict=True))
         assert found == pytest.approx({(1, 0): 1 / 3, (1, 1): 1 / 3, (1, 2): 0.0, (2, 0): 1.0})

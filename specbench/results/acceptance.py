@@ -113,8 +113,7 @@ def _positions_of_server(results: Results, config: Row) -> list[PositionRow]:
 
 def ranks(results: Results) -> list[RankRow]:
     """Return acceptance in draft trees by depth and rank, for configurations with trees."""
-    done = results.done[["config", "steps_widths", "steps_ranks"]]
-    counts = {str(config): rank_counts(mine) for config, mine in done.groupby("config", sort=False)}
+    counts = {str(config): rank_counts(mine) for config, mine in results.done.groupby("config", sort=False)}
     return [
         RankRow(config, depth, rank, tested, accepted, ratio(accepted, tested))
         for config in configs_of(results)

@@ -23,13 +23,11 @@ def experts_by_rows(generations: pd.DataFrame) -> dict[int, tuple[int, float]]:
     passes: Counter[int] = Counter()
     read: Counter[int] = Counter()
     one: Counter[int] = Counter()
-    names = ("nodes", "experts", "experts_one")
-    columns = (generations[f"steps_{name}"] for name in names)
-    for nodes, experts, alone in zip(*columns, strict=True):
-        for rows, count, own in zip(nodes + 1, experts, alone, strict=False):
-            passes[int(rows)] += 1
-            read[int(rows)] += count
-            one[int(rows)] += own
+    for each in generations["steps"]:
+        for nodes, count, own in zip(each.nodes, each.experts, each.experts_one, strict=False):
+            passes[nodes + 1] += 1
+            read[nodes + 1] += count
+            one[nodes + 1] += own
     return {rows: (passes[rows], read[rows] / one[rows]) for rows in sorted(passes) if one[rows]}
 
 

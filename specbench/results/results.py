@@ -18,7 +18,6 @@ import pandas as pd
 from specbench.base.errors import UsageError
 from specbench.base.record import Json, ratio
 from specbench.results.lines import (
-    STEP_FIGURES,
     Generation,
     Group,
     Line,
@@ -63,10 +62,8 @@ _OUTPUT = {
 _ANSWER = _columns(ServerAnswer)
 _SPECULATION = _columns(Speculation)
 _FIGURES = ("tokens_per_second", "tokens_per_step", "acceptance_rate", "alpha")
-_STEP_LISTS = StepLists.__struct_fields__
 _GENERATION_COLUMNS = (
-    *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", *_FIGURES,
-    *(f"steps_{name}" for name in _STEP_LISTS),
+    *_LINE, "warnings", "group", "target", *_ROW, *_CONDITION, *_OUTPUT, "token_ids", "steps", *_FIGURES,
 )  # fmt: skip
 _GROUP_COLUMNS = (
     "config", "baseline", "group", "repeat", "new_tokens", "throughput", "pool_blocks", "pool_peak_blocks",
@@ -83,12 +80,9 @@ class Results:
         run: Its ``run.json``.
         generations: A row per output (prompt turn, configuration and repeat) without warm-ups: the fields of
             ``generations.jsonl`` and of the row's configuration; ``target`` (its name), ``group`` (name of the
-            group if it was decoded in a batch, else empty); and figures of the steps:
+            group if it was decoded in a batch, else empty); ``steps``, as ``StepLists``; and figures of the steps:
             ``tokens_per_second`` (after the first emission), ``tokens_per_step``, ``acceptance_rate`` and ``alpha``,
-            NaN where undefined. Numbers of the steps are arrays with an element per step in columns ``steps_<name>``;
-            ``steps_expected_acceptance``, ``steps_widths``, ``steps_ranks`` and ``steps_parents`` are lists of lists,
-            ``steps_closing`` a list of strings and ``None``, ``steps_policy`` a dict of arrays. Failed generations
-            have ``status`` "failed", NaN for figures and no steps.
+            NaN where undefined. Failed generations have ``status`` "failed", NaN for figures and no steps.
         groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
             throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
                 requests, ``drafted, accepted, drafts, kept_at``.
@@ -168,7 +162,7 @@ def _cells(record: object, columns: Mapping[str, bool]) -> Json:
 
 
 class _Tables:
-    """The tables of ``Results`` while lines are read. Step lists become arrays immediately, to save memory."""
+    """The tables of ``Results`` while lines are read."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -231,20 +225,8 @@ def _output_cells(output: Generation | RequestLine | None) -> Json:
         **_cells(output, _OUTPUT),
         **dict.fromkeys(_FIGURES, math.nan),
         "token_ids": np.array([] if output is None else output.token_ids, np.int32),
-        **step_columns(_NO_STEPS if output is None else output.steps),
+        "steps": StepLists.of([]) if output is None else output.steps,
     }
-
-
-_NO_STEPS = StepLists.of([])
-
-
-def step_columns(steps: StepLists) -> Json:
-    """Return the columns ``steps_<name>`` of a generation, see ``Results``."""
-    cells: Json = {f"steps_{name}": getattr(steps, name) for name in _STEP_LISTS}
-    for name, kind in STEP_FIGURES.items():
-        cells[f"steps_{name}"] = np.array(getattr(steps, name), np.int32 if kind is int else np.float64)
-    cells["steps_policy"] = {name: np.array(noted, np.float64) for name, noted in steps.policy.items()}
-    return cells
 
 
 def _step_cells(output: Generation | RequestLine, answer: Json) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from specbench.decoding.records import PARTS
-from specbench.results.lines import STEP_FIGURES
+from specbench.results.lines import STEP_FIGURES, StepLists
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -48,28 +48,28 @@ class Steps:
     def of(cls, generations: pd.DataFrame) -> Steps:
         """Collect the steps of all finished generations of ``Results``."""
         rows = np.flatnonzero((generations["status"] == "ok").to_numpy())
-        dtypes = {name: np.int64 if kind is int else np.float64 for name, kind in STEP_FIGURES.items()}
+        lists: list[StepLists] = generations["steps"].iloc[rows].tolist()
         joined: dict[str, NDArray[Any]] = {
-            name: np.concatenate(
-                [np.empty(0, dtype), *generations[f"steps_{name}"].to_numpy()[rows]], dtype=dtype
+            name: np.fromiter(
+                chain.from_iterable(getattr(each, name) for each in lists),
+                np.int64 if kind is int else np.float64,
             )
-            for name, dtype in dtypes.items()
+            for name, kind in STEP_FIGURES.items()
         }
-        lengths = generations["steps_drafted"].iloc[rows].map(len).to_numpy(dtype=np.intp)
-        row = np.repeat(rows, lengths)
-        by_step = chain.from_iterable(generations["steps_expected_acceptance"].to_numpy()[rows])
+        row = np.repeat(rows, [len(each.drafted) for each in lists])
+        by_step = chain.from_iterable(each.expected_acceptance for each in lists)
         alphas = np.fromiter(chain.from_iterable(by_step), dtype=np.float64)
         ends = np.cumsum(joined["tested"])
         sums = np.concatenate(([0.0], np.cumsum(alphas)))
         begins = ends - joined["tested"]
         trees: dict[tuple[int, ...], int] = {}
         tree = np.full(len(row), -1, dtype=np.intp)
-        for first, shapes in zip(
-            np.cumsum(lengths) - lengths, generations["steps_parents"].to_numpy()[rows], strict=True
-        ):
-            for place, shape in enumerate(shapes, start=first):
+        place = 0
+        for each in lists:
+            for step, shape in enumerate(each.parents, start=place):
                 if shape:
-                    tree[place] = trees.setdefault(tuple(parent - 1 for parent in shape), len(trees))
+                    tree[step] = trees.setdefault(tuple(parent - 1 for parent in shape), len(trees))
+            place += len(each.drafted)
         return cls(
             row=row,
             prompt=pd.factorize(generations["prompt"])[0][row],
@@ -138,8 +138,9 @@ def at_least(lengths: Ints, longest: int) -> Ints:
 def rank_counts(generations: pd.DataFrame) -> dict[tuple[int, int], list[int]]:
     """Return by (depth from 1, rank from 0) how many tree nodes of some generations were tested and accepted."""
     counts: dict[tuple[int, int], list[int]] = {}
-    widths, ranks = (chain.from_iterable(generations[f"steps_{name}"]) for name in ("widths", "ranks"))
-    for stood, kept in zip(widths, ranks, strict=True):
+    lists: list[StepLists] = generations["steps"].tolist()
+    pairs = (zip(each.widths, each.ranks, strict=True) for each in lists)
+    for stood, kept in chain.from_iterable(pairs):
         for depth, width in enumerate(stood, start=1):
             for rank in range(width):
                 counts.setdefault((depth, rank), [0, 0])[0] += 1

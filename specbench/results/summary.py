@@ -345,7 +345,7 @@ def _summary_row(results: Results, config: Row, rows: pd.DataFrame, steps: Steps
     acceptance = _reported_acceptance(results, config, done) if server else _acceptance(steps)
     log_probability = (done["log_probability"] / done["new_tokens"]).groupby(done["prompt"]).mean()
     masked = bool(steps["mask_s"].any())
-    corrected = sum(closing.count("corrected") for closing in done["steps_closing"]) if masked else 0
+    corrected = sum(each.closing.count("corrected") for each in done["steps"]) if masked else 0
     emitted = steps["emitted"].sum() if masked else 0
     return SummaryRow(
         config,
