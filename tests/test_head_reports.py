@@ -54,19 +54,19 @@ def df(folder) -> Results:
 
 def test_heads_are_told_by_category(df):
     heads = head_rows(df)
-    assert [(row.config.id, row.category) for row in heads] == [
+    assert [(row.cell.config.id, row.cell.category) for row in heads] == [
         (f"head (int8)@{gamma}", category) for gamma in (2, 4) for category in ("code", "story", EVIL)
     ]
     steps, rows = df.steps, df.generations
-    speedups = {(row.config.id, row.category): row.speedup for row in categorize(df)}
     for row in heads:
-        chosen = rows.index[(rows["config"] == row.config.id) & (rows["category"] == row.category)]
+        config, category = row.cell.config.id, row.cell.category
+        chosen = rows.index[(rows["config"] == config) & (rows["category"] == category)]
         mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())
-        assert row.tokens_per_step == pytest.approx(mine["emitted"].sum() / len(mine))
+        assert row.cell in categorize(df)
+        assert row.cell.tokens_per_step == pytest.approx(mine["emitted"].sum() / len(mine))
         assert row.first == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
         assert row.second == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
-        assert row.speedup == speedups[row.config.id, row.category]
-        assert row.trained == 1.7 if row.category == "code" else pd.isna(row.trained)
+        assert row.trained == 1.7 if category == "code" else pd.isna(row.trained)
 
 
 def test_the_best_measure_is_that_of_the_head_that_was_kept(df):
@@ -85,9 +85,9 @@ def no_figures(monkeypatch):
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
     rows = head_rows(df)
     sheet = tables.head_sheet(rows)
-    worst = min((row for row in rows if row.config.id == "head (int8)@2"), key=lambda row: row.first)
-    assert f"head (int8) γ=2 drafts worst on {worst.category}: " in "\n".join(sheet.notes)
-    slower = {row.config.label for row in rows if row.verdict == "slower"}
+    worst = min((row for row in rows if row.cell.config.id == "head (int8)@2"), key=lambda row: row.first)
+    assert f"head (int8) γ=2 drafts worst on {worst.cell.category}: " in "\n".join(sheet.notes)
+    slower = {row.cell.config.label for row in rows if row.cell.verdict == "slower"}
     assert {note.partition(" is slower")[0] for note in sheet.notes if " is slower" in note} == slower
     _, (page, markdown) = write_report(folder, tmp_path)
     for text in (page.read_text(encoding="utf-8"), markdown.read_text(encoding="utf-8")):
@@ -122,7 +122,7 @@ def test_in_a_cascade_the_drafts_of_both_parts_count(df):
     rows = head_rows(df)
     assert note not in tables.head_sheet(rows).notes
     cascade = row_of("lookup+head (int8)@2")
-    assert note in tables.head_sheet([replace(rows[0], config=cascade)]).notes
+    assert note in tables.head_sheet([replace(rows[0], cell=replace(rows[0].cell, config=cascade))]).notes
 
 
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):

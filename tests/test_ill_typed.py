@@ -150,7 +150,7 @@ class Stored:
     def use_read_only(self) -> None:
         """What `report` does."""
         report = make_report(load_results(self.folder), "run", self.folder)
-        to_html(report), to_markdown(*report.parts())
+        to_html(report), to_markdown(*report.parts)
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])

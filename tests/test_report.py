@@ -56,7 +56,7 @@ def reported(path: Path, speeds: Any, **fields: Any) -> Report:
 
 
 def to_markdown(report: Report) -> str:
-    return document.to_markdown(*report.parts())
+    return document.to_markdown(*report.parts)
 
 
 def told(report: Report) -> str:

@@ -28,9 +28,9 @@ from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Wo
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
-from specbench.results.requests import RequestRow, batch_curves, request_rows
+from specbench.results.requests import batch_curves, request_rows
 from specbench.results.results import load_results
-from specbench.results.summary import categorize, summarize, to_frame
+from specbench.results.summary import categorize, summarize
 from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
@@ -355,10 +355,10 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
 def test_percentiles_are_those_of_all_requests(tmp_path):
     folder = write_batches(tmp_path / "run", batches=(4,), repeats=3)
     frame = load_results(folder)
-    requests = to_frame(request_rows(frame), RequestRow)
-    assert list(requests["requests"]) == [48, 48, 48]
-    for _, row in requests.iterrows():
-        mine = frame.generations[frame.generations["config"] == row["config"]]
+    requests = request_rows(frame, summarize(frame))
+    assert [row.requests for row in requests] == [48, 48, 48]
+    for row in requests:
+        mine = frame.generations[frame.generations["config"] == row.config.id]
         for name, values in {
             "ttft_s": mine["ttft_s"],
             "latency_s": mine["total_s"],
@@ -366,8 +366,9 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
             "token_s": mine["decode_s"] / (mine["new_tokens"] - 1),
         }.items():
             for percent in (50, 95, 99):
-                assert row[f"{name}_p{percent}"] == pytest.approx(np.percentile(values, percent))
-    assert request_rows(load_results(write_batches(tmp_path / "none", batches=(), turns=None))) == []
+                assert getattr(row, name)[f"p{percent}"] == pytest.approx(np.percentile(values, percent))
+    alone = load_results(write_batches(tmp_path / "none", batches=(), turns=None))
+    assert request_rows(alone, summarize(alone)) == []
 
 
 def test_the_answer_of_batches(falls):

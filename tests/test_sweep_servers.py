@@ -274,7 +274,7 @@ def test_servers_over_batches(sweep, plain, fast, tmp_path):
     frame = load_results(tmp_path / "run")
     (answer,) = find_answers(frame, summarize(frame), categorize(frame))
     assert "over base" in answer.headline
-    requests = request_rows(frame)
+    requests = request_rows(frame, summarize(frame))
     assert [row.config.condition.batch for row in requests] == [1, 1, 2, 2, 4, 4]
 
 

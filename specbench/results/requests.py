@@ -14,7 +14,7 @@ from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.results.results import Results
 from specbench.results.run import RIVALS, RunWarning
-from specbench.results.summary import Summary, SummaryRow, acceptance_rate, configs_of, speed_of
+from specbench.results.summary import Summary, SummaryRow
 from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
@@ -28,44 +28,45 @@ class RequestRow:
     Each latency is a mapping from the names in ``PERCENTILES`` to percentiles over all requests (linear interpolation).
 
     Attributes:
-        throughput: Tokens/s of all requests together, geometric mean over groups.
+        overall: The configuration's metrics: its tokens/s are those of all requests together.
         ttft_s: Seconds from arrival to the first emission.
         token_s: Seconds per token after that.
         latency_s: Seconds from arrival to the end.
         pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
     """
 
-    config: Row
+    overall: SummaryRow
     requests: int
-    throughput: Estimate
     ttft_s: dict[str, float]
     token_s: dict[str, float]
     latency_s: dict[str, float]
     queued_s: dict[str, float]
-    acceptance_rate: float
     pool_peak_blocks: float
     pool_peak_bytes: float
 
+    @property
+    def config(self) -> Row:
+        return self.overall.config
 
-def request_rows(results: Results) -> list[RequestRow]:
+
+def request_rows(results: Results, summary: Summary) -> list[RequestRow]:
     """Return a row for each configuration that decodes requests in batches, in the order of the run."""
     found = []
-    for config in configs_of(results):
-        done = results.done[(results.done["config"] == config.id) & (results.done["group"] != "")]
+    for overall in summary.rows:
+        config = overall.config.id
+        done = results.done[(results.done["config"] == config) & (results.done["group"] != "")]
         if done.empty:
             continue
-        groups = results.groups[results.groups["config"] == config.id]
+        groups = results.groups[results.groups["config"] == config]
         speed = done["tokens_per_second"]
         found.append(
             RequestRow(
-                config=config,
+                overall,
                 requests=len(done),
-                throughput=speed_of(results, config, done),
                 ttft_s=_percentiles(done["ttft_s"]),
                 token_s=_percentiles(1.0 / speed.where(speed > 0)),
                 latency_s=_percentiles(done["total_s"]),
                 queued_s=_percentiles(done["queued_s"]),
-                acceptance_rate=acceptance_rate(results, config).value,
                 pool_peak_blocks=float(groups["pool_peak_blocks"].max()),
                 pool_peak_bytes=float(groups["pool_peak_bytes"].max()),
             )

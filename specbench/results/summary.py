@@ -352,7 +352,7 @@ def _summary_row(results: Results, config: Row, rows: pd.DataFrame, steps: Steps
         prompts=done["prompt"].nunique(),
         generations=len(done),
         failures=int((rows["status"] == "failed").sum()),
-        tokens_per_second=speed_of(results, config, done),
+        tokens_per_second=_speed_of(results, config, done),
         **acceptance,
         **_prediction(results, config, steps),
         warming=_warming(done) if server else NO_FIGURE,
@@ -416,7 +416,7 @@ def _cause(differences: Iterable[Mismatch], config: Row) -> str:
     return "beyond rounding" if False in ties else "ties" if ties == {True} else "not checked"
 
 
-def speed_of(results: Results, config: Row, done: pd.DataFrame) -> Estimate:
+def _speed_of(results: Results, config: Row, done: pd.DataFrame) -> Estimate:
     """Return decode tokens/s as a geometric mean over prompts; for batches, throughput as one over groups."""
     groups = results.groups[results.groups["config"] == config.id]
     units, name, unit = (
@@ -479,18 +479,6 @@ def _reported_acceptance(results: Results, config: Row, done: pd.DataFrame) -> d
         "acceptance_rate": _pooled(rows, "accepted", "drafted", unit),
         "step_source": next((source for source in ("bursts", "server") if source in sources), None),
     }
-
-
-def acceptance_rate(results: Results, config: Row) -> Estimate:
-    """Return accepted over drafted tokens of all requests of a configuration."""
-    done = results.done[results.done["config"] == config.id]
-    if config.kind == "server":
-        found = _reported_acceptance(results, config, done)
-    else:
-        steps = by_config(results).get(config.id)
-        found = {} if steps is None else _acceptance(steps)
-    rate: Estimate = found.get("acceptance_rate", NO_FIGURE)
-    return rate
 
 
 def _cached_share(results: Results, done: pd.DataFrame) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
@@ -18,8 +17,7 @@ from msgspec import UNSET, UnsetType
 from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Number, Record, finite_or_none, to_dict, wrong_field
-from specbench.base.textsafe import counted
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import ExpertsRead, Prefill, Step, StepTimes
 
 TRACE_VERSION = 1
 """Version of the trace format, written in its header. 1: first release."""
@@ -72,18 +70,6 @@ class TracePrefill(Record, tag_field="event", tag="prefill"):
     text: str | None
 
 
-class TraceTimes(Record):
-    """The parts of a step in seconds."""
-
-    draft_s: Number
-    verify_s: Number
-    accept_s: Number
-    rollback_s: Number
-    other_s: Number
-    draft_prefill_s: Number
-    mask_s: Number = 0.0
-
-
 class TraceVerdict(Record):
     """A draft token with its verdict; ``ratio`` is p/q, and ``r`` the random number that it was compared with."""
 
@@ -94,19 +80,6 @@ class TraceVerdict(Record):
     ratio: Number | None
     r: Number | None
     verdict: Literal["accepted", "rejected", "untested"]
-
-
-class TraceExperts(Record):
-    """The experts that the target's pass read in each layer that has some, and in all layers for one of its tokens."""
-
-    by_layer: list[Count]
-    one: Number
-
-    @property
-    def text(self) -> str:
-        """Their numbers in a line."""
-        total, layers = sum(self.by_layer), len(self.by_layer)
-        return f"{total} read in {counted(layers, 'layer')}, {total / (self.one or 1):.2f} times those of one token"
 
 
 class TraceStep(Record, tag_field="event", tag="step"):
@@ -126,13 +99,13 @@ class TraceStep(Record, tag_field="event", tag="step"):
     closing: Literal["corrected", "bonus", "target"] | None
     closing_probability: Number | None
     expected_acceptance: list[Number | None] = []
-    times: TraceTimes
+    times: StepTimes
     finish_reason: _Finish
     policy: dict[str, Number | None]
     verdicts: list[TraceVerdict]
     forced: list[int] = []
     parents: list[int] | UnsetType = UNSET
-    experts: TraceExperts | UnsetType = UNSET
+    experts: ExpertsRead | UnsetType = UNSET
 
 
 class TraceEnd(Record, tag_field="event", tag="end"):
@@ -194,7 +167,6 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         )
         for each in step.verdicts
     ]
-    read = step.experts
     return TraceStep(
         index=step.index,
         position=step.position,
@@ -207,13 +179,13 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
         closing=step.closing,
         closing_probability=finite_or_none(step.closing_probability),
         expected_acceptance=[finite_or_none(value) for value in step.expected_acceptance],
-        times=TraceTimes(**asdict(step.times)),
+        times=step.times,
         finish_reason=step.finish_reason,
         policy={name: finite_or_none(value) for name, value in step.policy.items()},
         verdicts=verdicts,
         forced=list(step.forced),
         parents=UNSET if step.parents is None else list(step.parents),
-        experts=UNSET if read is None else TraceExperts(by_layer=list(read.by_layer), one=read.one),
+        experts=UNSET if step.experts is None else step.experts,
     )
 
 

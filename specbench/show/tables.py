@@ -253,12 +253,12 @@ def _percentiles(
 _REQUEST_COLUMNS: list[_Column[RequestRow]] = [
     _name("configuration", lambda row: row.config.label),
     _number("requests", 9, lambda row: row.requests, _count),
-    _number("tokens/s", 0, lambda row: row.throughput.value),
+    _number("tokens/s", 0, lambda row: row.overall.tokens_per_second.value),
     *_percentiles("ms/token", 1, lambda row: row.token_s, _thousand),
     *_percentiles("TTFT ms", 2, lambda row: row.ttft_s, _thousand),
     *_percentiles("total s", 3, lambda row: row.latency_s, stats.decimals),
     *_percentiles("queued s", 4, lambda row: row.queued_s, stats.decimals),
-    _number("accepted", 8, lambda row: row.acceptance_rate, _percent),
+    _number("accepted", 8, lambda row: row.overall.acceptance_rate.value, _percent),
     _number("blocks", 10, lambda row: row.pool_peak_blocks, _count),
     _number("pool", 10, lambda row: row.pool_peak_bytes, _bytes),
 ]
@@ -294,24 +294,24 @@ _POSITION_COLUMNS: list[_Column[PositionRow]] = [
     _number("α", 1, lambda row: row.alpha),
 ]
 _HEAD_COLUMNS: list[_Column[HeadRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _name("category", lambda row: row.category),
-    _number("tokens/step", 0, lambda row: row.tokens_per_step),
+    _name("configuration", lambda row: row.cell.config.label),
+    _name("category", lambda row: row.cell.category),
+    _number("tokens/step", 0, lambda row: row.cell.tokens_per_step),
     _number("when trained", 3, lambda row: row.trained),
     _number("first accepted", 1, lambda row: row.first, _percent),
     _number("second accepted", 2, lambda row: row.second, _percent),
-    _ratio("speedup", 0, lambda row: row.speedup),
+    _ratio("speedup", 0, lambda row: row.cell.speedup),
 ]
 
 
 def _accepted_at(position: int) -> _Column[TrainingRow]:
-    return _number(f"{position}. accepted", position - 1, lambda row: row.kept[str(position)], _percent)
+    return _number(f"{position}. accepted", position - 1, lambda row: row.accepted(position), _percent)
 
 
 _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
     _name("drafter", lambda row: row.drafter),
-    _number("tokens trained on", 0, lambda row: row.tokens, _count),
-    _number("tokens/step", 0, lambda row: row.tokens_per_step),
+    _number("tokens trained on", 0, lambda row: row.measured.tokens, _count),
+    _number("tokens/step", 0, lambda row: row.measured.tokens_per_step),
     *map(_accepted_at, range(1, PLACES + 1)),
 ]
 
@@ -431,21 +431,19 @@ def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
         "Accepted: of the drafts tested at that position. When trained: tokens per step, greedily and with chains, on"
         " held-out prompts of a category of that name."
     ]
-    if any("+" in row.config.drafter for row in rows):
+    if any("+" in row.cell.config.drafter for row in rows):
         out.append("In a cascade the drafts of both parts count.")
-    for label in dict.fromkeys(row.config.label for row in rows):
-        mine = [row for row in rows if row.config.label == label]
-        slower = [row.category for row in mine if row.verdict == "slower"]
+    for label in dict.fromkeys(row.cell.config.label for row in rows):
+        mine = [row for row in rows if row.cell.config.label == label]
+        slower = [row.cell.category for row in mine if row.cell.verdict == "slower"]
         if slower:
-            provisionally = " (provisionally)" if any(row.provisional for row in mine) else ""
+            provisionally = " (provisionally)" if any(row.cell.provisional for row in mine) else ""
             out.append(f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}.")
         known = [row for row in mine if not math.isnan(row.first)]
         if len(known) > 1:
             worst = min(known, key=lambda row: row.first)
-            share = _percent(worst.first)
-            out.append(
-                f"{label} drafts worst on {worst.category}: {share} of the first tokens of its drafts are accepted."
-            )
+            first = f"{_percent(worst.first)} of the first tokens of its drafts are accepted"
+            out.append(f"{label} drafts worst on {worst.cell.category}: {first}.")
     return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
 
 
@@ -455,5 +453,9 @@ def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
         "Measured by the decoder, greedily and with chains, on prompts that were not trained on; accepted: of the"
         " drafts tested at that position."
     ]
-    said += [one_line(f"{row.drafter} is the head after {row.tokens:,} tokens.") for row in rows if row.best]
+    said += [
+        one_line(f"{row.drafter} is the head after {row.measured.tokens:,} tokens.")
+        for row in rows
+        if row.best
+    ]
     return _sheet(rows, _TRAINING_COLUMNS, said)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 
-from specbench.base.textsafe import terminal_safe, tokens_text, visible
+from specbench.base.textsafe import counted, terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
 from specbench.show.document import Facts, Heading, Part, Sheet, Span, show, to_text
@@ -17,7 +17,8 @@ from specbench.show.document import Facts, Heading, Part, Sheet, Span, show, to_
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specbench.results.trace import Event, TraceTimes, TraceVerdict
+    from specbench.decoding.records import StepTimes
+    from specbench.results.trace import Event, TraceVerdict
 
 _TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
@@ -180,7 +181,10 @@ class TraceParts:
             facts.append(("stop", [(event.finish_reason + inside, "")]))
         facts.append(("time", self._items(_times(event.times))))
         if event.experts:
-            facts.append(("experts", [(event.experts.text, "")]))
+            read = event.experts
+            layers = counted(len(read.by_layer), "layer")
+            text = f"{read.total} read in {layers}, {read.ratio:.2f} times those of one token"
+            facts.append(("experts", [(text, "")]))
         if event.policy:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
             facts.append(("policy", self._items(notes)))
@@ -331,7 +335,7 @@ def branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterat
         waiting += [(child, below) for child in reversed(children.get(node, []))]
 
 
-def _times(times: TraceTimes) -> Iterator[str]:
+def _times(times: StepTimes) -> Iterator[str]:
     prefill = times.draft_prefill_s
     if prefill:
         yield f"draft prefill {milliseconds(prefill)}"
@@ -342,7 +346,7 @@ def _times(times: TraceTimes) -> Iterator[str]:
         yield f"{part} {milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
 
 
-def _seconds(times: TraceTimes, part: str) -> float:
+def _seconds(times: StepTimes, part: str) -> float:
     seconds: float = getattr(times, f"{part}_s")
     return seconds
 

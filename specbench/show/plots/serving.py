@@ -85,7 +85,7 @@ def _speedups(run: PlotData, series: Sequence[Series], load: str, title: str, *r
 
 @figure("latency", "throughput against latency", table="Batches of requests")
 def latency(run: PlotData) -> Figure:
-    requests = request_rows(run.results)
+    requests = request_rows(run.results, run.summary)
     if not requests:
         raise NoDataError(_ALONE)
     body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
@@ -95,9 +95,9 @@ def latency(run: PlotData) -> Figure:
             right, up, alignment = _CORNERS[number % len(_CORNERS)]
             times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
-                (time, row.throughput.value, row.config.condition.batch)
+                (time, speed, row.config.condition.batch)
                 for time, row in zip(times, mine, strict=True)
-                if math.isfinite(time) and math.isfinite(row.throughput.value)
+                if math.isfinite(time) and math.isfinite(speed := row.overall.tokens_per_second.value)
             ]
             if not points:
                 continue
@@ -129,7 +129,7 @@ def _lines(
 ) -> Iterator[tuple[str, list[RequestRow], dict[str, Any]]]:
     """Yield a name, rows by rising batch size and a style, for plain decoding and for each drafter with a policy.
 
-    Of several γ, the one with the highest throughput is taken. Each temperature and arrival process has its own lines.
+    Of several γ, the fastest is taken. Each temperature and arrival process has its own lines.
     """
     alike: dict[tuple[str, _Alike, str], dict[int | None, list[RequestRow]]] = {}
     for row in sorted(requests, key=lambda row: row.config.condition.batch or 1):
@@ -139,15 +139,14 @@ def _lines(
         alike.setdefault(kind, {}).setdefault(row.config.gamma, []).append(row)
     several = len({arrivals for *_, arrivals in alike}) > 1
     for (what, _, arrivals), by_gamma in alike.items():
-        best = max(by_gamma.values(), key=_mean_throughput)
-        rows = [run.summary.row(row.config.id) for row in best]
-        line = run.make_series(rows, [0] * len(rows), loads=True)
+        best = max(by_gamma.values(), key=_mean_speed)
+        line = run.make_series([row.overall for row in best], [0] * len(best), loads=True)
         name = "plain" if what == "plain" else line.name
         yield ", ".join([name, *[arrivals] * several]), best, line.style
 
 
-def _mean_throughput(rows: Sequence[RequestRow]) -> float:
-    return float(np.mean(np.log([row.throughput.value for row in rows])))
+def _mean_speed(rows: Sequence[RequestRow]) -> float:
+    return float(np.mean(np.log([row.overall.tokens_per_second.value for row in rows])))
 
 
 _Alike = tuple[str, str, float]

@@ -33,7 +33,7 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Report, list[Pa
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots")
-        texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts())}
+        texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)
     return report, [out / name for name in texts]

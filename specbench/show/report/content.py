@@ -34,60 +34,25 @@ _PIXELS_PER_INCH = 124
 
 @dataclass(frozen=True)
 class Report:
-    """The content of a report.
+    """A report.
 
     Attributes:
         name: Name of the run.
         answers: The answers, one per temperature.
         warnings: Warnings, the gravest first.
         summary: Metrics of all configurations.
-        tables: Tables by title, in order; the first is that of speed.
-        figures: The figures.
-        missing: A sentence on figures that are missing; empty if none is.
-        method: How everything was measured, as titles and texts.
-        costs: Times of single forward passes.
-        facts: Machine, versions and models, as groups of names and values.
+        parts: The report as a document.
     """
 
     name: str
     answers: list[Answer]
     warnings: list[RunWarning]
     summary: Summary
-    tables: dict[str, Sheet]
-    figures: list[Image]
-    missing: str
-    method: list[tuple[str, str]]
-    costs: Sheet
-    facts: dict[str, list[tuple[str, str]]]
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the report as a document."""
-        yield Heading(self.name, 1)
-        for answer in self.answers:
-            yield from (*answer_parts(answer), Items(answer.details))
-        if self.warnings:
-            warnings = [f"{each.severity}: {each.message} {each.advice}" for each in self.warnings]
-            yield from (Heading("Warnings"), Items(warnings))
-        (first, speed), *others = self.tables.items()
-        yield from (Heading(first), speed, Heading("Figures"))
-        yield from self.figures
-        yield Items([self.missing] if self.missing else [])
-        for title, sheet in others:
-            yield from (Heading(title), sheet)
-        yield from (Heading("How it was measured"), _facts_part(self.method))
-        if self.costs.rows:
-            yield from (Heading("Single passes", 3), self.costs)
-        yield Heading("Measured on")
-        for group, facts in self.facts.items():
-            yield from (Heading(group, 3), _facts_part(facts))
-
-
-def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
-    return Facts([(name, [(text, "")]) for name, text in pairs])
+    parts: list[Part]
 
 
 def make_report(results: Results, name: str, plots: Path) -> Report:
-    """Return the content of a report about one run.
+    """Return a report about one run.
 
     Args:
         results: The run.
@@ -101,34 +66,40 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
         raise UsageError(
             "There is nothing to report: no generation of this run has finished.", "Continue its sweep."
         )
-    summary, categories = summarize(results), categorize(results)
+    name, summary, categories = one_line(name), summarize(results), categorize(results)
+    answers, warnings = find_answers(results, summary, categories), _warnings(results, summary)
     figures, missing = _figures(results, plots)
     sheets = {
-        "Batches of requests": tables.request_sheet(request_rows(results)),
+        "Batches of requests": tables.request_sheet(request_rows(results, summary)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),
         "Training": tables.training_sheet(training_rows(results)),
         "Acceptance by position": tables.position_sheet(positions(results)),
     }
-    lines = list(_costs(results.run))
-    return Report(
-        name=one_line(name),
-        answers=find_answers(results, summary, categories),
-        warnings=_warnings(results, summary),
-        summary=summary,
-        tables={"Speed": tables.summary_sheet(summary)}
-        | {title: each for title, each in sheets.items() if each.rows},
-        figures=figures,
-        missing=missing,
-        method=_method(results),
-        costs=Sheet(
-            ["pass", "ms", "relative"],
-            [[what, f"{1000 * s:.2f}", f"{sign} = {_share(times)}"] for what, s, sign, times in lines],
-            [[what, 1000 * s, times] for what, s, _, times in lines],
-        ),
-        facts=_facts(results.run),
-    )
+    parts: list[Part] = [Heading(name, 1)]
+    for answer in answers:
+        parts += [*answer_parts(answer), Items(answer.details)]
+    if warnings:
+        lines = [f"{each.severity}: {each.message} {each.advice}" for each in warnings]
+        parts += [Heading("Warnings"), Items(lines)]
+    parts += [Heading("Speed"), tables.summary_sheet(summary), Heading("Figures"), *figures]
+    parts += [Items([missing] if missing else [])]
+    for title, sheet in sheets.items():
+        parts += [Heading(title), sheet] if sheet.rows else []
+    parts += [Heading("How it was measured"), _facts_part(_method(results))]
+    if costs := list(_costs(results.run)):
+        cells = [[what, f"{1000 * s:.2f}", f"{sign} = {_share(times)}"] for what, s, sign, times in costs]
+        values = [[what, 1000 * s, times] for what, s, _, times in costs]
+        parts += [Heading("Single passes", 3), Sheet(["pass", "ms", "relative"], cells, values)]
+    parts += [Heading("Measured on")]
+    for group, facts in _facts(results.run).items():
+        parts += [Heading(group, 3), _facts_part(facts)]
+    return Report(name, answers, warnings, summary, parts)
+
+
+def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:
+    return Facts([(name, [(text, "")]) for name, text in pairs])
 
 
 def _figures(results: Results, folder: Path) -> tuple[list[Image], str]:

@@ -20,9 +20,8 @@ _FOLDER = Path(__file__).parent
 
 def to_html(report: Report) -> str:
     """Return the report as one HTML file that includes its figures, style and script."""
-    parts = list(report.parts())
-    titles = [part.text for part in parts if isinstance(part, Heading) and part.level == 2]
-    return html.page(_templates(), _FOLDER, name=report.name, parts=parts, titles=titles)
+    titles = [part.text for part in report.parts if isinstance(part, Heading) and part.level == 2]
+    return html.page(_templates(), _FOLDER, name=report.name, parts=report.parts, titles=titles)
 
 
 @cache
