@@ -37,7 +37,7 @@ asked, _ = parser.parse_known_args()
 gamma = asked.spec_draft_n_max or asked.spec_ngram_simple_size_m or asked.spec_ngram_mod_n_max or 0
 good = 0 if asked.spec_type.startswith("ngram") else min(asked.good, gamma)
 counters = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-kept_at = [0] * gamma
+accepted_at = [0] * gamma
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             lines = [f"llamacpp:spec_decode_num_{name}_total {count}" for name, count in counters.items()]
             name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += [f'{name}{{position="{at}"}} {count}' for at, count in enumerate(kept_at)]
+            lines += [f'{name}{{position="{at}"}} {count}' for at, count in enumerate(accepted_at)]
             self.whole("\n".join(lines) if gamma else "\n")
         elif self.path == "/v1/models":
             self.whole(json.dumps({"object": "list", "data": [{"id": "model", "owned_by": "llamacpp"}]}))
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
                 counters["draft_tokens"] += gamma
                 counters["accepted_tokens"] += tokens - 1
                 for at in range(tokens - 1):
-                    kept_at[at] += 1
+                    accepted_at[at] += 1
             for number in range(tokens):
                 self.event({"choices": [{"index": 0, "delta": {"content": f"w{done + number} "}}]})
             done += tokens

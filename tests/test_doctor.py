@@ -282,8 +282,8 @@ def answer(seconds: float, text: str = "one two", *, drafted: int | None = 0) ->
     )
 
 
-def drafting(gamma: int, kept_at: tuple[int, ...], drafts: int = 100, **more: Any) -> Examined:
-    counted = SpeculationCounters(drafts, gamma * drafts, sum(kept_at), kept_at)
+def drafting(gamma: int, accepted_at: tuple[int, ...], drafts: int = 100, **more: Any) -> Examined:
+    counted = SpeculationCounters(drafts, gamma * drafts, sum(accepted_at), accepted_at)
     seen = Observations("vllm", "m", counted=counted, **more)
     seen.answers = [answer(6.3, drafted=None)] * 4
     return Examined(seen)

@@ -653,7 +653,11 @@ def test_a_request_decides_how_it_is_drafted_for():
     assert counted is not None
     told = [drafts(each) for each in (usual, short, egag)]
     assert counted.drafted == sum(each["num_draft_tokens"] for each in told)
-    assert counted.accepted == sum(each["num_accepted_draft_tokens"] for each in told) == sum(counted.kept_at)
+    assert (
+        counted.accepted
+        == sum(each["num_accepted_draft_tokens"] for each in told)
+        == sum(counted.accepted_at)
+    )
 
 
 def test_the_doctor_finds_no_problem(cli):

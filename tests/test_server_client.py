@@ -171,7 +171,7 @@ NEWER = {"spec_num_proposed_drafts": 9, "spec_num_correct_drafts": 0, "spec_corr
 )
 def test_acceptance_by_place_is_what_the_server_tells(more, places):
     found = asked(said("x", "stop") | more, DONE).speculation
-    assert (None if found is None else (found.drafts, found.kept_at)) == places
+    assert (None if found is None else (found.drafts, found.accepted_at)) == places
 
 
 def answer_of(

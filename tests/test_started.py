@@ -307,7 +307,7 @@ class TimedEngine(ScriptedEngine):
         self.clock.seconds += seconds
         server = ServerAnswer(
             text="", counted_by="usage", pieces=steps, bursts=steps, attempts=1,
-            drafted=drafted, accepted=sum(kept), drafts=steps, kept_at=kept,
+            drafted=drafted, accepted=sum(kept), drafts=steps, accepted_at=kept,
         )  # fmt: skip
         return Outcome(7, (), "length", 0.0, 0.0, seconds, reported_tokens=tokens, server=server)
 

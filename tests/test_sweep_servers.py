@@ -213,7 +213,7 @@ def test_caches_without_a_switch_get_nothing_to_find(sweep, tmp_path):
 
 
 def counting(
-    server: ScriptedServer, drafts: int, drafted: int, kept_at: tuple[int, ...], apart: int = 0
+    server: ScriptedServer, drafts: int, drafted: int, accepted_at: tuple[int, ...], apart: int = 0
 ) -> None:
     """Let a server count so much for every answer, and something else ``apart`` from its own answers."""
 
@@ -221,9 +221,9 @@ def counting(
         n = len(server.asked) + apart
         places = "".join(
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {n * kept}\n'
-            for place, kept in enumerate(kept_at)
+            for place, kept in enumerate(accepted_at)
         )
-        totals = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": sum(kept_at)}
+        totals = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": sum(accepted_at)}
         lines = [f"vllm:spec_decode_num_{name}_total {count * n}\n" for name, count in totals.items()]
         server.manner.metrics = "".join(lines) + places
 
@@ -239,7 +239,7 @@ def test_acceptance_by_position_from_counters(sweep, tmp_path, batch):
     told = [row for row in stored(tmp_path) if row["config"].startswith("drafting")]
     for row in told:
         counts = row["server" if batch is None else "speculation"]
-        assert [counts["drafts"] * share for share in (0.8, 0.6, 0.0)] == pytest.approx(counts["kept_at"])
+        assert [counts["drafts"] * share for share in (0.8, 0.6, 0.0)] == pytest.approx(counts["accepted_at"])
     frame = load_results(tmp_path / "run")
     rows = positions(frame)
     assert {row.config.id for row in rows} == {told[0]["config"]}, "the other one says nothing"
@@ -255,7 +255,12 @@ def test_places_of_other_answers_are_left_out(sweep, tmp_path):
         assert sweep(drafting=server).code == 0
     for row in stored(tmp_path):
         told = row["server"]
-        assert (told["drafted"], told["accepted"], told["drafts"], told["kept_at"]) == (30, 12, None, None)
+        assert (told["drafted"], told["accepted"], told["drafts"], told["accepted_at"]) == (
+            30,
+            12,
+            None,
+            None,
+        )
     frame = load_results(tmp_path / "run")
     assert to_frame(positions(frame), PositionRow).empty
     assert "positions" not in draw_figures(frame).figures
@@ -526,8 +531,8 @@ def test_our_own_server_is_measured(sweep, tmp_path):
     rows = stored(tmp_path)
     assert {row["new_tokens"] for row in rows} == {NEW}
     for told in (row["server"] for row in rows):
-        assert told["drafted"] >= told["accepted"] == sum(told["kept_at"])
-        assert told["drafted"] <= told["drafts"] * len(told["kept_at"]) <= 3 * told["drafts"]
+        assert told["drafted"] >= told["accepted"] == sum(told["accepted_at"])
+        assert told["drafted"] <= told["drafts"] * len(told["accepted_at"]) <= 3 * told["drafts"]
     assert run_json(tmp_path / "run")["options"]["salt"] == "none", "nothing is kept of a prompt"
     summary = summarize(load_results(tmp_path / "run")).frame
     assert summary["step_source"].tolist() == ["server"]

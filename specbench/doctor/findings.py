@@ -103,15 +103,16 @@ class Examined:
     def by_position(self) -> tuple[int, tuple[int, ...]] | None:
         """Steps that drafted, and accepted tokens by position, of the counters or of the answers."""
         counted = self.seen.counted
-        if counted is not None and counted.kept_at and counted.drafts:
-            return counted.drafts, counted.kept_at
+        if counted is not None and counted.accepted_at and counted.drafts:
+            return counted.drafts, counted.accepted_at
         each = [answer.speculation for answer in self.seen.answers]
         known = [one for one in each if one is not None]
         if not known or len(known) < len(each):
             return None
-        longest = max(len(one.kept_at) for one in known)
+        longest = max(len(one.accepted_at) for one in known)
         kept = (
-            sum(one.kept_at[place] for one in known if place < len(one.kept_at)) for place in range(longest)
+            sum(one.accepted_at[place] for one in known if place < len(one.accepted_at))
+            for place in range(longest)
         )
         return sum(one.drafts for one in known), tuple(kept)
 
@@ -254,17 +255,17 @@ def _counters(e: Examined) -> Iterator[Finding]:
         wrong.append(f"{now.accepted} accepted of {now.drafted} drafted")
     if now.drafted < now.drafts:
         wrong.append(f"{now.drafts} drafts of {now.drafted} tokens")
-    if now.kept_at and sum(now.kept_at) != now.accepted:
-        wrong.append(f"{sum(now.kept_at)} accepted by position, {now.accepted} in all")
-    if list(now.kept_at) != sorted(now.kept_at, reverse=True) or (
-        now.kept_at and now.kept_at[0] > now.drafts
+    if now.accepted_at and sum(now.accepted_at) != now.accepted:
+        wrong.append(f"{sum(now.accepted_at)} accepted by position, {now.accepted} in all")
+    if list(now.accepted_at) != sorted(now.accepted_at, reverse=True) or (
+        now.accepted_at and now.accepted_at[0] > now.drafts
     ):
         wrong.append("a position accepted more often than the one before it")
     if reported is not None and reported != (now.drafted, now.accepted):
         wrong.append(
             f"answers say {reported[0]} drafted, {reported[1]} accepted; counters {now.drafted} and {now.accepted}"
         )
-    slack = len(e.seen.answers) * (len(now.kept_at) + 1)  # a step may draft beyond the end
+    slack = len(e.seen.answers) * (len(now.accepted_at) + 1)  # a step may draft beyond the end
     if e.miscount is None and now.accepted + now.drafts > e.tokens + slack:
         wrong.append(f"{now.accepted} accepted in {now.drafts} steps, but only {e.tokens} tokens")
     if wrong:

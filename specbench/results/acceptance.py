@@ -95,11 +95,11 @@ def positions(results: Results) -> list[PositionRow]:
 def _positions_of_server(results: Results, config: Row) -> list[PositionRow]:
     """Return acceptance by position as a server reported it: with each answer, or else for groups of answers."""
     reports = reported(results, results.done[results.done["config"] == config.id])
-    reports = reports[reports["kept_at"].notna()]
+    reports = reports[reports["accepted_at"].notna()]
     if reports.empty:
         groups = results.groups
-        reports = groups[(groups["config"] == config.id) & groups["kept_at"].notna()]
-    kept = [int(sum(counts)) for counts in zip_longest(*reports["kept_at"], fillvalue=0)]
+        reports = groups[(groups["config"] == config.id) & groups["accepted_at"].notna()]
+    kept = [int(sum(counts)) for counts in zip_longest(*reports["accepted_at"], fillvalue=0)]
     drafts, drafted = int(reports["drafts"].sum()), int(reports["drafted"].sum())
     if not drafts:
         return []

@@ -193,7 +193,7 @@ class Speculation(Record):
     drafted: Annotated[Count | None, doc("tokens drafted")] = None
     accepted: Annotated[Count | None, doc("of them accepted")] = None
     drafts: Annotated[Count | None, doc("steps that drafted")] = None
-    kept_at: Annotated[
+    accepted_at: Annotated[
         list[Count] | None, doc("how many drafts were accepted at each position, from the first")
     ] = None
 

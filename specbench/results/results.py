@@ -85,7 +85,7 @@ class Results:
             NaN where undefined. Failed generations have ``status`` "failed", NaN for figures and no steps.
         groups: A row per group of requests decoded in a batch: ``config, baseline, group, repeat, new_tokens,
             throughput, pool_blocks, pool_peak_blocks, pool_peak_bytes``, and, for a server that counts drafts over all
-                requests, ``drafted, accepted, drafts, kept_at``.
+                requests, ``drafted, accepted, drafts, accepted_at``.
         answers: A row per answer of a server, indexed like ``generations``: what the server reported, and
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
         problems: A sentence for each line and field that could not be used.

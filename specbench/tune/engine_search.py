@@ -328,10 +328,10 @@ def _seconds_per_step(generations: Sequence[Generation]) -> float:
 
 def _kept_per_step(generations: Sequence[Generation]) -> list[float] | None:
     """Return accepted tokens per step by position; ``None`` if the server does not count them."""
-    counted = [each for each in generations if each.server is not None and each.server.kept_at]
+    counted = [each for each in generations if each.server is not None and each.server.accepted_at]
     if not counted:
         return None
-    kept = [each.server.kept_at or [] for each in counted if each.server is not None]
+    kept = [each.server.accepted_at or [] for each in counted if each.server is not None]
     steps = sum(map(_steps, counted))
     longest = max(map(len, kept))
     return [sum(each[at] for each in kept if at < len(each)) / steps for at in range(longest)]

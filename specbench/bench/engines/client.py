@@ -101,10 +101,10 @@ class StreamedAnswer:
         """
         if self.drafted is None or self.accepted is None or self.steps_by_kept is None:
             return None
-        kept_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
-        if sum(kept_at) != self.accepted:
+        accepted_at = tuple(sum(self.steps_by_kept[place:]) for place in range(1, len(self.steps_by_kept)))
+        if sum(accepted_at) != self.accepted:
             return None
-        return SpeculationCounters(sum(self.steps_by_kept), self.drafted, self.accepted, kept_at)
+        return SpeculationCounters(sum(self.steps_by_kept), self.drafted, self.accepted, accepted_at)
 
     @property
     def first(self) -> Chunk | None:
@@ -174,7 +174,7 @@ class SpeculationCounters:
     drafts: int
     drafted: int
     accepted: int
-    kept_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
 
     def since(self, before: SpeculationCounters) -> SpeculationCounters:
         """Return the increase since earlier counters.
@@ -186,9 +186,9 @@ class SpeculationCounters:
             self.drafts - before.drafts,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
-            tuple(now - then for now, then in zip_longest(self.kept_at, before.kept_at, fillvalue=0)),
+            tuple(now - then for now, then in zip_longest(self.accepted_at, before.accepted_at, fillvalue=0)),
         )
-        if min(found.drafts, found.drafted, found.accepted, *found.kept_at) < 0:
+        if min(found.drafts, found.drafted, found.accepted, *found.accepted_at) < 0:
             raise RunError("The server's counters have decreased: it was restarted.")
         return found
 
@@ -220,9 +220,9 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
             found[name] = found.get(name, 0) + value
     if not {"drafts", "draft_tokens", "accepted_tokens"} <= found.keys():
         return None
-    kept_at = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
+    accepted_at = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
     return SpeculationCounters(
-        int(found["drafts"]), int(found["draft_tokens"]), int(found["accepted_tokens"]), kept_at
+        int(found["drafts"]), int(found["draft_tokens"]), int(found["accepted_tokens"]), accepted_at
     )
 
 

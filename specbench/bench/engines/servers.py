@@ -100,9 +100,13 @@ class MeasuredServer:
         if meanwhile is not None and (drafted is None or accepted is None):
             drafted, accepted = meanwhile.drafted, meanwhile.accepted
         for each in (answer.speculation, meanwhile):
-            if each is not None and each.kept_at and (each.drafted, sum(each.kept_at)) == (drafted, accepted):
+            if (
+                each is not None
+                and each.accepted_at
+                and (each.drafted, sum(each.accepted_at)) == (drafted, accepted)
+            ):
                 return Speculation(
-                    drafted=drafted, accepted=accepted, drafts=each.drafts, kept_at=list(each.kept_at)
+                    drafted=drafted, accepted=accepted, drafts=each.drafts, accepted_at=list(each.accepted_at)
                 )
         return Speculation(drafted=drafted, accepted=accepted)
 
