@@ -15,10 +15,10 @@ from specbench.base.record import to_json
 from specbench.decoding.theory import (
     SLOPE,
     PassCosts,
-    best_length,
     expected_tokens,
     expected_tokens_by_position,
     expected_tokens_of_tree,
+    fastest_length,
     never_falling,
     predicted_speedup,
     read_by_depth,
@@ -126,4 +126,4 @@ def test_the_best_length_is_the_first_of_the_fastest(rates, d, slope):
     v = [1.0 + slope * (n - 1) for n in range(len(tokens) + 1)]
     speeds = [predicted_speedup(tokens[gamma], gamma, d, v[gamma + 1]) for gamma in range(len(tokens))]
     for least in (0, 1):
-        assert best_length(tokens, lambda gamma: gamma * d, v, least) == least + np.argmax(speeds[least:])
+        assert fastest_length(tokens, lambda gamma: gamma * d, v, least) == least + np.argmax(speeds[least:])

@@ -92,7 +92,7 @@ def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) ->
     return ratio(tokens, passes * c + v)
 
 
-def best_length(
+def fastest_length(
     tokens: Sequence[float], draft_s: Callable[[int], float], verify_s: Sequence[float], least: int = 0
 ) -> int:
     """Return the draft length with the most tokens per second, ``E(γ) / (d(γ) + v(γ+1))``; the shortest of equal ones.

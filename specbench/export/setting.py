@@ -14,7 +14,7 @@ import numpy as np
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
-from specbench.decoding.theory import PassCosts, SharedCosts, best_length, expected_tokens_by_position
+from specbench.decoding.theory import PassCosts, SharedCosts, expected_tokens_by_position, fastest_length
 from specbench.recipe import PLACE
 from specbench.results import stats
 from specbench.results.compare import side_by_side
@@ -406,4 +406,4 @@ def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None
     longest = int(np.sort(steps["tested"])[-_MIN_TESTED])
     tokens = expected_tokens_by_position(steps.rates(longest))
     verify = [costs.v(max(1, n)) for n in range(longest + 2)]
-    return best_length(tokens, partial(costs.drafting, drafter, 1), verify, 1)
+    return fastest_length(tokens, partial(costs.drafting, drafter, 1), verify, 1)
