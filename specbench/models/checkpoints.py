@@ -31,6 +31,7 @@ from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
 from specbench.models.devices import available_memory
+from specbench.models.quantized import quantization_of
 from specbench.options import QuantizedName
 
 # -- configurations --------------------------------------------------------------------------------
@@ -90,6 +91,7 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
     """
     config = read_any_config(folder, name)
     check_config(config, name)
+    quantization_of(config, name)  # refuses what cannot be unpacked
     return config
 
 
@@ -365,10 +367,11 @@ def weight_memory(
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
     linear = loaded.itemsize if quantize is None else bytes_per_weight(quantize, loaded.itemsize)
-    kept = int(numbers * linear + words * width * (loaded.itemsize - linear))
+    head = int(words * width * linear) if text.tie_word_embeddings else 0  # packed, beside the embeddings
+    kept = int(numbers * linear + words * width * (loaded.itemsize - linear)) + head
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize
-    return kept, working + (kept if stored == loaded else numbers * loaded.itemsize)
+    return kept, working + (kept if stored == loaded else numbers * loaded.itemsize + head)
 
 
 def check_memory(

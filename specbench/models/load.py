@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.progress import Progress, quiet_transformers
@@ -40,6 +43,12 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.hub import HubModel
+from specbench.models.quantized import (
+    note_on_quantization,
+    quantization_of,
+    stored_weights,
+    unpacked_source,
+)
 from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
@@ -159,7 +168,7 @@ def load_model(
             """Check roughly, before gigabytes are fetched; ``_load_folder`` checks exactly."""
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
-                numbers = _unpacked(options, config) or total // config.dtype.itemsize
+                numbers = _unpacked(config, spec.name) or total // config.dtype.itemsize
                 _placement(options, config, numbers, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
@@ -258,7 +267,7 @@ def _load_folder(
         counts.update(safetensors_elements(file))
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    unpacked = _unpacked(options, config)
+    unpacked = _unpacked(config, name)
     stored = kinds[0] if len(kinds) == 1 and unpacked is None else None
     needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
@@ -270,9 +279,12 @@ def _load_folder(
         tokenizer = share_with.tokenizer
     if tokenizer is None and with_tokenizer:
         tokenizer = make_tokenizer(folder, hub, name)
-    model = _read_weights(folder, name, config, dtype, placement, safetensors=not pickled, progress=progress)
+    model = _read_weights(folder, name, config, dtype, placement, files, progress=progress)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
+    if settings := quantization_of(config, name):
+        give_back_free_memory()
+        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
     loaded.folder = folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
@@ -287,20 +299,23 @@ def _read_weights(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     placement: Any,
+    files: Sequence[Path],
     *,
-    safetensors: bool,
     progress: Progress | None,
 ) -> PreTrainedModel:
     """Load a model with its weights; raise ``RunError`` if they are damaged, incomplete or too large."""
     loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
     with quiet_transformers(progress, f"loading {name}"):
         try:
+            if settings := quantization_of(config, name):
+                loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                source = unpacked_source(folder, config, stored_weights(files, settings, dtype, name))
             model, report = loader.from_pretrained(
-                str(folder),
-                config=config,
+                **source,
                 dtype=dtype,
                 device_map=placement,
-                use_safetensors=safetensors,
+                use_safetensors=files[0].suffix == ".safetensors",
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
@@ -331,10 +346,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _unpacked(options: LoadOptions, config: PreTrainedConfig) -> int | None:
-    """Return the number of weights of a quantized checkpoint that is unpacked on loading, as on CPUs; else ``None``."""
-    on_cpu = options.device_map is None and resolve_device(options.device).type == "cpu"
-    if not on_cpu or getattr(config, "quantization_config", None) is None:
+def _unpacked(config: PreTrainedConfig, name: str) -> int | None:
+    """Return the number of weights of a quantized checkpoint, which are unpacked on loading; ``None`` of others."""
+    if quantization_of(config, name) is None:
         return None
     with torch.device("meta"), quiet_transformers():
         return sum(int(each.numel()) for each in AutoModelForCausalLM.from_config(config).parameters())
