@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers as hf
 
+from specbench.backends.torch import forward
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.linear import PackedLinear, can_pack
 from specbench.backends.torch.kernels.surgery import quantized_copy
 from specbench.backends.torch.scorer import Scorer
@@ -231,6 +233,21 @@ def test_a_context_that_grows_over_a_change_of_rotation(length, cache):
         (load_drafter("self:int8", target), 3),
     ):
         assert decode(target, prompt, drafter, gamma, True) == expected
+
+
+def test_a_prompt_across_a_change_of_rotation_is_not_read_in_chunks(monkeypatch):
+    """The first ones would be rotated as if the prompt ended there."""
+    monkeypatch.setattr(native, "most_rows", lambda dtype: 8)
+    monkeypatch.setattr(forward, "_CHUNK_ROWS", 60)
+    config = hf.Phi3Config(
+        **USUAL | {"hidden_size": 128, "intermediate_size": 128},
+        original_max_position_embeddings=80,
+        rope_parameters=LONG_FACTORS | {"short_factor": [1.0] * 16, "long_factor": [*range(1, 17)]},
+    )
+    model, prompt = build("Phi3ForCausalLM", config), (BEYOND * 6)[:160]
+    expected = survey.whole(model, prompt)[-1]
+    found = wrap_target(model, name="long").scorer.logits(prompt)[-1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])

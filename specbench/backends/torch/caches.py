@@ -96,17 +96,15 @@ class KVCache:
             context, draft: Their lengths.
             tree: Whether the draft is a tree, whose pass begins with the context's last token.
         """
-        first, ends = self.length, [context + draft]
+        found, first, ends = list[range](), self.length, [context + draft]
         if first == 0 and draft and self.separate_prefill:
             ends = [context, *ends]
         elif tree and first < context - 1:
             ends = [context - 1, *ends]
-        found = []
         for end in ends:
-            while first < end:
-                widest = end if first == 0 or self.max_exact_tokens is None else first + self.max_exact_tokens
-                found.append(range(first, min(end, widest)))
-                first = found[-1].stop
+            widest = end if first == 0 else self.max_exact_tokens or end
+            found += [range(place, min(end, place + widest)) for place in range(first, end, widest)]
+            first = end
         return found
 
     def reserve(self, end: int, context: Sequence[int] | None = None, shared: int = 0) -> bool:  # noqa: ARG002

@@ -143,9 +143,8 @@ class Scorer:
         """
         clone = copy.copy(self)
         vars(clone).pop("takes_trees", None)
-        clone.cache, clone.batch, clone.epoch = cache, batch, 0
+        clone.cache, clone.batch, clone.epoch, clone._context_len = cache, batch, 0, 0
         clone._loaded, clone._owns_cache = self, not shares
-        clone._context_len = 0
         clone.forward = self.forward.over(cache)
         return clone
 
