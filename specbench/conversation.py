@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.base.errors import UsageError
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages
+from specbench.options import NO_OPTIONS, TemplateOptions
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -20,6 +21,7 @@ class Conversation:
         target: Writes the answers.
         drafter: Drafts the answers; ``None`` for plain decoding.
         system: A system message; may be changed between two answers.
+        template: What the chat template is told.
         settings: Settings of every answer, see ``GenerationRun``.
 
     Attributes:
@@ -30,14 +32,20 @@ class Conversation:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, *, system: str | None = None, **settings: Any
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        system: str | None = None,
+        template: TemplateOptions = NO_OPTIONS,
+        **settings: Any,
     ) -> None:
         if target.tokenizer is None or not getattr(target.tokenizer, "chat_template", None):
             raise UsageError(
                 "A conversation needs a chat template, and the target's tokenizer has none.",
                 "Take a chat model, or continue a text with `specbench generate`.",
             )
-        self.system = system
+        self.system, self.template = system, template
         self.messages: list[dict[str, str]] = []
         self._target, self._tokenizer, self._drafter = target, target.tokenizer, drafter or NoDraft()
         self._settings = settings
@@ -51,7 +59,9 @@ class Conversation:
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = encode_messages(
-            self._tokenizer, [*system, *self.messages, {"role": "user", "content": text}]
+            self._tokenizer,
+            [*system, *self.messages, {"role": "user", "content": text}],
+            template=self.template,
         )
         limit = self._target.scorer.context_limit
         if limit is not None and len(prompt) >= limit:

@@ -11,19 +11,19 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import encodable
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.origins import Origin
 from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import LabeledText, StopRules, TextStream
+from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.models.chat_templates import TemplateError, render_chat
-from specbench.options import DecodingKeywords, DecodingOptions
+from specbench.models.chat_templates import TemplateError, render_chat, used_variables
+from specbench.options import NO_OPTIONS, DecodingKeywords, DecodingOptions, TemplateOptions
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.batch_costs import BatchCosts, share_costs
 from specbench.specs.policies import default_policy
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool | None = None, system: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    template: TemplateOptions = NO_OPTIONS,
 ) -> list[int]:
     """Encode a prompt.
 
@@ -45,9 +50,11 @@ def encode_prompt(
         text: The user's message, or the raw text.
         chat: Whether to apply the tokenizer's chat template; ``None`` applies it if there is one.
         system: A system message; needs the chat template.
+        template: What the chat template is told, such as whether to think; needs it too.
 
     Raises:
-        UsageError: The prompt has no tokens, or ``chat`` is set and the tokenizer has no chat template.
+        UsageError: The prompt has no tokens, or the chat template is needed and there is none, or it does not use what
+            it is told.
 
     Example:
         >>> encode_prompt(target.tokenizer, "Hello", chat=False)
@@ -65,11 +72,16 @@ def encode_prompt(
             "A system message needs the chat template, which --raw leaves out.",
             "Leave out --system or --raw.",
         )
+    if template != NO_OPTIONS and not chat:
+        raise UsageError(
+            "A switch of the chat template has no effect on a prompt that is continued as it is.",
+            "Leave it out, or --raw.",
+        )
     if not text.strip():
         raise UsageError("The prompt is empty.", "Give some text.")
     if chat:
         messages = [] if system is None else [{"role": "system", "content": system}]
-        ids = encode_messages(tokenizer, [*messages, {"role": "user", "content": text}])
+        ids = encode_messages(tokenizer, [*messages, {"role": "user", "content": text}], template=template)
     else:
         ids = tokenizer(encodable(text))["input_ids"]
     if not ids:
@@ -106,11 +118,13 @@ def encode_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
+    template: TemplateOptions = NO_OPTIONS,
 ) -> list[int]:
     """Encode a conversation with the chat template, including the tokens that open the assistant's next answer."""
     try:
+        variables = template.variables(used_variables(tokenizer)) if template != NO_OPTIONS else {}
         # The template writes the special tokens itself: tokenizing its text the usual way would add a second BOS.
-        text = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools)
+        text = render_chat(tokenizer, messages, add_generation_prompt=True, tools=tools, variables=variables)
     except TemplateError as error:
         raise UsageError(
             f"The model's chat template refuses this conversation: {error}.",
@@ -289,13 +303,26 @@ class GenerationRun:
         else:
             self._steps.append(record)
 
-    def text_stream(self, *, special: bool = False) -> LabeledText[Origin] | None:
-        """Return a stream that turns the generated tokens into text; ``None`` without a tokenizer.
+    def text_stream(self, *, special: bool = False) -> LabeledText[Any] | None:
+        """Return a stream that turns generated tokens into text, with any labels; ``None`` without a tokenizer.
 
         ``special`` is whether special tokens become text too.
         """
         tokenizer = self.target.tokenizer
         return None if tokenizer is None else LabeledText(tokenizer, self.decoding.stop, special=special)
+
+    def answer(self) -> str:
+        """Return the text so far without the thinking before the answer; empty without a tokenizer."""
+        stream, tokenizer = self.text_stream(), self.target.tokenizer
+        if stream is None or tokenizer is None:
+            return ""
+        split = ThinkingSplit(tokenizer, self.prompt)
+        last = self._steps[-1] if self._steps else self._prefill
+        shown = shown_tokens(self._tokens(), None if last is None else last.finish_reason)
+        labeled = [each for token in shown for each in split.push(token)] + split.finish()
+        pieces = [piece for token, part in labeled for piece in stream.push(token, part)]
+        pieces += stream.finish("thinking" if split.thinks else "answer")
+        return "".join(text for part, text in pieces if part == "answer").lstrip()
 
     def result(self) -> Generation:
         """Return the output so far; ``finish_reason`` is ``None`` until the end."""

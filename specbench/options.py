@@ -6,7 +6,9 @@ A group is a frozen dataclass that is passed whole to the functions that need se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, get_args
@@ -19,6 +21,24 @@ from specbench.base.textsafe import excerpt
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
+Effort = Literal["low", "medium", "high"]
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables by which chat templates switch thinking: those of Qwen, GLM and SmolLM3; of DeepSeek, Granite and Kimi."""
+
+RENDERED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+    }
+)
+"""Variables that a conversation itself sets."""
+
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Strategies of accelerate that place layers on several devices."""
 
@@ -280,6 +300,107 @@ class DecodingKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class TemplateOptions:
+    """What a chat template is told beside the messages. A template that does not use it is a ``UsageError``.
+
+    Raises:
+        UsageError: A value has no name, or one that another option sets.
+
+    Example:
+        >>> TemplateOptions(reasoning_effort="low", template_option=("today=2026-01-01",)).named
+        {'today': '2026-01-01', 'reasoning_effort': 'low'}
+    """
+
+    thinking: bool | None = _decoding(
+        None, "--thinking/--no-thinking", "Whether the model thinks before it answers."
+    )
+    reasoning_effort: Effort | None = _decoding(
+        None, "--reasoning-effort EFFORT", "How much it thinks: low, medium, high."
+    )
+    template_option: tuple[str, ...] = _decoding(
+        (), "--template-option NAME=VALUE", "Variable of the chat template; repeatable."
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "template_option", tuple(self.template_option))
+        for each in self.template_option:
+            name = each.partition("=")[0]
+            if "=" not in each or not name.isidentifier():
+                raise UsageError(f"{excerpt(each, 60)!r} sets no variable.", "Write NAME=VALUE.")
+            if name in RENDERED or (name in SWITCHES and self.thinking is not None):
+                raise UsageError(f"The variable {name} is already set.", "Leave it out.")
+
+    @classmethod
+    def of(cls, variables: Mapping[str, Any], reasoning_effort: str | None = None) -> TemplateOptions:
+        """Return the options that a request has: values by name, and an effort under any name."""
+        effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+        given = tuple(f"{name}={json.dumps(value)}" for name, value in {**variables, **effort}.items())
+        return cls(template_option=given)
+
+    def over(self, other: TemplateOptions) -> TemplateOptions:
+        """Return these options, with those of ``other`` that these leave open."""
+        own = {each.partition("=")[0] for each in self.template_option}
+        own |= set() if self.thinking is None else set(SWITCHES)
+        own |= set() if self.reasoning_effort is None else {"reasoning_effort"}
+        rest = tuple(each for each in other.template_option if each.partition("=")[0] not in own)
+        return TemplateOptions(
+            other.thinking if own.isdisjoint(SWITCHES) else self.thinking,
+            self.reasoning_effort if "reasoning_effort" in own else other.reasoning_effort,
+            (*rest, *self.template_option),
+        )
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The variables that have a name of their own; the one that switches thinking differs between templates."""
+        found: dict[str, Any] = {}
+        for each in self.template_option:
+            name, _, text = each.partition("=")
+            found[name] = text
+            with suppress(ValueError):
+                found[name] = json.loads(text)
+        return found | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+
+    def variables(self, used: Collection[str]) -> dict[str, Any]:
+        """Return the variables for a template.
+
+        Args:
+            used: The variables that the template uses.
+
+        Raises:
+            UsageError: It does not use one of them, or has no switch for thinking.
+        """
+        found = self.named
+        if not SWITCHES.isdisjoint(used):  # clients name the switch of every template
+            found = {name: value for name, value in found.items() if name in used or name not in SWITCHES}
+        if unknown := [name for name in found if name not in used]:
+            others = ", ".join(sorted(set(used) - RENDERED)) or "none"
+            raise UsageError(
+                f"The model's chat template has no variable {unknown[0]}.", f"Leave it out; it has {others}."
+            )
+        if self.thinking is not None:
+            switch = min(SWITCHES & {*used}, default=None)
+            if switch is None:
+                other = "use --reasoning-effort" if "reasoning_effort" in used else "it cannot be changed"
+                raise UsageError(
+                    "The model's chat template has no switch for thinking.",
+                    f"Leave --thinking and --no-thinking out: {other}.",
+                )
+            found[switch] = self.thinking
+        return found
+
+    def for_server(self) -> dict[str, Any]:
+        """Return the fields of a request to a server, whose template is not known: it gets the switch by each name."""
+        found = self.named | ({} if self.thinking is None else dict.fromkeys(sorted(SWITCHES), self.thinking))
+        if not found:
+            return {}
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, "chat_template_kwargs": found}
+
+
+NO_OPTIONS = TemplateOptions()
+
+
+@dataclass(frozen=True)
 class CacheOptions:
     """Options of the KV cache, and of the forward passes that use it."""
 
@@ -292,7 +413,7 @@ class CacheOptions:
     bit_exact: bool = _decoding(
         False,
         "--bit-exact",
-        "Logits bitwise equal in passes of any size, or an error; uses the preallocated cache.",
+        "Logits bitwise equal in passes of any size (preallocated cache).",
     )
 
 

@@ -12,10 +12,12 @@ import msgspec
 from specbench.base.errors import UsageError
 from specbench.base.record import wrong_field
 from specbench.options import (
+    NO_OPTIONS,
     CacheOptions,
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
+    TemplateOptions,
     arguments_of,
     quantized,
 )
@@ -37,6 +39,7 @@ _GROUPS = {
     "caching": CacheOptions,
     "decoding": DecodingOptions,
     "sampling": SamplingOptions,
+    "template": TemplateOptions,
 }
 PLACE = "/path/to"
 """Folder of models and files in a stored recipe, which holds no paths."""
@@ -50,7 +53,7 @@ class Recipe:
         target: The model whose output is kept.
         drafter: The drafter; ``Plain`` for plain decoding.
         policy: The draft policy with the verification method; ``None`` for plain decoding.
-        models, caching, decoding, sampling: Groups of options.
+        models, caching, decoding, sampling, template: Groups of options.
         measured_with: Of a row of a run, fingerprints of the weights of target and drafter.
     """
 
@@ -61,6 +64,7 @@ class Recipe:
     caching: CacheOptions = field(default_factory=CacheOptions)
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    template: TemplateOptions = NO_OPTIONS
     measured_with: tuple[str | None, str | None] = field(default=(None, None), compare=False)
 
     @property
@@ -170,7 +174,7 @@ class Recipe:
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), restored),
             policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
-            **{name: options_of(kind, data[name]) for name, kind in _GROUPS.items()},
+            **{name: options_of(kind, data.get(name, {})) for name, kind in _GROUPS.items()},
         )
 
 
@@ -222,10 +226,7 @@ def _changed(group: Any) -> dict[str, Any]:
     """Return the fields of a group that are not at their defaults."""
     found = {each.name: getattr(group, each.name) for each in fields(group)}
     found = {each.name: found[each.name] for each in fields(group) if found[each.name] != each.default}
-    for name, value in found.items():
-        if name == "stop":
-            found[name] = list(value)
-    return found
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def options_of(kind: Any, data: Mapping[str, Any]) -> Any:

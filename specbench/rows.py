@@ -10,6 +10,7 @@ import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dict
+from specbench.options import TemplateOptions
 from specbench.recipe import Recipe
 from specbench.specs.arrivals import Arrivals, Closed, parse_arrivals
 from specbench.specs.policies import Fixed, PolicySpec
@@ -34,6 +35,10 @@ class Condition(Record, kw_only=False):
         Length | None, doc("tokens of each prompt, with text in front; `null` for the prompts as they are")
     ] = None
 
+    thinking: Annotated[
+        bool | None, doc("whether the chat template is told to think; `null` where it is told nothing")
+    ] = None
+
     @property
     def workload(self) -> Arrivals | None:
         """How the requests of a batch come."""
@@ -47,19 +52,22 @@ class Condition(Record, kw_only=False):
     @property
     def ending(self) -> str:
         """What ids end with."""
-        return "".join(f",{part}" for part in self._parts("t={:g}", "c={}", "b={}"))
+        return "".join(f",{part}" for part in self._parts("t={:g}", "c={}", "b={}", "thinking={}"))
 
     @property
     def words(self) -> str:
         """What labels end with."""
-        return "".join(f", {part}" for part in self._parts("T={:g}", "context {:,}", "batch {}"))
+        return "".join(
+            f", {part}" for part in self._parts("T={:g}", "context {:,}", "batch {}", "thinking {}")
+        )
 
-    def _parts(self, temperature: str, context: str, batch: str) -> list[str]:
+    def _parts(self, temperature: str, context: str, batch: str, thinking: str) -> list[str]:
         """Return what is unusual, in these forms."""
         parts = [temperature.format(self.temperature)] if self.temperature else []
         parts += [] if self.context is None else [context.format(self.context)]
         parts += [] if self.batch is None else [batch.format(self.batch)]
-        return parts if self.arrivals is None or self.is_closed else [*parts, self.arrivals]
+        parts += [] if self.arrivals is None or self.is_closed else [self.arrivals]
+        return parts if self.thinking is None else [*parts, thinking.format("on" if self.thinking else "off")]
 
 
 class OtherLibrary(Record, kw_only=False, tag="library"):
@@ -127,7 +135,8 @@ class Row:
         if not isinstance(self.decoder, Recipe):
             return None
         sampling = replace(self.decoder.sampling, temperature=self.condition.temperature)
-        return replace(self.decoder, sampling=sampling)
+        template = TemplateOptions(self.condition.thinking).over(self.decoder.template)
+        return replace(self.decoder, sampling=sampling, template=template)
 
     @property
     def policy(self) -> PolicySpec | None:

@@ -175,10 +175,10 @@ def test_acceptance_by_place_is_what_the_server_tells(more, places):
 
 
 def answer_of(
-    text: str, used: int | None, ids: int | None = None, reason: str = "length", **more: Any
+    text: str, used: int | None, ids: int | None = None, reason: str = "length", *, reasoned: bool = False
 ) -> StreamedAnswer:
-    pieces = [Chunk(0.0, text, None if ids is None else (5,) * ids)]
-    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used, **more)
+    pieces = [Chunk(0.0, text, None if ids is None else (5,) * ids, reasoned)]
+    return StreamedAnswer(tuple(pieces), reason, 1.0, 1, used)
 
 
 TEXT = "the king and the queen"

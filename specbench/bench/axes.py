@@ -60,6 +60,19 @@ def parse_contexts(text: str) -> list[int]:
     return _parse_range(text, "--context", MAX_CONTEXT, "without --context, prompts are taken as they are.")
 
 
+def parse_thinking(text: str) -> list[bool]:
+    """Parse ``on``, ``off`` or both, separated by a comma.
+
+    Raises:
+        UsageError: There is another word.
+    """
+    values = {"on": True, "off": False}
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if word not in values]:
+        raise UsageError(f"--thinking is on or off, not {wrong[0]!r}.", "Write on, off or on,off.")
+    return [values[word] for word in words]
+
+
 def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     numbers: set[int] = set()
     for part in text.split(","):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.bench.prompts import Prompt, sets_folder
+from specbench.options import TemplateOptions
+from specbench.rows import Condition
 
 _BUILT_IN = "documentation.txt"
 _PARAGRAPH = "\n\n"
@@ -102,34 +104,39 @@ def _cut(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int])
 
 
 class ContextPrompts:
-    """The prompts of a sweep at each length of context.
+    """The prompts of a sweep under each condition: after a text, and with what the chat template is told.
 
     Args:
         prompts: The prompts as they are.
+        template: What the chat template is told of all.
         text: The text in front; ``None`` without contexts.
         count: Returns the number of tokens of a prompt.
     """
 
     def __init__(
-        self, prompts: Iterable[Prompt], text: ContextText | None, count: Callable[[Prompt], int]
+        self,
+        prompts: Iterable[Prompt],
+        template: TemplateOptions,
+        text: ContextText | None,
+        count: Callable[[Prompt], int],
     ) -> None:
-        self.prompts = {prompt.id: prompt for prompt in prompts}
+        self.prompts = {prompt.id: prompt.told(template) for prompt in prompts}
         self._text, self._count = text, count
         self._known: dict[tuple[str, int], Prompt] = {}
 
-    def at(self, name: str, context: int | None) -> Prompt:
-        """Return a prompt with so many tokens; ``None``: as it is.
+    def at(self, name: str, condition: Condition) -> Prompt:
+        """Return a prompt under a condition.
 
         Raises:
             UsageError: See ``fill``.
         """
-        prompt = self.prompts[name]
-        if context is None or self._text is None:
-            return prompt
-        if (name, context) not in self._known:
-            passage = self._text.passage(name)
-            self._known[name, context] = fill(prompt, context, passage, self._count)
-        return self._known[name, context]
+        prompt, context = self.prompts[name], condition.context
+        if context is not None and self._text is not None:
+            if (name, context) not in self._known:
+                passage = self._text.passage(name)
+                self._known[name, context] = fill(prompt, context, passage, self._count)
+            prompt = self._known[name, context]
+        return prompt if condition.thinking is None else prompt.told(TemplateOptions(condition.thinking))
 
 
 def fitting(

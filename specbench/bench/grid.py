@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from specbench.base.errors import UsageError
-from specbench.options import DecodingOptions
+from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
@@ -54,6 +54,8 @@ class SweepOptions:
             size.
         contexts: Lengths of prompts in tokens, ascending; empty for the prompts as they are.
         context_text: Name and hash of the text in front of longer prompts.
+        thinking: Whether chat templates are told to think, each in turn; empty for what ``template`` says.
+        template: What chat templates are told of all prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided; if they are kept, how earlier conversations are.
         prompt_cache: Whether servers may find earlier turns of a conversation in their prompt caches.
@@ -77,6 +79,8 @@ class SweepOptions:
     arrivals: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
     context_text: str | None = None
+    thinking: tuple[bool, ...] = ()
+    template: TemplateOptions = NO_OPTIONS
     servers: tuple[str, ...] = ()
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
@@ -95,6 +99,7 @@ class SweepOptions:
         for what, values in (
             ("γ", self.gammas),
             ("temperature", self.temperatures),
+            ("value of --thinking", self.thinking),
             ("draft policy", self.policies),
             ("arrival process", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
         ):
@@ -150,11 +155,12 @@ class SweepOptions:
 
 
 def conditions(options: SweepOptions) -> Iterator[Condition]:
-    """Yield every temperature with every workload and context."""
+    """Yield every temperature with every workload, context and kind of thinking."""
     for temperature in options.temperatures:
         for batch, arrivals in options.workloads or ((None, None),):
             for context in options.contexts or (None,):
-                yield Condition(temperature, batch, arrivals, context)
+                for thinking in options.thinking or (None,):
+                    yield Condition(temperature, batch, arrivals, context, thinking)
 
 
 def build_rows(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -22,6 +22,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.record import wrong_field
 from specbench.base.textsafe import encodable
+from specbench.options import NO_OPTIONS, TemplateOptions
 
 ALL_SETS = "all"
 TRAINING_SET = "training"
@@ -44,6 +45,7 @@ class Prompt:
         turns: The user's messages; at least one, none of them blank.
         system: The system message; ``None`` without one.
         expects: What every answer has to be; ``None`` for any text.
+        template: What the chat template is told.
     """
 
     id: str
@@ -51,6 +53,11 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
     expects: Expected | None = None
+    template: TemplateOptions = NO_OPTIONS
+
+    def told(self, template: TemplateOptions) -> Prompt:
+        """Return the prompt with what its template is told for all prompts."""
+        return replace(self, template=template.over(self.template))
 
 
 def prompt_sets() -> dict[str, int]:
@@ -198,6 +205,8 @@ class _Line(msgspec.Struct):
     messages: list[_Message] = msgspec.field(default_factory=list)
     system: str | None = None
     expects: Expected | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
 
 
 def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
@@ -233,8 +242,13 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
     for key, text in (("id", str(found.id)), ("category", found.category)):
         if not text.strip():
             raise UsageError(f'{where}: "{key}" is empty.', _FORM)
+    try:
+        template = TemplateOptions.of(found.chat_template_kwargs, found.reasoning_effort)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", error.hint) from None
     return Prompt(
         expects=found.expects,
+        template=template,
         id=encodable(str(found.id)),
         category=encodable(found.category),
         turns=tuple(map(encodable, turns)),

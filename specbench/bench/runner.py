@@ -32,7 +32,7 @@ from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
-from specbench.rows import Row
+from specbench.rows import Condition, Row
 from specbench.specs.arrivals import Poisson
 from specbench.specs.policies import DynamicTree, StaticTree
 
@@ -207,14 +207,14 @@ class CellRunner(Generic[Encoded]):
         snapshot: Callable[[], LoadSnapshot],
     ) -> None:
         self.configs = {config.id: config for config in sweep.configs}
-        self._prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
+        self._prompts = ContextPrompts(sweep.prompts, sweep.options.template, sweep.text, engine.count_tokens)
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
         self._answers: dict[tuple[str, str, int], dict[int, Sequence[int] | str]] = {}
         for each in store.measurements():  # conversations continue with the stored outputs of earlier turns
             line = each.line
             if isinstance(each.result, Generation) and not line.warmup:
                 self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
-        self._encoded: dict[str, Encoded] = {}
+        self._encoded: dict[tuple[str, bool | None], Encoded] = {}
         self._fastest_mhz = 0.0
         self._costs_work = not sweep.options.servers  # their passes cannot be timed
         count_stops()
@@ -280,7 +280,7 @@ class CellRunner(Generic[Encoded]):
         history = [answers[turn] for turn in range(cell.turn) if turn in answers]
         if len(history) < cell.turn:
             raise RunError("An earlier turn failed, so the conversation cannot continue.")
-        prompt = self._engine.encode(self._prompts.at(cell.prompt, config.condition.context), history)
+        prompt = self._engine.encode(self._prompts.at(cell.prompt, config.condition), history)
         outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
             answers[cell.turn] = _said(outcome)
@@ -297,8 +297,8 @@ class CellRunner(Generic[Encoded]):
             times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
         else:
             clients = arrivals.clients
-        requests = [self._request(name, cell) for name in group.prompts]
-        background = [self._request(name, cell) for name in group.background]
+        requests = [self._request(name, cell, config.condition) for name in group.prompts]
+        background = [self._request(name, cell, config.condition) for name in group.background]
         outcome = self._engine.generate_group(
             config, Workload(requests, clients, background, times), decoding
         )
@@ -321,10 +321,11 @@ class CellRunner(Generic[Encoded]):
             ],
         )
 
-    def _request(self, name: str, cell: Cell) -> BenchRequest[Encoded]:
-        if name not in self._encoded:
-            self._encoded[name] = self._engine.encode(self._prompts.prompts[name], [])
-        return BenchRequest(self._encoded[name], random.Random(f"{cell.seed}/{name}").getrandbits(31))
+    def _request(self, name: str, cell: Cell, condition: Condition) -> BenchRequest[Encoded]:
+        key = name, condition.thinking
+        if key not in self._encoded:
+            self._encoded[key] = self._engine.encode(self._prompts.at(name, condition), [])
+        return BenchRequest(self._encoded[key], random.Random(f"{cell.seed}/{name}").getrandbits(31))
 
     def measure_costs(self, batch: int | None = None, context: int | None = None) -> str:
         """Time forward passes after so much context, or those that ``batch`` requests share.
@@ -353,7 +354,9 @@ class CellRunner(Generic[Encoded]):
     def _time_passes(self, batch: int | None, context: int | None) -> list[CostLine]:
         options = self._sweep.options
         trees = [spec.nodes for spec in options.policy_specs if isinstance(spec, StaticTree | DynamicTree)]
-        prompt = self._engine.encode(self._prompts.at(self._sweep.prompts[0].id, context), [])
+        prompt = self._engine.encode(
+            self._prompts.at(self._sweep.prompts[0].id, Condition(context=context)), []
+        )
         if batch is None:
             widths = cost_widths(options.gammas, trees)
             return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
@@ -377,6 +380,8 @@ def _measured_fields(outcome: Outcome) -> Json:
         "prefill_s": round(outcome.prefill_s, 9),
         "decode_s": round(outcome.decode_s, 9),
         "total_s": round(outcome.ttft_s + outcome.decode_s, 9),
+        "thinking_tokens": outcome.thinking_tokens,
+        "thinking_s": None if outcome.thinking_s is None else round(outcome.thinking_s, 9),
         "log_probability": rounded(outcome.log_probability),
         "steps": StepLists.of(outcome.steps),
         "server": outcome.server,
@@ -428,7 +433,7 @@ def find_differences(
         for prompt, output in each.outputs()
     }
     keys = sorted(outputs)
-    prompts = ContextPrompts(sweep.prompts, sweep.text, engine.count_tokens)
+    prompts = ContextPrompts(sweep.prompts, sweep.options.template, sweep.text, engine.count_tokens)
     found: dict[tuple[str, str], Mismatch] = {}
     for config in sweep.configs:
         own, baseline = config.id, config.baseline
@@ -450,7 +455,7 @@ def find_differences(
             judge = engine if in_time() else None
             known = _judge(
                 judge,
-                prompts.at(name, config.condition.context),
+                prompts.at(name, config.condition),
                 history,
                 tokens,
                 plain,

@@ -21,6 +21,7 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
+    TemplateOptions,
 )
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ def chat(
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.DEMONSTRATED, max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions,
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes, no statistics.")] = False,
 ) -> None:
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers
 
-    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
+    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     with ExitStack() as stack:
         with starting(quiet) as progress:
             from specbench.cli.setting import facts
@@ -62,6 +64,7 @@ def chat(
                 setting.target,
                 setting.drafter,
                 system=system,
+                template=recipe.template,
                 policy=setting.policy,
                 sampling=setting.sampling,
                 seed=recipe.sampling.seed,
@@ -173,10 +176,11 @@ class _Chat:
             _say("Interrupted: the message is dropped.")
             return
         answer = run.result()
-        if answer.text:
-            self._conversation.add(text, answer.text)
+        if said := run.answer():
+            self._conversation.add(text, said)
         else:
-            _say("The answer has no text: the message is dropped.")
+            what = "it only thought" if answer.text else "the answer has no text"
+            _say(f"The message is dropped: {what}.")
         if not self._quiet:
             from specbench.cli.summary import show_answer
 

@@ -18,6 +18,7 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
+    TemplateOptions,
     group,
 )
 from specbench.specs.drafters import parse_drafter
@@ -75,6 +76,7 @@ def check(
     ],
     caching: CacheOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions,
 ) -> None:
     """Check that configurations are lossless: greedy output, sampled distribution, and every step's invariants.
 
@@ -91,7 +93,7 @@ def check(
 
         notes: list[str] = []
         if checked.recipe is not None:
-            base = row_recipe(ctx, checked.recipe, target, models, decoding, caching, sampling)
+            base = row_recipe(ctx, checked.recipe, target, models, decoding, caching, sampling, template)
             recipes = [base]
         else:
             caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
@@ -101,6 +103,7 @@ def check(
                 caching=caching,
                 decoding=decoding,
                 sampling=sampling,
+                template=template,
             )
             recipes, notes = _requested(base, checked, drafting)
         transforms = Sampling(**base.sampling.transforms)

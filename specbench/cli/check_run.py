@@ -26,7 +26,7 @@ from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
 from specbench.loaded import LoadedRecipe
 from specbench.models.prepare import check_models, prepare
-from specbench.options import quantized
+from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 from specbench.show.document import show
 
 if TYPE_CHECKING:
@@ -72,15 +72,22 @@ class CheckRequest:
         if not self.quiet:
             show_notes([text], spaced=False, console=self.console)
 
-    def encode(self, model: LanguageModel, text: str, system: str | None = None) -> list[int]:
+    def encode(
+        self,
+        model: LanguageModel,
+        text: str,
+        system: str | None = None,
+        template: TemplateOptions = NO_OPTIONS,
+    ) -> list[int]:
         """Return the token ids of a prompt; without a place for it, the system message comes before the text."""
+        template = self.recipe.template.over(template)
         if model.tokenizer is None:
             raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
         if system is not None:
             with suppress(UsageError):
-                return encode_prompt(model.tokenizer, text, chat=self.chat, system=system)
+                return encode_prompt(model.tokenizer, text, chat=self.chat, system=system, template=template)
             text = f"{system}\n\n{text}"
-        return encode_prompt(model.tokenizer, text, chat=self.chat)
+        return encode_prompt(model.tokenizer, text, chat=self.chat, template=template)
 
 
 def pieces_of(model: LanguageModel) -> Piece | None:
@@ -219,7 +226,8 @@ class DecodingJob:
     def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
         """Return ids and token ids of the prompts that fit into the context; of conversations, of the first turn."""
         encoded = [
-            (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system)) for prompt in prompts
+            (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system, prompt.template))
+            for prompt in prompts
         ]
         limit = model.context_limit
         fitting = [(name, ids) for name, ids in encoded if limit is None or len(ids) < limit]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -21,6 +22,11 @@ def write_out(text: str) -> None:
     if text:
         sys.stdout.write(terminal_safe(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+def has_styles() -> bool:
+    """Whether stdout is a terminal that can show dim text."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def write_json(figures: Any) -> None:

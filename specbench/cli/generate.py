@@ -12,6 +12,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
+from specbench.cli.console import write_out
 from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
@@ -21,13 +22,17 @@ from specbench.options import (
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
+    TemplateOptions,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from specbench.bench.prompts import Prompt
     from specbench.cli.watchers import Paint
     from specbench.generate import GenerationRun
     from specbench.models.target import Target
+    from specbench.recipe import Recipe
 
 
 def generate(
@@ -48,6 +53,7 @@ def generate(
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions,
     show: ShownOptions,
 ) -> None:
     """Generate text. The text goes to stdout, everything else to stderr."""
@@ -56,12 +62,15 @@ def generate(
     from specbench.bench.suites import choose_prompts
     from specbench.cli.summary import show_legend, show_notes
 
-    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
+    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     if many.prompts:
         refuse_for_many(recipe)
         prompts, text = choose_prompts(many.prompts)[0], ""
     else:
         prompts, text = [], read_prompt_text(prompt, sys.stdin)
+    if show.show_prompt:
+        _show_prompts(recipe, prompts, text, chat, system)
+        return
     paint = _paint() if show.show_accepted else None
     with ExitStack() as stack:
         trace_to = None
@@ -76,7 +85,7 @@ def generate(
             if show.compare:
                 refuse_keep(recipe.drafter)
             loaded = load_recipe(recipe, progress)
-            tokens = [] if prompts else _encode(loaded.target, text, chat, system)
+            tokens = [] if prompts else _encode(loaded.target, text, chat, system, recipe.template)
             job = PromptJob(**vars(loaded), prompt=tokens, prompt_text=text)
             if show.compare:
                 progress.update("warming up", 0, None)
@@ -94,11 +103,13 @@ def generate(
         if prompts:
 
             def start(each: Prompt) -> GenerationRun:
-                ids = _encode(loaded.target, each.turns[0], chat, each.system or system)
+                said = each.system or system
+                template = recipe.template.over(each.template)
+                ids = _encode(loaded.target, each.turns[0], chat, said, template)
                 return loaded.start(ids)
 
             more = {"options": job.options(), "device": str(loaded.target.scorer.device)}
-            decode_prompts(many, prompts, start, more, as_json=show.json_output, quiet=show.quiet)
+            decode_prompts(many, prompts, start, more, show)
             return
         decode(job, trace_to, advice_for(job, chat), paint, show)
         if trace_to is not None:
@@ -124,12 +135,30 @@ def _paint() -> Paint:
     return partial(painted, color=not console.no_color)
 
 
-def _encode(target: Target, text: str, chat: bool | None, system: str | None) -> list[int]:
+def _show_prompts(
+    recipe: Recipe, prompts: Sequence[Prompt], text: str, chat: bool | None, system: str | None
+) -> None:
+    """Print prompts as the target reads them."""
+    from specbench.bench.prompts import Prompt
+    from specbench.generate import encode_prompt
+    from specbench.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.target)
+    alone = Prompt("", "", (text,))
+    for each in prompts or [alone]:
+        template, said = recipe.template.over(each.template), each.system or system
+        ids = encode_prompt(tokenizer, each.turns[0], chat=chat, system=said, template=template)
+        write_out(str(tokenizer.decode(ids, skip_special_tokens=False)) + "\n")
+
+
+def _encode(
+    target: Target, text: str, chat: bool | None, system: str | None, template: TemplateOptions
+) -> list[int]:
     from specbench.generate import encode_prompt
 
     if target.tokenizer is None:
         raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-    ids = encode_prompt(target.tokenizer, text, chat=chat, system=system)
+    ids = encode_prompt(target.tokenizer, text, chat=chat, system=system, template=template)
     limit = target.scorer.context_limit
     if limit is not None and len(ids) >= limit:
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError, UsageError
@@ -16,6 +16,7 @@ from specbench.options import PROMPT, group
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
+    from specbench.cli.watchers import ShownOptions
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
     from specbench.recipe import Recipe
@@ -53,9 +54,7 @@ def decode_prompts(
     prompts: Sequence[Prompt],
     start: Callable[[Prompt], GenerationRun],
     more: Mapping[str, Any],
-    *,
-    as_json: bool,
-    quiet: bool,
+    show: ShownOptions,
 ) -> None:
     """Decode, and print the result of each prompt, in their order; JSON lines get the fields ``more`` too.
 
@@ -64,6 +63,7 @@ def decode_prompts(
         KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
     from specbench.cli.summary import show_many
+    from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
     def begun(prompt: Prompt) -> GenerationRun | Exception:
@@ -72,7 +72,16 @@ def decode_prompts(
         except UsageError as error:
             return error
 
-    runs = GenerationRuns([begun(prompt) for prompt in prompts], max_batch=many.batch or _BATCH)
+    as_json, quiet = show.json_output, show.quiet
+    begun_runs = [begun(prompt) for prompt in prompts]
+
+    def print_result(index: int) -> None:
+        run, result = begun_runs[index], results[index]
+        if show.answer_only and isinstance(run, GenerationRun) and not isinstance(result, Exception):
+            result = replace(result, text=run.answer())
+        _print(prompts[index], result, more, as_json=as_json)
+
+    runs = GenerationRuns(begun_runs, max_batch=many.batch or _BATCH)
     results: dict[int, Generation | Exception] = {}
     printed = 0  # results so far: each waits for all before it
     began = time.perf_counter()
@@ -82,12 +91,12 @@ def decode_prompts(
                 if isinstance(event, Exception) or event.finish_reason is not None:
                     results[index] = runs.result(index)
                     while printed in results:
-                        _print(prompts[printed], results[printed], more, as_json=as_json)
+                        print_result(printed)
                         printed += 1
                     progress.update("decoding", len(results), len(prompts))
     except KeyboardInterrupt:
         for index in sorted(index for index in results if index >= printed):
-            _print(prompts[index], results[index], more, as_json=as_json)
+            print_result(index)
         raise
     finally:
         failed = sum(isinstance(result, Exception) for result in results.values())

@@ -166,7 +166,10 @@ def decode(
     if trace_to is not None:
         watchers.append(Tracer(trace_to, job.header(), job.piece))
     if not show.json_output:
-        watchers.append(TextOutput(run, paint, streamed=show.streamed, after_trace=on_screen))
+        shown = TextOutput(
+            run, paint, streamed=show.streamed, after_trace=on_screen, answer_only=show.answer_only
+        )
+        watchers.append(shown)
     max_new_tokens = job.recipe.decoding.max_new_tokens
 
     def decode_once(plain: bool) -> Generation:
@@ -189,6 +192,7 @@ def decode(
         finished = False
     result = run.result()
     figures = summary(result) | {
+        **({"text": run.answer()} if show.answer_only else {}),
         "options": job.options(),
         "device": str(job.target.scorer.device),
         "draftable_share": job.draftable_share(result.token_ids),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
 from specbench.cli.options import cache_for
+from specbench.options import NO_OPTIONS
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         DecodingOptions,
         ModelOptions,
         SamplingOptions,
+        TemplateOptions,
     )
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
@@ -37,6 +39,7 @@ def parse_recipe(
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions = NO_OPTIONS,
 ) -> Recipe:
     """Return the recipe that a command line requests.
 
@@ -46,14 +49,17 @@ def parse_recipe(
     from specbench.recipe import Recipe
 
     if drafting.recipe is not None:
-        return row_recipe(ctx, drafting.recipe, drafting.target, models, decoding, caching, sampling)
+        return row_recipe(
+            ctx, drafting.recipe, drafting.target, models, decoding, caching, sampling, template
+        )
     kind = cache_for(ctx, drafting.target, models, caching)
     target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
     greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
     policy = policy.with_gamma(drafting.gamma)
-    return Recipe(target, drafter, policy, models, replace(caching, cache=kind), decoding, sampling)
+    caching = replace(caching, cache=kind)
+    return Recipe(target, drafter, policy, models, caching, decoding, sampling, template)
 
 
 def row_recipe(
@@ -64,6 +70,7 @@ def row_recipe(
     decoding: DecodingOptions,
     caching: CacheOptions,
     sampling: SamplingOptions,
+    template: TemplateOptions = NO_OPTIONS,
 ) -> Recipe:
     """Return the recipe of a row of a run, with the options on the command line in place of its own.
 
@@ -87,6 +94,7 @@ def row_recipe(
         caching=changed(recipe.caching, caching),
         decoding=changed(recipe.decoding, decoding),
         sampling=changed(recipe.sampling, sampling),
+        template=changed(recipe.template, template),
     )
     return recipe.found_in(Path())
 

@@ -22,7 +22,7 @@ from specbench.cli.sweep_options import (
     context_text,
     prompts_of_sweep,
 )
-from specbench.options import CacheOptions, DecodingOptions, ModelOptions
+from specbench.options import CacheOptions, DecodingOptions, ModelOptions, TemplateOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import Fixed, TakesGamma
@@ -53,6 +53,7 @@ def sweep(
         ),
     ],
     experiment: ExperimentOptions,
+    template: Annotated[TemplateOptions, opt.Fields(without=("thinking",))],
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
     results: ResultsOptions,
@@ -68,12 +69,12 @@ def sweep(
     if servers.server:
         from specbench.cli.sweep_servers import sweep_servers
 
-        sweep_servers(ctx, compared, servers, target, experiment, decoding, results, start)
+        sweep_servers(ctx, compared, servers, target, experiment, template, decoding, results, start)
         return
     if engines.engine is not None:
         from specbench.cli.sweep_engine import sweep_engine
 
-        what = compared, drafting, engines, servers, experiment, decoding, results
+        what = compared, drafting, engines, servers, experiment, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
     from specbench.bench.contexts import fitting
@@ -84,7 +85,7 @@ def sweep(
     from specbench.results.store import RunStore
 
     caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
-    base = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding)
+    base = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, template=template)
     options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, base)
     with starting(quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
@@ -121,7 +122,7 @@ def _compared_models(
     from specbench.bench.axes import parse_baselines, parse_gammas, parse_policies
     from specbench.bench.grid import SweepOptions
 
-    axes = compared.axes(experiment)
+    axes = compared.axes(experiment, base.template)
     usual = (
         ["auto", "fixed"] if 0.0 in axes["temperatures"] else ["fixed"]
     )  # `generate` takes auto at temperature 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         ResultsOptions,
         ServerOptions,
     )
-    from specbench.options import DecodingOptions
+    from specbench.options import DecodingOptions, TemplateOptions
     from specbench.results.load import LoadSnapshot
 
 
@@ -38,13 +38,14 @@ def sweep_engine(
     engines: EngineOptions,
     servers: ServerOptions,
     experiment: ExperimentOptions,
+    template: TemplateOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
     arguments: Sequence[str],
     start: LoadSnapshot,
 ) -> None:
     """Measure an engine's settings; for the arguments see ``specbench.cli.sweep``."""
-    axes = compared.axes(experiment)
+    axes = compared.axes(experiment, template)
     planned = EngineServers.of(
         target,
         compared.drafter,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
+    from specbench.options import TemplateOptions
     from specbench.results.run import StoredSuite
 
 
@@ -56,14 +57,15 @@ class ComparedOptions:
         "--context LENGTHS",
         "Lengths of prompts in tokens, such as 256,1024: text in front of each.",
     )
+    thinking: str | None = _what(None, "--thinking WHICH", "Thinking: on, off or on,off.")
 
-    def axes(self, experiment: ExperimentOptions) -> dict[str, Any]:
+    def axes(self, experiment: ExperimentOptions, template: TemplateOptions) -> dict[str, Any]:
         """Return the fields of ``SweepOptions`` that models and servers share.
 
         Raises:
             UsageError: A value is none.
         """
-        from specbench.bench.axes import parse_batches, parse_contexts
+        from specbench.bench.axes import parse_batches, parse_contexts, parse_thinking
         from specbench.decoding.sampling import Sampling
 
         temperatures = tuple(self.temperature or [0.0])
@@ -77,6 +79,8 @@ class ComparedOptions:
             "batches": () if self.batch is None else tuple(parse_batches(self.batch)),
             "arrivals": self.arrivals,
             "contexts": () if self.context is None else tuple(parse_contexts(self.context)),
+            "thinking": () if self.thinking is None else tuple(parse_thinking(self.thinking)),
+            "template": template,
             "until": experiment.until,
         }
 

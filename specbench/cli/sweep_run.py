@@ -217,6 +217,7 @@ class SweepJob(RunJob):
         """Write the answer and the table into two files, then print them; stdout may be closed."""
         from specbench.results.requests import request_rows
         from specbench.results.summary import categorize, summarize
+        from specbench.results.thinking import part_rows
         from specbench.results.turns import turn_rows
         from specbench.show import tables
         from specbench.show.answer import answer_parts, find_answers
@@ -225,6 +226,8 @@ class SweepJob(RunJob):
         summary, categories = summarize(results), categorize(results)
         requests = request_rows(results, summary)
         sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
+        if parts := part_rows(results):
+            sheets.append(tables.part_sheet(parts))
         if turns := turn_rows(results):
             sheets.append(tables.turn_sheet(turns))
         answers = find_answers(results, summary, categories)

@@ -14,7 +14,7 @@ from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
 from specbench.cli.sweep_options import context_text, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder
-from specbench.options import DecodingOptions
+from specbench.options import DecodingOptions, TemplateOptions
 from specbench.results.store import RunStore
 from specbench.specs.models import parse_model
 from specbench.specs.servers import parse_servers
@@ -35,6 +35,7 @@ def sweep_servers(
     servers: ServerOptions,
     target: str,
     experiment: ExperimentOptions,
+    template: TemplateOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
     start: LoadSnapshot,
@@ -44,7 +45,7 @@ def sweep_servers(
 
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
-    axes = compared.axes(experiment)
+    axes = compared.axes(experiment, template)
     if axes["turns"] is None and (servers.prompt_cache != "keep" or axes["batches"]):
         axes["turns"] = 1
     options = SweepOptions(
@@ -73,6 +74,7 @@ def sweep_servers(
         timeout_s=servers.timeout,
         decoding=decoding,
         temperature=max(options.temperatures),
+        template=template,
         prompt_cache=servers.prompt_cache,
     )
     try:

@@ -11,7 +11,7 @@ from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
-from specbench.options import MODELS, PROMPT, ModelOptions, group, panel, quantized
+from specbench.options import MODELS, PROMPT, ModelOptions, TemplateOptions, group, panel, quantized
 from specbench.specs.models import parse_model
 from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
 
@@ -69,6 +69,7 @@ def train(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     lessons: _Lessons,
+    template: TemplateOptions,
     models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
     training: _Training,
     start: Annotated[
@@ -119,7 +120,7 @@ def train(
             f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
     sources = lessons.prompts or [TRAINING_SET]
-    chosen = training_prompts(sources)
+    chosen = [prompt.told(template) for prompt in training_prompts(sources)]
     with starting(quiet) as progress:
         from specbench.base.progress import quiet_transformers
         from specbench.models.prepare import prepare

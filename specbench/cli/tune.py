@@ -16,13 +16,14 @@ from specbench.cli.sweep_options import (
     StartedArguments,
     TuneResultsOptions,
 )
-from specbench.options import DecodingOptions, ModelOptions
+from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
 
 def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     search: SearchOptions,
+    template: TemplateOptions,
     engines: EngineOptions,
     servers: Annotated[ServerOptions, opt.Fields("api", "timeout")],
     models: ModelOptions,
@@ -46,8 +47,8 @@ def tune(
     if engines.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 
-        tune_engine(target, search, engines, servers, decoding, results, arguments or ())
+        tune_engine(target, search, template, engines, servers, decoding, results, arguments or ())
         return
     from specbench.cli.tune_run import run_tune
 
-    run_tune(target, search, models, decoding, results)
+    run_tune(target, search, template, models, decoding, results)

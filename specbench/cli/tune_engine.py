@@ -28,7 +28,7 @@ from specbench.results.store import RunStore
 if TYPE_CHECKING:
     from specbench.bench.engines.launched import LaunchedEngine
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
-    from specbench.options import DecodingOptions
+    from specbench.options import DecodingOptions, TemplateOptions
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.engine_search import EngineSearch
 
@@ -41,6 +41,7 @@ _ENDING_S = 3.0
 def tune_engine(
     target: str,
     search: SearchOptions,
+    template: TemplateOptions,
     engines: EngineOptions,
     servers: ServerOptions,
     decoding: DecodingOptions,
@@ -58,7 +59,7 @@ def tune_engine(
             target, search.drafter, engines, servers, arguments, decoding, search.temperature, usual=True
         )
     options = planned.sweep_options(
-        temperatures=(search.temperature,), repeats=_REPEATS, turns=1, seed=search.seed
+        temperatures=(search.temperature,), repeats=_REPEATS, turns=1, seed=search.seed, template=template
     )
     configs = engine_configs(options, planned.settings)
     if search.batch is not None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
-    from specbench.options import DecodingOptions, ModelOptions
+    from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
     from specbench.results.results import Results
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.loading import LoadedCandidates
@@ -54,6 +54,7 @@ _ENDING_S, _ENDING_SHARE = 3.0, 0.03
 def run_tune(
     target: str,
     search: SearchOptions,
+    template: TemplateOptions,
     models: ModelOptions,
     decoding: DecodingOptions,
     results: TuneResultsOptions,
@@ -71,7 +72,7 @@ def run_tune(
     with starting(quiet) as progress:
         chosen = chosen_prompts(search, None, progress)
     prompts = tuple(interleave(chosen.prompts))
-    base = Recipe(parse_model(target), models=models, decoding=decoding)
+    base = Recipe(parse_model(target), models=models, decoding=decoding, template=template)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
     folder = tune_folder(results, sources["target"])
     stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
@@ -88,6 +89,7 @@ def run_tune(
         warmup=0,
         turns=1,
         seed=search.seed,
+        template=template,
     )
     with starting(quiet, every=True) as progress, quiet_transformers():
         from specbench.bench.engines.own import check_engine

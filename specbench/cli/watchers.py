@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
-from specbench.cli.console import write_out
+from specbench.base.textsafe import terminal_safe
+from specbench.cli.console import has_styles, write_out
+from specbench.decoding.thinking import ThinkingSplit
 from specbench.options import OUTPUT, group
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
     from specbench.decoding.origins import Origin
     from specbench.decoding.records import Generation, Prefill, Step
+    from specbench.decoding.thinking import Labeled
     from specbench.generate import GenerationRun
     from specbench.results.trace import Event
 
@@ -54,6 +58,10 @@ class ShownOptions:
     )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress, no summary.")
+    show_prompt: bool = _output(
+        False, "--show-prompt", "Print the prompt as the chat template renders it, and end."
+    )
+    answer_only: bool = _output(False, "--answer-only", "Leave thinking out of the text.")
 
     @property
     def streamed(self) -> bool:
@@ -141,9 +149,13 @@ def _open_as_it_is(path: str, flags: int) -> int:
 
 
 class TextOutput:
-    """Writes text as soon as it is final, or at the end, styled by ``paint`` if there is one.
+    """Writes text as soon as it is final, or at the end; on a terminal thinking is dim.
 
-    ``after_trace`` tells that a trace is on screen, from which an empty line separates the text.
+    Args:
+        paint: Styles text by its origin.
+        streamed: Whether text is written before the end.
+        after_trace: Whether a trace is on screen, from which an empty line separates the text.
+        answer_only: Whether to leave out what is thought before the answer.
     """
 
     def __init__(
@@ -153,36 +165,53 @@ class TextOutput:
         *,
         streamed: bool = True,
         after_trace: bool = False,
+        answer_only: bool = False,
     ) -> None:
-        stream = run.text_stream()
+        stream, tokenizer = run.text_stream(), run.target.tokenizer
         assert stream is not None
+        assert tokenizer is not None
         self._stream, self._paint, self._streamed, self._after_trace = stream, paint, streamed, after_trace
-        self._pieces: list[tuple[Origin, str]] = []
+        self._split = ThinkingSplit(tokenizer, run.prompt)
+        self._origins: deque[Origin] = deque()  # of the tokens that it holds
+        self._answer_only, self._blank = answer_only, True
+        self._pieces: list[tuple[tuple[Origin, bool], str]] = []
 
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
 
         tokens = shown_tokens(tokens_of(record), record.finish_reason)
         for token, origin in zip(tokens, record.origins, strict=False):
-            self._pieces += self._stream.push(token, origin)
+            self._origins.append(origin)
+            self._label(self._split.push(token))
         if self._streamed:
             self._write()
 
     def end(self, result: Generation) -> None:
-        self._pieces += self._stream.finish("target")
+        self._label(self._split.finish())
+        self._pieces += self._stream.finish(("target", self._split.thinks))
         if self._after_trace:
             sys.stderr.write("\n")
         self._write()
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
 
+    def _label(self, labeled: Labeled) -> None:
+        for token, part in labeled:
+            self._pieces += self._stream.push(token, (self._origins.popleft(), part != "answer"))
+
     def _write(self) -> None:
         pieces, self._pieces = self._pieces, []
-        if self._paint is None:
-            write_out("".join(text for _, text in pieces))
-        else:  # it has made them safe
-            sys.stdout.write("".join(self._paint(text, origin) for origin, text in pieces))
-            sys.stdout.flush()
+        for (origin, thinking), text in pieces:
+            if self._answer_only:
+                text = "" if thinking else text.lstrip() if self._blank else text
+                self._blank = self._blank and not text
+            if self._paint is not None:
+                sys.stdout.write(self._paint(text, origin))
+            elif thinking and text and has_styles():
+                sys.stdout.write(f"\x1b[2m{terminal_safe(text)}\x1b[0m")
+            else:
+                write_out(text)
+        sys.stdout.flush()
 
 
 class Tracer:

@@ -49,6 +49,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation as `tokenizer.apply_chat_template` does.
 
@@ -58,17 +59,15 @@ def render_chat(
     Args:
         add_generation_prompt: Whether to append the text that opens the assistant's next answer.
         tools: The functions that the model can call, as in requests to a server.
+        variables: What else the template is given, by name; see ``used_variables``.
 
     Raises:
         TemplateError: The template refuses, leaves out what a message says, or takes too much time or memory.
     """
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:  # it has several, and none of them is the usual one
-        raise TemplateError(excerpt(error)) from error
     request = {
+        **(variables or {}),
         "tools": tools or None,
-        "chat_template": template,
+        "chat_template": _template(tokenizer),
         "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens_map,
     }
@@ -92,6 +91,25 @@ def render_chat(
     raise TemplateError(failure)
 
 
+def used_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the names of the variables that a tokenizer's chat template uses and does not set itself.
+
+    Raises:
+        TemplateError: It cannot be read.
+    """
+    answer = _renderer.ask({"chat_template": _template(tokenizer)}, SECONDS)
+    if answer is None or "error" in answer:
+        raise TemplateError("it cannot be read" if answer is None else answer["error"])
+    return frozenset(answer["variables"])
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:  # it has several, and none of them is the usual one
+        raise TemplateError(excerpt(error)) from error
+
+
 def _must_come_out(message: Mapping[str, Any]) -> bool:
     """Whether a template has to write what a message says; beside tool calls some leave out the text."""
     content = message.get("content")
@@ -110,8 +128,18 @@ def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
 
 def render(request: Json) -> Json:
     """Answer a request in the other process."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from jinja2 import TemplateError as JinjaError
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+    if "conversations" not in request:
+        template = request["chat_template"]
+        try:
+            environment = _compile_jinja_template(template).environment
+        except JinjaError as error:
+            return {"error": str(error)[:_WORDS]}
+        known = find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+        return {"variables": sorted(known)}
     texts = []
     for conversation in request.pop("conversations"):
         try:

@@ -232,6 +232,13 @@ class MeasuredOutput(Record):
     prefill_s: Annotated[Seconds, doc("of that, the target's prefill")]
     decode_s: Annotated[Seconds, doc("time after the first emission")]
     total_s: Annotated[Seconds, doc("both; to the last token")]
+    thinking_tokens: Annotated[
+        Count | None,
+        doc("how many of the first tokens are thinking, with the marks around it; `null` if not known"),
+    ] = None
+    thinking_s: Annotated[
+        Seconds | None, doc("from the first emission to the end of the thinking; `null` if not known")
+    ] = None
     log_probability: Annotated[
         Number | None,
         doc(

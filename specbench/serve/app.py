@@ -25,6 +25,7 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json
 from specbench.base.textsafe import excerpt
 from specbench.decoding.sampling import Sampling
+from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
 from specbench.options import DecodingOptions, Format
@@ -37,6 +38,7 @@ from specbench.serve.protocol import (
     Reply,
     SpeculationOptions,
     TextRequest,
+    Thought,
     Usage,
     error_body,
     parse,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import DraftPolicy
     from specbench.decoding.records import FinishReason, Prefill, Step
     from specbench.decoding.schedule import Event
+    from specbench.decoding.thinking import Labeled, Part
     from specbench.serve.engine import Job
     from specbench.serve.tools import CallDelta, CallForm
     from specbench.specs.drafters import DrafterSpec
@@ -152,7 +155,7 @@ class _Api:
     async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: parsing a large body takes a second, in which others have to be answered.
         parsed, run, parser = await run_in_threadpool(self._parse, await _read_body(request), kind)
-        records = _RecordStream(self._engine, run, parser)
+        records = _RecordStream(self._engine, run, parser, splits=kind is ChatRequest)
         reply = Reply(
             parsed, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"]
         )
@@ -262,7 +265,8 @@ class _Api:
         as_text = form is not None and form.arguments_as_text
         messages = [message.to_dict(arguments_as_text=as_text) for message in parsed.messages]
         try:
-            return encode_messages(self._tokenizer, messages, [] if form is None else parsed.offered)
+            offered = [] if form is None else parsed.offered
+            return encode_messages(self._tokenizer, messages, offered, parsed.template)
         except UsageError as error:  # whose hint is for a command line
             raise UsageError(error.message, "Send other messages.") from error
 
@@ -278,14 +282,19 @@ class _ProtocolError(HTTPException):
 class _RecordStream(AsyncIterator["Prefill | Step"]):
     """The records of a request as they are decoded, in the event loop that created the stream.
 
+    Attributes:
+        splits: Whether its thinking is told from its answer.
+
     Raises:
         SpecbenchError: The engine refuses the request, or decoding fails.
     """
 
-    def __init__(self, engine: Engine, run: GenerationRun, parser: CallParser | None) -> None:
+    def __init__(
+        self, engine: Engine, run: GenerationRun, parser: CallParser | None, *, splits: bool
+    ) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine, self.run, self.parser = engine, run, parser
+        self._engine, self.run, self.parser, self.splits = engine, run, parser, splits
 
         def deliver(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has been closed
@@ -359,19 +368,31 @@ async def _parts(
     records: _RecordStream, first: Prefill | Step, usage: Usage
 ) -> AsyncGenerator[tuple[list[str | CallDelta], FinishReason | None]]:
     """Yield what becomes final with each record, and its finish reason, which only the last one has."""
-    parser = records.parser
-    stream = records.run.text_stream(special=parser is not None and parser.form.hidden)
+    parser, run, tokenizer = records.parser, records.run, records.run.target.tokenizer
+    stream = run.text_stream(special=parser is not None and parser.form.hidden)
     assert stream is not None
+    assert tokenizer is not None
+    split = ThinkingSplit(tokenizer, run.prompt) if records.splits else None
     record: Prefill | Step | None = first
     while record is not None:
+        ended = record.finish_reason is not None
+        pieces: list[tuple[Part, str]] = []
         tokens = shown_tokens(usage.add(record), record.finish_reason)
-        pieces = [text for token in tokens for _, text in stream.push(token, "target")]
-        if record.finish_reason is not None:
-            pieces += [text for _, text in stream.finish("target")]
-        text = "".join(pieces)
-        parts: list[str | CallDelta] = [text] if text else []
+        labeled: Labeled = [(token, "answer") for token in tokens]
+        if split is not None:
+            labeled = [each for token in tokens for each in split.push(token)]
+            labeled += split.finish() if ended else []
+        for token, part in labeled:
+            pieces += stream.push(token, part)
+        if ended:
+            pieces += stream.finish("answer")
+        thought = "".join(text for part, text in pieces if part == "thinking")
+        text = "".join(text for part, text in pieces if part == "answer")
+        parts: list[str | CallDelta] = [Thought(thought)] if thought else []
         if parser is not None:
-            parts = parser.push(text) + (parser.finish() if record.finish_reason is not None else [])
+            parts += parser.push(text) + (parser.finish() if ended else [])
+        elif text:
+            parts.append(text)
         yield parts, record.finish_reason
         record = await anext(records, None)
 

@@ -20,7 +20,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json, not_json
 from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
-from specbench.options import DecodingKeywords
+from specbench.options import DecodingKeywords, TemplateOptions
 from specbench.serve.tools import CallDelta, CallForm
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
@@ -100,6 +100,10 @@ class _ResponseFormat(BaseModel):
         """The JSON Schema of the answer; of any text, that of any object."""
         content = self.json_schema.content if self.type == "json_schema" and self.json_schema else None
         return json.dumps({"type": "object"} if content is None else content)
+
+
+class Thought(str):
+    """A piece of text that is thinking."""
 
 
 class SpeculationOptions(_Body):
@@ -265,6 +269,8 @@ class ChatRequest(BaseRequest):
 
     messages: _List[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    reasoning_effort: str | None = Field(None, max_length=MAX_NAME)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
     tools: _List[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
@@ -282,6 +288,15 @@ class ChatRequest(BaseRequest):
         if self.tool_choice == "required" and not names:
             raise PydanticCustomError("tools", "tool_choice: there are no tools")
         return self
+
+    @property
+    def template(self) -> TemplateOptions:
+        """What the chat template is told.
+
+        Raises:
+            UsageError: It sets a variable that the conversation sets.
+        """
+        return TemplateOptions.of(self.chat_template_kwargs or {}, self.reasoning_effort)
 
     @property
     def offered(self) -> list[Json]:
@@ -447,7 +462,8 @@ class Reply:
         called: bool = False,
     ) -> Json:
         """Return the answer without a stream; see ``finish_chunk`` for ``called``."""
-        text = "".join(part for part in parts if isinstance(part, str))
+        thoughts = "".join(part for part in parts if isinstance(part, Thought))
+        text = "".join(part for part in parts if isinstance(part, str) and not isinstance(part, Thought))
         calls: list[Json] = []
         for part in parts:
             if isinstance(part, str):
@@ -456,6 +472,7 @@ class Reply:
                 calls.append(_begun_call(part.name))
             calls[part.index]["function"]["arguments"] += part.arguments
         message: Json = {"role": "assistant", "content": text}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         content: Json = {"message": message} if self.is_chat else {"text": text}
@@ -470,7 +487,9 @@ class Reply:
         return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
 
     def part_chunk(self, part: str | CallDelta) -> Json:
-        """Return a chunk with more text, or more of a tool call."""
+        """Return a chunk with more text, more thinking, or more of a tool call."""
+        if isinstance(part, Thought):
+            return self._chunk({"reasoning_content": str(part)})
         if isinstance(part, str):
             return self._chunk({"content": part})
         begun = {"function": {}} if part.name is None else _begun_call(part.name)

@@ -16,6 +16,7 @@ from specbench.results.heads import PLACES, HeadRow, TrainingRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import CategoryRow, Summary, SummaryRow
+from specbench.results.thinking import PartRow
 from specbench.results.turns import TurnRow
 from specbench.rows import Row
 from specbench.show.document import Sheet
@@ -279,6 +280,19 @@ _TURN_COLUMNS: list[_Column[TurnRow]] = [
 ]
 
 
+_PART_COLUMNS: list[_Column[PartRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _name("part", lambda row: row.part),
+    _number("tokens", 3, lambda row: row.tokens, _count),
+    _number("of tokens", 1, lambda row: row.share, _percent),
+    _number("of time", 2, lambda row: row.time_share, _percent),
+    _number("tokens/s", 0, lambda row: row.tokens_per_second.value),
+    _ratio("speedup", 0, lambda row: row.speedup),
+    _ratio("tokens/step", 0, lambda row: row.tokens_per_step),
+    _number("accepted", 1, lambda row: row.acceptance_rate.value, _percent),
+]
+
+
 def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
     return _Column(heading, 0, lambda row: "≥ " * (row.least and of(row) < 1) + _percent(of(row)), of)
 
@@ -414,6 +428,15 @@ def turn_sheet(rows: Sequence[TurnRow]) -> Sheet:
         " over, or are not the JSON that was asked for."
     ]
     return _sheet(rows, _TURN_COLUMNS, said)
+
+
+def part_sheet(rows: Sequence[PartRow]) -> Sheet:
+    """Return a table of thinking and answers apart."""
+    said = [
+        "Thinking and answer: the steps that begin inside the thinking, and those after it. Speedup: over the same part"
+        " of the baseline."
+    ]
+    return _sheet(rows, _PART_COLUMNS, said)
 
 
 def position_sheet(rows: Sequence[PositionRow]) -> Sheet:

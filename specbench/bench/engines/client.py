@@ -51,13 +51,14 @@ class ServerError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a stream: its time of arrival, in seconds since the request was sent, its text,
-    and its token ids (``None`` if not reported).
+    """One event of a stream: its time of arrival, in seconds since the request was sent, its text, its token ids
+    (``None`` if not reported), and whether it came as reasoning.
     """
 
     at_s: float
     text: str
     ids: tuple[int, ...] | None
+    reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,6 @@ class StreamedAnswer:
         ended_s: When the finish reason arrived, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, according to ``usage``.
         steps_by_kept: Numbers of steps with a draft of which 0, 1, 2, ... tokens were accepted.
-        reasoned: Whether some of the text came as reasoning, without the tags around it.
     """
 
     pieces: tuple[Chunk, ...]
@@ -80,7 +80,16 @@ class StreamedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     steps_by_kept: tuple[int, ...] | None = None
-    reasoned: bool = False
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether some of the text came as reasoning, without the tags around it."""
+        return any(piece.reasoning for piece in self.pieces)
+
+    @property
+    def said(self) -> str:
+        """The text without what came as reasoning."""
+        return encodable("".join(piece.text for piece in self.pieces if not piece.reasoning))
 
     @property
     def text(self) -> str:
@@ -359,7 +368,7 @@ class ServerClient:
     async def _read(self, response: httpx2.Response, began: float) -> StreamedAnswer:
         pieces: list[Chunk] = []
         facts: Json = {}
-        reason, ended_s, reasoned = None, 0.0, False
+        reason, ended_s = None, 0.0
         async for event in httpx2.EventSource(response, max_event_size=None):
             at_s = self._clock() - began
             if event.data == "[DONE]":
@@ -371,15 +380,14 @@ class ServerClient:
             choice = choice_of(body)
             text, ids = text_of(choice), _ids_of(choice)
             if text or ids:
-                pieces.append(Chunk(at_s, text, ids))
-            reasoned |= bool(_reasoning_of(choice))
+                pieces.append(Chunk(at_s, text, ids, bool(_reasoning_of(choice))))
             # Some servers write "" for an answer that goes on, or behind the end.
             if isinstance(choice.get("finish_reason"), str) and choice["finish_reason"]:
                 reason, ended_s = choice["finish_reason"], at_s
             facts |= _facts(body, choice)
         if reason is None:
             raise ServerError(f"The answer of the server {self.name} broke off before its end.")
-        return StreamedAnswer(tuple(pieces), reason, ended_s, reasoned=reasoned, **facts)
+        return StreamedAnswer(tuple(pieces), reason, ended_s, **facts)
 
     def _refusal(self, response: httpx2.Response) -> ServerError:
         status, message = response.status_code, self._message(_object(response.text))

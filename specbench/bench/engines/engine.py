@@ -30,6 +30,8 @@ class Outcome:
         first_tokens: Tokens of the first emission.
         steps: Records of the steps; empty if specbench did not decode.
         log_probability: Natural logarithm of the target's probability of the output; ``None`` if not computed.
+        thinking_tokens: How many of the first tokens are thinking; ``None`` if not known.
+        thinking_s: Time from the first emission to the end of the thinking; ``None`` if not known.
         reported_tokens: Number of tokens of a server's output, since ``token_ids`` can be incomplete.
         server: Other facts that a server reported.
         arrived_s, queued_s: When a request was sent, in seconds since the group began, and its time in the queue.
@@ -45,6 +47,8 @@ class Outcome:
     steps: tuple[Step, ...] = ()
     peak_memory_bytes: int | None = None
     log_probability: float | None = None
+    thinking_tokens: int | None = None
+    thinking_s: float | None = None
     reported_tokens: int | None = None
     server: ServerAnswer | None = None
     arrived_s: float = 0.0

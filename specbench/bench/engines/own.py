@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Wo
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
+from specbench.decoding.thinking import thinking_tokens
 from specbench.generate_many import GenerationRuns
 from specbench.loaded import LoadedRecipe
 from specbench.options import DecodingOptions, quantized
@@ -194,6 +196,9 @@ class ModelEngine:
             pass
         generation = run.result()
         times = time_split(generation.prefill, generation.steps)
+        thought = self._thought(prompt, generation.token_ids)
+        emitted = accumulate((len(step.tokens) for step in generation.steps), initial=1)
+        inside = [step for step, at in zip(generation.steps, emitted, strict=False) if at < (thought or 0)]
         return Outcome(
             prompt_tokens=generation.prompt_tokens,
             token_ids=generation.token_ids,
@@ -202,8 +207,17 @@ class ModelEngine:
             ttft_s=times.ttft_s,
             decode_s=times.decode_s,
             first_tokens=min(1, len(generation.token_ids)),
+            thinking_tokens=thought,
+            thinking_s=sum(step.times.total_s for step in inside) if thought else None,
             steps=tuple(generation.steps),
         )
+
+    def _thought(self, prompt: Sequence[int], answer: Sequence[int]) -> int | None:
+        """Return how many tokens of an answer are thinking; ``None`` without a chat template."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            return None
+        return thinking_tokens(tokenizer, prompt, answer)
 
     def _decode_with_transformers(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int

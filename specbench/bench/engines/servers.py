@@ -14,8 +14,8 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import accumulate, cycle
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import httpx2
 
@@ -34,7 +34,8 @@ from specbench.bench.engines.dialects import Dialect, dialect_of
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.grid import Salt
 from specbench.bench.serving import BenchRequest, Workload
-from specbench.options import DecodingOptions
+from specbench.decoding.thinking import thinking_tokens, unopened_tokens
+from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row
@@ -47,8 +48,15 @@ if TYPE_CHECKING:
 
 Api = Literal["chat", "completions"]
 
-ServerPrompt: TypeAlias = str | tuple[Mapping[str, str], ...]
-"""A text to continue, or the messages of a conversation."""
+Messages: TypeAlias = tuple[Mapping[str, str], ...]
+
+
+class ServerPrompt(NamedTuple):
+    """A text to continue, or the messages of a conversation; with the fields of a request that tell a template."""
+
+    said: str | Messages
+    template: Json
+
 
 _PROBE = "Count from one to ten."
 _PROBE_TOKENS = 16
@@ -119,7 +127,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         keys: API keys by server.
         tokenizer: The target's tokenizer; ``None`` relies on the servers' token counts.
         timeout_s, transport: See ``ServerClient``.
-        decoding, temperature: Options that the first request to each server tests.
+        decoding, temperature, template: Options that the first request to each server tests.
         prompt_cache: Whether later turns of a conversation may find earlier ones in the prompt cache.
         clock, pause: Functions that return the time, and that wait, in seconds.
 
@@ -144,12 +152,13 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         timeout_s: float = 300.0,
         decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
+        template: TemplateOptions = NO_OPTIONS,
         prompt_cache: Literal["avoid", "keep"] = "avoid",
         transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self._api, self._tokenizer = api, tokenizer
+        self._api, self._tokenizer, self._template = api, tokenizer, template
         self._clock, self._pause, self.keeps_cache = clock, pause, prompt_cache == "keep"
         self._keys = dict(keys)
         self._loop = asyncio.Runner()
@@ -200,7 +209,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             )
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
-            prompt: ServerPrompt = _PROBE if self._api == "completions" else _messages(None, _PROBE)
+            said = _PROBE if self._api == "completions" else _messages(None, _PROBE)
+            prompt = ServerPrompt(said, self._template.for_server())
             settings = self._settings(
                 server, temperature, decoding.with_changes(max_new_tokens=_PROBE_TOKENS), 0
             )
@@ -230,8 +240,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     def encode(self, prompt: Prompt, answers: Sequence[str]) -> ServerPrompt:
         turns = [text for pair in zip(prompt.turns, [*answers, ""], strict=False) for text in pair][:-1]
         if self._api == "chat":
-            return _messages(prompt.system, *turns)
-        return "\n\n".join(part for part in (prompt.system, *turns) if part)
+            return ServerPrompt(_messages(prompt.system, *turns), prompt.template.for_server())
+        return ServerPrompt("\n\n".join(part for part in (prompt.system, *turns) if part), {})
 
     def count_tokens(self, prompt: Prompt) -> int:
         if self._tokenizer is None:
@@ -240,10 +250,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             )
         from specbench.generate import encode_messages, encode_prompt
 
-        given = self.encode(prompt, [])
-        if isinstance(given, str):
-            return len(encode_prompt(self._tokenizer, given, chat=False))
-        return len(encode_messages(self._tokenizer, [dict(each) for each in given]))
+        said = self.encode(prompt, []).said
+        if isinstance(said, str):
+            return len(encode_prompt(self._tokenizer, said, chat=False))
+        messages = [dict(each) for each in said]
+        return len(encode_messages(self._tokenizer, messages, template=prompt.template))
 
     def generate(self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int) -> Outcome:
         return self._loop.run(self._generate(config, BenchRequest(prompt, seed), decoding))
@@ -335,7 +346,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         client, attempt = self._clients[server.spec.name], 1
         while True:
             try:
-                return await client.ask(server.model, prompt, settings), attempt
+                return await client.ask(server.model, prompt.said, {**settings, **prompt.template}), attempt
             except ServerError as error:
                 if not error.retry or attempt > _RETRIES:
                     raise
@@ -366,11 +377,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         """
         if self.salt == "none":
             return request.prompt
-        line = f"[{_mark(config, request, self.salt)}]\n"
-        if isinstance(request.prompt, str):
-            return line + request.prompt
-        first, *rest = request.prompt
-        return ({**first, "content": line + first["content"]}, *rest)
+        line, said = f"[{_mark(config, request, self.salt)}]\n", request.prompt.said
+        if isinstance(said, str):
+            return request.prompt._replace(said=line + said)
+        first, *rest = said
+        return request.prompt._replace(said=({**first, "content": line + first["content"]}, *rest))
 
     async def _counters(self, server: MeasuredServer) -> SpeculationCounters | None:
         return await self._clients[server.spec.name].counters() if server.has_counters else None
@@ -400,6 +411,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         else:
             known = len(first.ids if first.ids is not None else self._tokenize(first.text) or ())
             first_tokens = min(max(1, known), count.tokens)
+        thought, thought_s = self._thinking(answer, count.tokens)
         return Outcome(
             prompt_tokens=answer.prompt_tokens or 0,
             token_ids=ids if ids is not None else self._tokenize(answer.text) or (),
@@ -408,6 +420,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             ttft_s=ttft_s,
             decode_s=max(0.0, answer.ended_s - ttft_s),
             first_tokens=first_tokens,
+            thinking_tokens=thought,
+            thinking_s=None if thought_s is None else max(0.0, thought_s - ttft_s),
             reported_tokens=count.tokens,
             arrived_s=arrived_s,
             server=ServerAnswer(
@@ -421,6 +435,27 @@ class ServerEngine(BenchEngine[ServerPrompt]):
                 attempts=attempts,
             ),
         )
+
+    def _thinking(self, answer: StreamedAnswer, tokens: int) -> tuple[int | None, float | None]:
+        """Return how many tokens of an answer are thinking, and when it ended; ``None`` if not known.
+
+        The closing mark comes between the last piece of reasoning and the next one, and so does the end.
+        """
+        if answer.reasoned:
+            last_s = max(piece.at_s for piece in answer.pieces if piece.reasoning)
+            next_s = min((piece.at_s for piece in answer.pieces if piece.at_s > last_s), default=last_s)
+            said = self._tokenize(answer.said)
+            return (None, None) if said is None else (max(0, tokens - len(said)), (last_s + next_s) / 2)
+        ids = answer.ids or self._tokenize(answer.text)
+        if ids is None or self._tokenizer is None:
+            return None, None
+        count = thinking_tokens(self._tokenizer, (), ids) or unopened_tokens(self._tokenizer, ids)
+        length = len(
+            str(self._tokenizer.decode(list(ids[:count]), skip_special_tokens=answer.ids is not None))
+        )
+        ends = accumulate(len(piece.text) for piece in answer.pieces)
+        times = [piece.at_s for piece, end in zip(answer.pieces, ends, strict=True) if end >= length]
+        return count, (times[0] if times else answer.ended_s) if count else None
 
     def _tokenize(self, text: str) -> tuple[int, ...] | None:
         """Return the token ids of a text; ``None`` without a tokenizer."""
@@ -450,7 +485,7 @@ def explain(
     return RunError(error.message, f"Check that it runs at {spec.url}.")
 
 
-def _messages(system: str | None, *turns: str) -> tuple[Mapping[str, str], ...]:
+def _messages(system: str | None, *turns: str) -> Messages:
     """Return the messages of a conversation whose turns are the user's and the model's alternately."""
     first = () if system is None else ({"role": "system", "content": system},)
     roles = cycle(("user", "assistant"))

@@ -22,6 +22,7 @@ from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Summary, categorize, summarize
+from specbench.results.thinking import part_rows
 from specbench.results.turns import turn_rows
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
@@ -71,6 +72,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     figures, missing = _figures(results, plots)
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results, summary)),
+        "Thinking and answer": tables.part_sheet(part_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),

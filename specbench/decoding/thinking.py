@@ -1,0 +1,134 @@
+"""Which tokens of an answer are thinking: what a model writes for itself before it answers, between marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Part = Literal["mark", "thinking", "answer"]
+Labeled: TypeAlias = list[tuple[int, Part]]
+"""Tokens, each with the part of the answer that it belongs to."""
+
+
+class Marks(NamedTuple):
+    """The text with which thinking begins, and those of which the first ends it."""
+
+    opening: str
+    closings: tuple[str, ...]
+
+
+_FINAL = "<|channel|>final<|message|>"
+
+MARKS = (
+    Marks("<think>", ("</think>",)),  # Qwen, DeepSeek, GLM, SmolLM3, Kimi
+    Marks("[THINK]", ("[/THINK]",)),  # Mistral
+    Marks("<|channel|>analysis<|message|>", (f"<|end|><|start|>assistant{_FINAL}", _FINAL)),  # gpt-oss
+    Marks("<|channel>thought", ("<channel|>",)),  # Gemma
+    Marks("<seed:think>", ("</seed:think>",)),
+)
+
+_NEAR = 64
+"""Tokens at a prompt's end in which a template may have opened the thinking."""
+
+
+class ThinkingSplit:
+    """Tells of the tokens of an answer, one after the other, which are thinking.
+
+    An answer thinks if it begins with an opening mark, or if its prompt ends with one. After the closing mark comes the
+    answer itself, whatever it holds. Tokens that may be the beginning of a mark are held until that is known.
+
+    Args:
+        tokenizer: The target's.
+        prompt: Token ids of the prompt.
+
+    Attributes:
+        thinks: Whether the thinking has begun and not ended.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        before = self._text(prompt[-_NEAR:])
+        self._closings = next((marks.closings for marks in MARKS if _left_open(marks, before)), ())
+        self.thinks = bool(self._closings)
+        self._begun = self.thinks  # whether it is known if the answer thinks
+        self._held: list[int] = []
+
+    def push(self, token: int) -> Labeled:
+        """Add a token; return those of which the part is now known."""
+        self._held.append(token)
+        if not self._begun:
+            return self._begin()
+        return self._until_closing() if self.thinks else self._release("answer")
+
+    def finish(self) -> Labeled:
+        """Return what is held at the end of the answer."""
+        return self._release("thinking" if self.thinks else "answer")
+
+    def _begin(self) -> Labeled:
+        text = self._text(self._held).lstrip()
+        opened = next((marks for marks in MARKS if text.startswith(marks.opening)), None)
+        closed = any(text.startswith(closing) for marks in MARKS for closing in marks.closings)
+        if opened is None and not closed:
+            if any(known.startswith(text) for marks in MARKS for known in (marks.opening, *marks.closings)):
+                return []
+            self._begun = True
+            return self._release("answer")
+        self._begun, self.thinks = True, opened is not None
+        self._closings = opened.closings if opened else ()
+        return self._release("mark")
+
+    def _until_closing(self) -> Labeled:
+        text = self._text(self._held)
+        found = [(text.find(closing), closing) for closing in self._closings if closing in text]
+        if found:
+            before = self._first(min(found)[0])
+            self.thinks = False
+            return [*self._release("thinking", before), *self._release("mark")]
+        possible = next(
+            (
+                start
+                for start in range(len(text))
+                if any(closing.startswith(text[start:]) for closing in self._closings)
+            ),
+            len(text),
+        )
+        return self._release("thinking", self._first(possible))
+
+    def _first(self, length: int) -> int:
+        """Return how many of the tokens held begin within the first characters of their text."""
+        return sum(len(self._text(self._held[:count])) < length for count in range(len(self._held)))
+
+    def _release(self, part: Part, count: int | None = None) -> Labeled:
+        released = self._held[:count]
+        del self._held[:count]
+        return [(token, part) for token in released]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _left_open(marks: Marks, text: str) -> bool:
+    last = text.rfind(marks.opening)
+    return last >= 0 and not any(closing in text[last:] for closing in marks.closings)
+
+
+def thinking_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """Return how many tokens at the beginning of an answer are thinking, with its marks; 0 if it does not think."""
+    split = ThinkingSplit(tokenizer, prompt)
+    labeled = [each for token in answer for each in split.push(token)] + split.finish()
+    return sum(part != "answer" for _, part in labeled)
+
+
+def unopened_tokens(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> int:
+    """Return how many tokens at the beginning of an answer are thinking that an unknown prompt opened: those up to a
+    closing mark, 0 without one.
+    """
+    text = str(tokenizer.decode(list(answer), skip_special_tokens=False))
+    marks = next((marks for marks in MARKS if any(closing in text for closing in marks.closings)), None)
+    if marks is None:
+        return 0
+    opening = tokenizer(marks.opening, add_special_tokens=False)["input_ids"]
+    return thinking_tokens(tokenizer, opening, answer)

@@ -1,0 +1,283 @@
+"""Thinking: the switches of chat templates, and which tokens of an answer are thinking."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli, Result
+from test_serve import Running
+from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
+
+from specbench.base.errors import UsageError
+from specbench.decoding.thinking import ThinkingSplit, thinking_tokens
+from specbench.generate import encode_prompt
+from specbench.models.chat_templates import used_variables
+from specbench.models.drafters import load_drafter
+from specbench.models.target import load_target
+from specbench.options import DecodingOptions, LoadOptions, TemplateOptions
+from specbench.results.results import load_results
+from specbench.results.thinking import part_rows
+from specbench.serve.app import RequestDefaults
+from specbench.serve.engine import Engine
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+QWEN = (
+    TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+OPENED = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    + TURNS
+    + "<|im_start|>assistant\n"
+    "{% if thinking %}<think>{% else %}</think>{% endif %}"
+)
+HARMONY = (
+    "{% set reasoning_effort = reasoning_effort | default('medium') %}Reasoning: {{ reasoning_effort }}\n"
+    + TURNS
+    + "<|start|>assistant"
+)
+MISTRAL = TURNS + "{% if mode %}[MODE]{{ mode | tojson }}[/MODE]{% endif %}"
+MARKS = ("<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "[THINK]", "[/THINK]")
+
+
+def tokenizer_of(template, special=MARKS):
+    return tiny_tokenizer(special_tokens=(*SPECIAL_TOKENS, *special), chat_template=template)
+
+
+def rendered(tokenizer, **options):
+    return tokenizer.decode(encode_prompt(tokenizer, "Hi", template=TemplateOptions(**options)))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("template", "options", "shows", "hides"),
+    [
+        (QWEN, {"thinking": False}, "<think>\n\n</think>", "nothing"),
+        (QWEN, {"thinking": True}, "assistant\n", "<think>"),
+        (QWEN, {"template_option": ("enable_thinking=false",)}, "<think>\n\n</think>", "nothing"),
+        (OPENED, {"thinking": True}, "assistant\n<think>", "</think>"),
+        (OPENED, {"thinking": False}, "assistant\n</think>", "<think>"),
+        (HARMONY, {"reasoning_effort": "high"}, "Reasoning: high", "medium"),
+        (MISTRAL, {"template_option": ('mode={"a": [1]}',)}, '[MODE]{"a": [1]}[/MODE]', "nothing"),
+        (MISTRAL, {"template_option": ("mode=as it is",)}, '[MODE]"as it is"[/MODE]', "nothing"),
+    ],
+)
+def test_a_template_is_told_what_the_options_say(template, options, shows, hides):
+    text = rendered(tokenizer_of(template), **options)
+    assert shows in text
+    assert hides not in text
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "word"),
+    [
+        (HARMONY, {"thinking": True}, "--reasoning-effort"),
+        (TURNS, {"thinking": False}, "cannot be changed"),
+        (QWEN, {"reasoning_effort": "low"}, "enable_thinking"),
+        (QWEN, {"template_option": ("other=1",)}, "other"),
+    ],
+)
+def test_a_switch_that_a_template_does_not_know_is_refused(template, options, word):
+    with pytest.raises(UsageError, match=word):
+        rendered(tokenizer_of(template), **options)
+
+
+@pytest.mark.parametrize("given", ["no value", "=1", "messages=[]", "bos_token=x", "a b=1"])
+def test_what_sets_no_variable_of_a_template_is_refused(given):
+    with pytest.raises(UsageError):
+        TemplateOptions(template_option=(given,))
+
+
+def test_thinking_is_set_once():
+    with pytest.raises(UsageError, match="already"):
+        TemplateOptions(thinking=True, template_option=("enable_thinking=false",))
+
+
+def test_a_switch_needs_the_template():
+    with pytest.raises(UsageError, match="--raw"):
+        encode_prompt(tokenizer_of(QWEN), "Hi", chat=False, template=TemplateOptions(thinking=True))
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [
+        (QWEN, {"enable_thinking"}),
+        (OPENED, {"thinking"}),
+        (HARMONY, {"reasoning_effort"}),
+        (MISTRAL, {"mode"}),
+    ],
+)
+def test_variables_that_a_template_uses(template, known):
+    assert used_variables(tokenizer_of(template)) - {"messages", "add_generation_prompt"} == known
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("special", [MARKS, ()], ids=["tokens", "letters"])
+@pytest.mark.parametrize(
+    ("prompt", "thought", "answer"),
+    [
+        ("<|im_start|>assistant\n", "<think>\nHmm.\n</think>", "\n\nYes."),
+        ("<|im_start|>assistant\n<think>\n", "Hmm.</think>", "Yes </think> no."),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "", "Yes."),
+        ("<think>earlier</think>ok<|im_start|>assistant\n", "", "Yes <think>."),
+        ("<|im_start|>assistant\n", "[THINK]a</thin b[/THINK]", "Yes."),
+        ("<|im_start|>assistant\n", "<think>a < b </th", ""),
+        ("<|im_start|>assistant\n", "<think>never ended, and an emoji 🙂", ""),
+        (
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>Hmm<|end|><|start|>assistant<|channel|>final<|message|>",
+            "Yes",
+        ),
+        ("<|start|>assistant", "<|channel|>final<|message|>", "Yes"),
+        ("<|im_start|>assistant\n", "", "<thin air"),
+        ("<|im_start|>assistant\n", "", ""),
+    ],
+)
+def test_thinking_ends_with_its_mark(special, prompt, thought, answer):
+    tokenizer = tokenizer_of(QWEN, special)
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    told = [*ids(thought), *ids(answer)]
+    assert thinking_tokens(tokenizer, ids(prompt), told) == len(ids(thought))
+    split = ThinkingSplit(tokenizer, ids(prompt))
+    labeled = [each for token in told for each in split.push(token)] + split.finish()
+    assert [token for token, _ in labeled] == told
+    said = tokenizer.decode([token for token, part in labeled if part == "answer"])
+    inside = tokenizer.decode([token for token, part in labeled if part == "thinking"])
+    assert said == answer
+    assert not any(mark in inside for mark in ("<think>", "</think>", "[THINK]", "[/THINK]", "<|"))
+
+
+# -- commands: a format has the tiny model think ---------------------------------------------------
+
+SAYS = "regex=<think>hm{1,5}</think>[ab]{6}"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory) -> Path:
+    """A model folder whose template has a switch."""
+    folder = tmp_path_factory.mktemp("models") / "thinker"
+    tokenizer = tokenizer_of(QWEN, ())
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(cli, thinker) -> Cli:
+    def call(*arguments: object) -> Result:
+        return cli("generate", "--target", thinker, "--dtype", "float32", "-n", 40, *arguments)
+
+    return call
+
+
+def test_the_rendered_prompt_is_shown(generate):
+    shown = generate("Hi", "--no-thinking", "--show-prompt")
+    assert shown.out.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n\n")
+    assert "<think>" not in generate("Hi", "--thinking", "--show-prompt").out
+    assert generate("Hi", "--raw", "--show-prompt").out == "Hi\n"
+
+
+def test_an_answer_alone_has_no_thinking(generate, thinker, tmp_path):
+    whole = generate("Hi", "--format", SAYS, "--quiet").out
+    alone = generate("Hi", "--format", SAYS, "--quiet", "--answer-only").out
+    assert whole.startswith("<think>hm")
+    assert whole.endswith(f"</think>{alone}")
+    assert len(alone.strip()) == 6
+    assert generate("Hi", "--format", SAYS, "--json", "--answer-only").json()["text"] == alone.strip()
+    (file := tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["Hi"]}) + "\n")
+    many = generate("--prompts", file, "--format", SAYS, "--json", "--answer-only")
+    assert many.json()["text"] == alone.strip()
+
+
+def test_a_switch_reaches_the_prompt_and_an_unknown_one_is_refused(generate):
+    plain = generate("Hi", "--json").json()
+    without = generate("Hi", "--no-thinking", "--json").json()
+    assert without["prompt_tokens"] > plain["prompt_tokens"]
+    refused = generate("Hi", "--reasoning-effort", "low")
+    assert refused.code == 2
+    assert "enable_thinking" in refused.err
+
+
+def test_a_conversation_keeps_answers_without_their_thinking(cli, thinker, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\nAnd?\n")))
+    seen = []
+    monkeypatch.setattr(
+        "specbench.conversation.encode_messages",
+        lambda tokenizer, messages, **more: seen.append(messages) or tokenizer("x")["input_ids"],
+    )
+    cli("chat", "--target", thinker, "--dtype", "float32", "--format", SAYS, "-n", 40, "--no-thinking")
+    said = seen[1][1]["content"]
+    assert seen[1][1]["role"] == "assistant"
+    assert len(said) == 6
+
+
+def serving(folder: Path) -> Running:
+    """A server whose answers all think first."""
+    target = load_target(str(folder), LoadOptions(dtype="float32"))
+    decoding = DecodingOptions(max_new_tokens=40, format=SAYS)
+    drafter = load_drafter("self:layers=1", target)
+    engine = Engine(target, drafter, max_batch=2, max_waiting=4, pool_tokens=4096)
+    return Running(engine, RequestDefaults(decoding=decoding))
+
+
+@pytest.mark.parametrize("server", [False, True], ids=["models", "server"])
+def test_a_sweep_tells_thinking_from_answers(cli, thinker, tmp_path, server):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("Hi", "Why is it so?")))
+    what = ["--target", thinker, "--prompts", prompts, "-n", 40, "-r", 1, "--thinking", "on,off"]
+    what += ["--out", tmp_path / "run", "--quiet"]
+    with serving(thinker) if server else nullcontext() as running:
+        what += ["--server", f"here={running.url}/v1"] if server else []
+        if not server:
+            what += ["--dtype", "float32", "--drafter", "self:layers=1", "--gamma", 2, "--format", SAYS]
+        result = cli("sweep", *what)
+    assert result.code == 0, result.err
+    results = load_results(tmp_path / "run")
+    assert {row.condition.thinking for row in results.run.configs} == {True, False}
+    rows = part_rows(results)
+    assert True in {row.config.condition.thinking for row in rows}
+    done = results.done
+    for config in {row.config.id for row in rows}:
+        thinking, answer = (row for row in rows if row.config.id == config)
+        mine = done[done["config"] == config]
+        assert thinking.share + answer.share == pytest.approx(1.0)
+        assert thinking.tokens + answer.tokens == int((mine["new_tokens"] - mine["first_tokens"]).sum())
+        assert answer.tokens >= 6
+    if not server:
+        drafting = [row for row in rows if row.config.kind == "speculative"]
+        assert all(row.tokens_per_step.value >= 1 for row in drafting)
+        report = cli("report", tmp_path / "run").out
+        assert "Thinking and answer" in (tmp_path / "run" / "report.md").read_text(), report
+        assert cli("plot", tmp_path / "run", "--only", "thinking").code == 0
+
+
+def test_the_server_sends_thinking_as_reasoning(thinker):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
+    kinds = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+    with serving(thinker) as running:
+        whole = running.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+        assert set(whole["reasoning_content"]) <= {"h", "m"}
+        assert len(whole["content"]) == 6
+        streamed = running.post("/v1/chat/completions", **body, stream=True).text
+        deltas = [
+            json.loads(line[6:])["choices"][0]["delta"] for line in streamed.splitlines() if line[6:7] == "{"
+        ]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == whole["reasoning_content"]
+        assert "".join(each.get("content", "") for each in deltas) == whole["content"]
+        for fields, status in (
+            ({"chat_template_kwargs": {"enable_thinking": False}}, 200),
+            ({"chat_template_kwargs": {"other": 1}}, 400),
+            ({"reasoning_effort": "low"}, 400),
+        ):
+            answer = running.post("/v1/chat/completions", **body, **fields, response_format=kinds)
+            assert answer.status_code == status, answer.text
+        text = running.post("/v1/completions", prompt="Hi", max_tokens=40).json()["choices"][0]["text"]
+        assert "<think>" in text
