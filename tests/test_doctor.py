@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
+from tiny import tiny_tokenizer
 
 from specbench.bench.engines.client import (
     Chunk,
@@ -390,3 +391,14 @@ def examined_by(times: range) -> Observations:
 
     with Doctored(vllm(), Counts()) as server:
         return asyncio.run(examined(server.url))
+
+
+def test_thinking_and_answers_are_told_apart():
+    """Four tokens at a time in the thinking, two in the answer."""
+    times = [burst * 0.1 for burst in range(10) for _ in range(4 if burst < 5 else 2)]
+    pieces = tuple(Chunk(at_s, " the", None, at_s < 0.45) for at_s in times)
+    thinking = StreamedAnswer(pieces, "length", 1.0, 9, len(pieces), drafted=40, accepted=20)
+    seen = Observations("vllm", "m", answers=[thinking] * 2)
+    assert "--target" in found(Examined(seen), "thinking").remedy
+    said = found(Examined(seen, tiny_tokenizer()), "thinking").text
+    assert "4.00 tokens per step in the thinking and 2.00" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -208,6 +208,27 @@ def _acceptance(e: Examined) -> Iterator[Finding]:
         drafts, kept = e.by_position
         text += "; by position, of all drafts: " + " ".join(f"{100 * each / drafts:.0f}%" for each in kept)
     yield Finding("acceptance", "ok", f"{text}.")
+
+
+def _thinking(e: Examined) -> Iterator[Finding]:
+    """Tokens per step in both parts of answers that think, where a burst of a stream is taken for a step."""
+    thought = [answer for answer in e.seen.answers if answer.reasoned]
+    if not thought or not e.drafted:
+        return
+    if e.tokenizer is None:
+        yield Finding(
+            "thinking", "note", "Its answers think.", "Add --target, so that both parts can be counted."
+        )
+        return
+    found = []
+    for name, inside in (("the thinking", True), ("the answer", False)):
+        parts = [
+            replace(each, pieces=tuple(p for p in each.pieces if p.reasoning is inside)) for each in thought
+        ]
+        tokens = sum(len(e.tokenizer(part.text, add_special_tokens=False)["input_ids"]) for part in parts)
+        steps = sum(part.bursts for part in parts)
+        found.append(f"{tokens / steps:.2f} tokens per step in {name}" if steps else f"no step of {name}")
+    yield Finding("thinking", "ok", f"By the bursts of its streams: {' and '.join(found)}.")
 
 
 def _dummy_tokens(e: Examined) -> Iterator[Finding]:
@@ -496,7 +517,7 @@ def _not_examined(seen: Observations) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _dummy_tokens, _counters, _tokens, _usage, _logprobs, _repeat,
+    _speculation, _method, _acceptance, _thinking, _dummy_tokens, _counters, _tokens, _usage, _logprobs, _repeat,
     _plain_outputs, _cache, _speed, _failures,
 )  # fmt: skip
 

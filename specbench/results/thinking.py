@@ -47,6 +47,10 @@ class PartRow:
     tokens_per_step: Estimate
     acceptance_rate: Estimate
 
+    @property
+    def is_baseline(self) -> bool:
+        return self.config.id == self.config.baseline
+
 
 def part_rows(results: Results) -> list[PartRow]:
     """Return both parts of each configuration that thought, in the order of the run."""

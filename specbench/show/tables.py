@@ -22,6 +22,7 @@ from specbench.rows import Row
 from specbench.show.document import Sheet
 
 AnyRow = TypeVar("AnyRow")
+Compared = TypeVar("Compared", SummaryRow, PartRow)
 
 _FOR_P95, _FOR_P99 = 20, 100
 """Requests from which these percentiles are no longer close to the largest value."""
@@ -193,8 +194,8 @@ def _ratio(heading: str, rank: int, of: Callable[[AnyRow], Estimate]) -> _Column
     return _Column(heading, rank, lambda row: _ratio_text(of(row)), lambda row: of(row).value)
 
 
-def _speedup(heading: str, rank: int, of: Callable[[SummaryRow], Estimate]) -> _Column[SummaryRow]:
-    def text(row: SummaryRow) -> str:
+def _speedup(heading: str, rank: int, of: Callable[[Compared], Estimate]) -> _Column[Compared]:
+    def text(row: Compared) -> str:
         is_one = row.is_baseline and of(row).low is None and of(row).value == 1.0
         return "1 (baseline)" if is_one else _ratio_text(of(row))
 
@@ -287,8 +288,8 @@ _PART_COLUMNS: list[_Column[PartRow]] = [
     _number("of tokens", 1, lambda row: row.share, _percent),
     _number("of time", 2, lambda row: row.time_share, _percent),
     _number("tokens/s", 0, lambda row: row.tokens_per_second.value),
-    _ratio("speedup", 0, lambda row: row.speedup),
-    _ratio("tokens/step", 0, lambda row: row.tokens_per_step),
+    _speedup("speedup", 0, lambda row: row.speedup),
+    _number("tokens/step", 0, lambda row: row.tokens_per_step.value),
     _number("accepted", 1, lambda row: row.acceptance_rate.value, _percent),
 ]
 
