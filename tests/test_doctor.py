@@ -396,7 +396,7 @@ def examined_by(times: range) -> Observations:
 def test_thinking_and_answers_are_told_apart():
     """Four tokens at a time in the thinking, two in the answer."""
     times = [burst * 0.1 for burst in range(10) for _ in range(4 if burst < 5 else 2)]
-    pieces = tuple(Chunk(at_s, " the", None, at_s < 0.45) for at_s in times)
+    pieces = tuple(Chunk(at_s, "x", None, at_s < 0.45) for at_s in times)
     thinking = StreamedAnswer(pieces, "length", 1.0, 9, len(pieces), drafted=40, accepted=20)
     seen = Observations("vllm", "m", answers=[thinking] * 2)
     assert "--target" in found(Examined(seen), "thinking").remedy
