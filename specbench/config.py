@@ -19,7 +19,7 @@ from specbench.base.errors import UsageError
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
 from specbench.options import CacheKind, DtypeName
-from specbench.recipe import Recipe, drafter_argument, model_argument
+from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import PolicySpec, parse_policy
@@ -86,7 +86,7 @@ class Config:
 def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
     """Return the configuration of a recipe, and a note if the target is left out."""
     policy, models = recipe.policy, recipe.models
-    target = model_argument(recipe.target)
+    target = recipe.target.argument
     config = Config(
         drafter=drafter_argument(recipe.drafter),
         draft_policy=None if policy is None else str(policy),

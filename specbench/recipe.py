@@ -31,7 +31,7 @@ from specbench.specs.drafters import (
     SmallModel,
     parse_drafter,
 )
-from specbench.specs.models import ModelSpec
+from specbench.specs.models import ADAPTED, ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
 _GROUPS = {
@@ -95,20 +95,24 @@ class Recipe:
         """
 
         def found(model: ModelSpec) -> ModelSpec:
-            if not model.source.startswith(f"{PLACE}/"):
-                return model
-            if model.kind == "python":
+            if model.kind == "python" and model.source.startswith(f"{PLACE}/"):
                 raise UsageError(
                     f"The row drafts with the program {model.name}.",
                     "Name it with --drafter, without --recipe.",
                 )
-            path = folder / model.name
-            if not path.exists():
+            adapter = None if model.adapter is None else placed(model.adapter)
+            return replace(model, source=placed(model.source), adapter=adapter)
+
+        def placed(path: str) -> str:
+            if not path.startswith(f"{PLACE}/"):
+                return path
+            name = path.removeprefix(f"{PLACE}/")
+            if not (folder / name).exists():
                 raise UsageError(
-                    f"The run names {model.name} without its path, and it is not in this folder.",
+                    f"The run names {name} without its path, and it is not in this folder.",
                     "Run the command in the folder that holds it.",
                 )
-            return replace(model, source=str(path))
+            return str(folder / name)
 
         return self.with_models(found)
 
@@ -127,7 +131,7 @@ class Recipe:
             found += ["--gamma", str(self.policy.gamma_max)]
         elif self.policy is not None:
             found += ["--draft-policy", str(self.policy)]
-        found += ["--target", model_argument(self.target)]
+        found += ["--target", self.target.argument]
         return [*found, *(word for name in _GROUPS for word in arguments_of(getattr(self, name)))]
 
     def to_json(self) -> dict[str, Any]:
@@ -201,25 +205,22 @@ def with_small_models(drafter: DrafterSpec, change: Callable[[Any], DrafterSpec]
     return change(drafter) if isinstance(drafter, SmallModel | Outside) else drafter
 
 
-def model_argument(model: ModelSpec) -> str:
-    """Return a model as the command line takes it."""
-    return model.source if model.is_path else model.name
-
-
 def drafter_argument(drafter: DrafterSpec) -> str:
     """Return a drafter as the command line takes it; results show only the last part of its models' names."""
-    return str(with_models(drafter, lambda model: ModelSpec("hub", model_argument(model))))
+    return str(with_models(drafter, lambda model: ModelSpec("hub", model.argument)))
 
 
 def _model_json(model: ModelSpec) -> dict[str, Any]:
-    return {"kind": model.kind, "name": model.name}
+    name, _, adapter = model.name.partition(ADAPTED)
+    return {"kind": model.kind, "name": name} | ({"adapter": adapter} if adapter else {})
 
 
 def _model_of(data: Mapping[str, Any]) -> ModelSpec:
     name, _, revision = data["name"].partition("@")
+    adapter = f"{PLACE}/{data['adapter']}" if data.get("adapter") else None
     if data["kind"] in ("folder", "gguf"):
-        return ModelSpec(data["kind"], f"{PLACE}/{data['name']}")
-    return ModelSpec(data["kind"], name, revision or None)
+        return ModelSpec(data["kind"], f"{PLACE}/{data['name']}", adapter=adapter)
+    return ModelSpec(data["kind"], name, revision or None, adapter)
 
 
 def _changed(group: Any) -> dict[str, Any]:

@@ -71,7 +71,12 @@ class Model:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Model:
-        """Return the model of a spec."""
+        """Return the model of a spec; raise ``UsageError`` for one with an adapter."""
+        if spec.adapter is not None or (Path(spec.source) / "adapter_config.json").is_file():
+            raise UsageError(
+                f"The model {one_line(spec.name)} has a LoRA adapter, which is not exported.",
+                "Merge it into its base model with peft, and measure the merged model.",
+            )
         if spec.kind in ("folder", "gguf"):
             return cls(one_line(spec.name), path=one_line(spec.source))
         return cls(one_line(spec.source), spec.revision)

@@ -65,8 +65,8 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "config.json"
     if (folder / ADAPTER).is_file():  # transformers would apply it only where peft is installed
         raise UsageError(
-            f"{name} holds an adapter ({ADAPTER}), and adapters are not supported.",
-            "Merge it into its base model, or take the file out to use the base model alone.",
+            f"{name} holds an adapter ({ADAPTER}) and a model.",
+            "Put the adapter's files into a folder of their own: MODEL:adapter=FOLDER.",
         )
     if not path.is_file():
         hint = "A model folder holds config.json, safetensors weights and a tokenizer."

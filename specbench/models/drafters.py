@@ -31,6 +31,7 @@ from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
+from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options
 from specbench.models.heads import TrainedHead, find_head, load_head
@@ -66,8 +67,9 @@ def check_drafter(spec: DrafterSpec, target: ModelSpec, *, progress: Progress | 
         if isinstance(form, SelfForm) and (form.layers is not None or form.skip):
             check_form(form, load_config(target, progress=progress))
         elif isinstance(form, Mtp):
-            if target.kind == "folder":  # others may have to be fetched first
-                checkpoint_files(Path(target.source), load_config(target), target.name)
+            base, _ = with_base(target)
+            if base.kind == "folder":  # others may have to be fetched first
+                checkpoint_files(Path(base.source), load_config(base), base.name)
         elif isinstance(form, SmallModel) and (head := find_head(form.model, progress)) is not None:
             head.check(load_config(target, progress=progress), target.name)
 

@@ -55,6 +55,11 @@ class HubModel:
     def __init__(self, repository: str, revision: str | None, name: str, progress: Progress | None) -> None:
         self.repository, self.revision, self.name, self.progress = repository, revision, name, progress
         config = self._file("config.json")
+        if config is None and self._optional_file(ADAPTER):
+            raise UsageError(
+                f"The hub's {name} is an adapter.",
+                f"Fetch it with `hf download {repository} --local-dir DIR`, and name DIR.",
+            )
         if config is None:
             raise UsageError(f"The hub's {name} is no model: it has no config.json.", HINT)
         self.folder = config.parent

@@ -29,6 +29,7 @@ from specbench.base.textsafe import excerpt
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
+from specbench.models.adapters import Adapter, with_base
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
     check_class,
@@ -49,7 +50,7 @@ from specbench.models.quantized import (
     stored_weights,
     unpacked_source,
 )
-from specbench.models.tokenizers import end_ids_of, make_tokenizer, same_tokenizer
+from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
 
@@ -86,6 +87,7 @@ class LanguageModel:
         notes: Notes for the user on how it was loaded; a target's include those of its drafters.
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
+        words: The folder that its tokenizer was loaded from: that of its adapter if it has one.
     """
 
     model: PreTrainedModel
@@ -104,6 +106,7 @@ class LanguageModel:
     notes: list[str] = field(default_factory=list)
     files: WeightFiles | None = None
     folder: Path | None = None
+    words: Path | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -148,12 +151,14 @@ def load_model(
         UsageError: There is no such model, device or dtype, or the model cannot be decoded speculatively.
         RunError: It cannot be fetched, is damaged, or does not fit into memory.
     """
-    spec = parse_model(spec) if isinstance(spec, str) else spec
+    named = parse_model(spec) if isinstance(spec, str) else spec
     options = options or LoadOptions()
     check_options(options)
+    spec, adapter = with_base(named)
     load = partial(
         _load_folder,
         name=spec.name,
+        words=adapter.folder if adapter and has_tokenizer(adapter.folder) else None,
         options=options,
         progress=progress,
         allow_pickle=allow_pickle,
@@ -172,20 +177,38 @@ def load_model(
                 _placement(options, config, numbers, config.dtype, loaded, spec.name)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        return load(hub.folder, hub)
-    folder = _local_folder(spec, progress)
-    try:
-        return load(folder, None)
-    except RunError:
-        # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
-        if spec.kind == "folder" or not discard_if_damaged(folder):
-            raise
-    return load(_local_folder(spec, progress), None)
+        loaded = load(hub.folder, hub)
+    else:
+        folder = _local_folder(spec, progress)
+        try:
+            loaded = load(folder, None)
+        except RunError:
+            # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
+            if spec.kind == "folder" or not discard_if_damaged(folder):
+                raise
+            loaded = load(_local_folder(spec, progress), None)
+    if adapter is not None:
+        _merge(loaded, adapter, named.name, allow_pickle=allow_pickle)
+    return loaded
+
+
+def _merge(loaded: LanguageModel, adapter: Adapter, name: str, *, allow_pickle: bool) -> None:
+    """Merge an adapter into a model just loaded, which is another one from then on."""
+    content, note = adapter.merge(loaded.model, loaded.name, allow_pickle=allow_pickle)
+
+    def with_adapter(digest: str) -> str:
+        return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
+
+    loaded.name, loaded.notes = name, [*loaded.notes, note]
+    loaded.fingerprint, loaded.identity = with_adapter(loaded.fingerprint), with_adapter(loaded.identity)
+    if loaded.files is not None:
+        place, digest, numbers = loaded.files
+        loaded.files = WeightFiles(with_adapter(place), with_adapter(digest), numbers)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
     """Read and check a model's configuration; a built-in model or GGUF file is prepared if necessary."""
-    spec = parse_model(spec) if isinstance(spec, str) else spec
+    spec, _ = with_base(parse_model(spec) if isinstance(spec, str) else spec)
     if spec.kind == "hub":
         return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
     return read_config(_local_folder(spec, progress), spec.name)
@@ -227,7 +250,9 @@ def wrap_model(
 
 def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
     """Load only a model's tokenizer, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
-    spec = parse_model(spec) if isinstance(spec, str) else spec
+    spec, adapter = with_base(parse_model(spec) if isinstance(spec, str) else spec)
+    if adapter is not None and has_tokenizer(adapter.folder):
+        return make_tokenizer(adapter.folder, None, adapter.name)
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
         return make_tokenizer(hub.folder, hub, spec.name)
@@ -252,13 +277,18 @@ def _load_folder(
     hub: HubModel | None,
     *,
     name: str,
+    words: Path | None,
     options: LoadOptions,
     progress: Progress | None,
     allow_pickle: bool,
     with_tokenizer: bool,
     share_with: LanguageModel | None,
 ) -> LanguageModel:
-    """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well)."""
+    """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well).
+
+    Args:
+        words: Another folder to load the tokenizer from.
+    """
     config = read_config(folder, name)
     files = weight_files(folder, name, config, allow_pickle)
     pickled = files[0].suffix != ".safetensors"
@@ -275,17 +305,17 @@ def _load_folder(
     # Before the tokenizer is loaded: it can refuse.
     placement = _placement(options, config, unpacked or needed // dtype.itemsize, stored, dtype, name)
     tokenizer = None
-    if share_with and share_with.folder and same_tokenizer(folder, share_with.folder):
+    if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
         tokenizer = share_with.tokenizer
     if tokenizer is None and with_tokenizer:
-        tokenizer = make_tokenizer(folder, hub, name)
+        tokenizer = make_tokenizer(words or folder, None if words else hub, name)
     model = _read_weights(folder, name, config, dtype, placement, files, progress=progress)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     if settings := quantization_of(config, name):
         give_back_free_memory()
         loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
-    loaded.folder = folder
+    loaded.folder, loaded.words = folder, words or folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         digest = headers_digest(folder, files)

@@ -177,9 +177,13 @@ def has_mtp_layers(target: ModelSpec) -> bool:
     Of a hub model that is not in the cache the headers are fetched. False if it cannot be told: loading the target
     reports why.
     """
-    if target.kind not in ("folder", "hub"):
-        return False
     try:
+        if target.adapter is not None or (Path(target.source) / "adapter_config.json").is_file():
+            from specbench.models.adapters import with_base
+
+            target, _ = with_base(target)
+        if target.kind not in ("folder", "hub"):
+            return False
         folder = Path(target.source)
         if target.kind == "hub":
             from specbench.models.hub import HubModel

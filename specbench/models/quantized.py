@@ -76,8 +76,8 @@ def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, A
     plain = copy.deepcopy(config)
     del plain.quantization_config
     source: dict[str, Any] = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        source["generation_config"] = GenerationConfig.from_pretrained(str(folder))
+    if (path := folder / GENERATION_CONFIG_NAME).is_file():
+        source["generation_config"] = GenerationConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     return source
 
 

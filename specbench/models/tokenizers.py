@@ -25,6 +25,10 @@ def same_tokenizer(first: Path, second: Path) -> bool:
     return len(filecmp.cmpfiles(first, second, files, shallow=False)[0]) == len(files)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file()
+
+
 def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder, or from the hub's files."""
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
-from specbench.specs.models import BUILTIN_MODELS, CHECKPOINT_MTP, PACKAGED_HEADS, ModelSpec, parse_model
+from specbench.specs.models import (
+    ADAPTED,
+    BUILTIN_MODELS,
+    CHECKPOINT_MTP,
+    PACKAGED_HEADS,
+    ModelSpec,
+    parse_model,
+)
 from specbench.specs.notation import (
     Dashed,
     Spec,
@@ -245,14 +252,17 @@ class SmallModel(DrafterSpec, word="MODEL", trees=True):
     )
 
     def __str__(self) -> str:
-        return self.written(self.model.name)
+        name, own = self.model.name, self.written("")
+        return name + (own.replace(":", ",", 1) if ADAPTED in name else own)
 
     @classmethod
     def parse(cls, text: str) -> SmallModel:
         """Parse a model with options; what exists as a path is one, whatever characters it has."""
         exists = Path(text).exists()
         name, given = (text, {}) if exists else (text.partition(":")[0], split_spec(text)[1])
-        return SmallModel(parse_model(name.strip()), **read_options(cls.word, given, cls.options()))
+        adapter = given.pop("adapter", "")
+        name = f"{name.strip()}{ADAPTED}{adapter}" if adapter else name.strip()
+        return SmallModel(parse_model(name), **read_options(cls.word, given, cls.options()))
 
 
 @dataclass(frozen=True)

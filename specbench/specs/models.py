@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from specbench.base.errors import UsageError
@@ -50,11 +50,13 @@ class ModelSpec:
         kind: How it is found; ``packaged`` are trained heads, ``mtp`` the MTP layers of the target's checkpoint, and
             ``python`` a file with a drafter.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
+        adapter: Folder of a LoRA adapter to merge into it.
     """
 
     kind: ModelKind
     source: str
     revision: str | None = None
+    adapter: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -66,9 +68,24 @@ class ModelSpec:
     @property
     def name(self) -> str:
         """The model's name in results: hub id and revision, or the folder's or file's own name."""
-        if self.is_path:
-            return os.path.basename(os.path.abspath(self.source)) or "model"  # noqa: PTH100, PTH119
-        return self.source if self.revision is None else f"{self.source}@{self.revision}"
+        name = self.source if self.revision is None else f"{self.source}@{self.revision}"
+        name = _last_part(self.source) if self.is_path else name
+        return name if self.adapter is None else f"{name}{ADAPTED}{_last_part(self.adapter)}"
+
+    @property
+    def argument(self) -> str:
+        """The model as the command line takes it."""
+        if self.adapter is not None:
+            return f"{replace(self, adapter=None).argument}{ADAPTED}{self.adapter}"
+        return self.source if self.is_path else self.name
+
+
+ADAPTED = ":adapter="
+"""What a spec has between a model and the folder of its adapter."""
+
+
+def _last_part(path: str) -> str:
+    return os.path.basename(os.path.abspath(path)) or "model"  # noqa: PTH100, PTH119
 
 
 _FORMS = f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
@@ -78,11 +95,15 @@ CHECKPOINT_MTP = ModelSpec("mtp", "mtp")
 
 
 def parse_model(text: str) -> ModelSpec:
-    """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``).
+    """Parse a model: a built-in name, else a path that exists, else a hub id (``org/name[@revision]``); each can be
+    followed by ``:adapter=FOLDER``.
 
     Raises:
         UsageError: The text is none of these, or looks like a path that does not exist.
     """
+    model, adapted, adapter = text.rpartition(ADAPTED)
+    if adapted and not os.path.exists(text):  # noqa: PTH110
+        return replace(parse_model(model), adapter=adapter)
     if text in BUILTIN_MODELS:
         return ModelSpec("builtin", text)
     if text in PACKAGED_HEADS:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from specbench.base.progress import Progress
+from specbench.models.adapters import with_base
 from specbench.models.checkpoints import read_settings
 from specbench.models.heads.base import FORMATS, HeadFiles, TrainedHead, load_head, unsupported
 from specbench.models.hub import HubModel
@@ -28,6 +29,8 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
         RunError: Its configuration cannot be fetched or is damaged.
     """
     hub = None
+    if with_base(spec)[1] is not None:
+        return None
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
         folder = hub.folder
