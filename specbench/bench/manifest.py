@@ -55,7 +55,7 @@ def describe_run(
                 id=prompt.id,
                 category=prompt.category,
                 turns=num_turns(prompt, options),
-                fingerprint=_fingerprint(prompt),
+                fingerprint=prompt_fingerprint(prompt),
                 expects=prompt.expects,
             )
             for prompt in sweep.prompts
@@ -86,7 +86,8 @@ def stored_options(options: SweepOptions) -> dict[str, Any]:
     return {**values.pop("decoding"), **values}
 
 
-def _fingerprint(prompt: Prompt) -> str:
+def prompt_fingerprint(prompt: Prompt) -> str:
+    """Return a hash of a prompt's text."""
     text = json.dumps([prompt.system, *prompt.turns])
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:12]
 

@@ -1,0 +1,247 @@
+"""Logs of answers: every form gives the same answer, and every line that cannot be used says why."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import TURN_END, tiny_tokenizer
+
+from specbench.decoding.sampling import Sampling
+from specbench.generate import encode_messages
+from specbench.predict.logs import REASONS, Entry, Log, UnusableError, processed, read_log
+
+TOKENIZER = tiny_tokenizer()
+TEXT = "the king and the queen"
+IDS = list(TOKENIZER(TEXT)["input_ids"])
+MESSAGES = [{"role": "user", "content": "Hello"}]
+CHAT = encode_messages(TOKENIZER, MESSAGES)
+PLAIN = list(TOKENIZER("Hello")["input_ids"])
+LOGPROBS = [-0.1 * place for place in range(len(IDS))]
+END = TOKENIZER.convert_tokens_to_ids(TURN_END)
+
+
+def read(*records: Any, **settings: Any) -> Log:
+    lines = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in records]
+    return read_log(lines, TOKENIZER, **settings)
+
+
+def content(named: bool = False, **more: Any) -> list[dict[str, Any]]:
+    """Log probabilities in the form of the chat."""
+    pieces = [TOKENIZER.decode([token]) for token in IDS]
+    return [
+        {
+            "token": piece,
+            "logprob": value,
+            **({"id": token} if named else {"bytes": list(piece.encode())}),
+            **more,
+        }
+        for piece, value, token in zip(pieces, LOGPROBS, IDS, strict=True)
+    ]
+
+
+def chat(**choice: Any) -> dict[str, Any]:
+    """A response of the chat."""
+    said = {"message": {"role": "assistant", "content": TEXT}, "finish_reason": "length", **choice}
+    return {
+        "object": "chat.completion",
+        "choices": [{"index": 0, **said}],
+        "usage": {"completion_tokens": len(IDS)},
+    }
+
+
+ASKED = {"messages": MESSAGES, "temperature": 1.0, "max_tokens": len(IDS)}
+TEXT_ASKED = {"prompt": "Hello", "temperature": 1.0, "max_tokens": len(IDS)}
+LEGACY = {
+    "tokens": [TOKENIZER.decode([token]) for token in IDS], "token_logprobs": LOGPROBS, "text_offset": [],
+    "top_logprobs": None,
+}  # fmt: skip
+FORMS: dict[str, tuple[Any, list[int]]] = {
+    "vLLM, chat": ({"request": ASKED, "response": chat(logprobs={"content": content()})}, CHAT),
+    "vLLM, token ids": (
+        {"request": ASKED, "response": {**chat(logprobs={"content": content()}, token_ids=IDS),
+                                        "prompt_token_ids": CHAT}},
+        CHAT,
+    ),
+    "vLLM, tokens as ids": (
+        {"request": ASKED, "response": chat(logprobs={"content": [
+            {"token": f"token_id:{token}", "logprob": value} for token, value in zip(IDS, LOGPROBS, strict=True)]})},
+        CHAT,
+    ),
+    "llama.cpp, chat": ({"request": ASKED, "response": chat(logprobs={"content": content(named=True)})}, CHAT),
+    "llama.cpp, completion": (
+        {"prompt": "Hello", "content": TEXT, "tokens": IDS, "stop_type": "limit", "tokens_predicted": len(IDS),
+         "completion_probabilities": content(named=True), "generation_settings": {"temperature": 1.0, "top_k": 0,
+                                                                                  "n_predict": len(IDS)}},
+        PLAIN,
+    ),
+    "SGLang, completions": (
+        {"request": TEXT_ASKED,
+         "response": {"choices": [{"text": TEXT, "logprobs": LEGACY, "finish_reason": "length"}]}},
+        PLAIN,
+    ),
+    "LiteLLM": (
+        {"messages": MESSAGES, "model_parameters": {"temperature": 1.0, "max_tokens": len(IDS)},
+         "response": chat(logprobs={"content": content()}), "status": "success"},
+        CHAT,
+    ),
+    "a batch": (
+        {"custom_id": "1", "request": {"method": "POST", "body": ASKED},
+         "response": {"status_code": 200, "body": chat(logprobs={"content": content()})}},
+        CHAT,
+    ),
+    "flat": ({**ASKED, **chat(logprobs={"content": content()})}, CHAT),
+    "token ids alone": (
+        {"prompt": PLAIN, "token_ids": IDS, "temperature": 1.0, "max_tokens": len(IDS),
+         "choices": [{"logprobs": {"content": content()}}]},
+        PLAIN,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_same_answer(name):
+    record, prompt = FORMS[name]
+    log = read(record)
+    assert not log.left_out
+    (answer,) = log.answers
+    assert list(answer.prompt) == prompt
+    assert list(answer.tokens) == IDS
+    assert answer.sampling == Sampling(temperature=1.0)
+    assert answer.probabilities == pytest.approx(np.exp(LOGPROBS))
+    assert answer.limit == len(IDS)
+
+
+PLAIN_LINE = {"prompt": "Hello", "answer": TEXT, "category": "greeting", "id": 7}
+
+
+def test_plain_lines_have_no_more_than_texts():
+    (answer,) = read(PLAIN_LINE, sampling={"temperature": 0.0}).answers
+    assert (list(answer.prompt), list(answer.tokens)) == (PLAIN, IDS)
+    assert (answer.name, answer.category, answer.limit, answer.probabilities) == ("7", "greeting", None, None)
+    assert answer.sampling.greedy
+
+
+def test_the_token_that_ended_an_answer_is_added_where_it_was_counted():
+    response = chat(finish_reason="stop")
+    response["usage"]["completion_tokens"] += 1
+    (answer,) = read({"request": {**ASKED, "temperature": 0}, "response": response}).answers
+    assert list(answer.tokens) == [*IDS, END]
+    (sampled,) = read({"request": ASKED, "response": response}).answers
+    assert list(sampled.tokens) == IDS, "its probability is not known"
+
+
+def test_several_choices_are_several_answers_and_a_limit_holds():
+    record = {"request": ASKED, "response": {**chat(), "choices": chat()["choices"] * 3}}
+    assert len(read(record).answers) == 3
+    log = read(record, record, b"", record, limit=4)
+    assert (len(log.answers), log.lines, log.unread) == (6, 2, True)
+
+
+def changed(**request: Any) -> dict[str, Any]:
+    return {"request": {**ASKED, **request}, "response": chat(logprobs={"content": content()})}
+
+
+BAD: list[tuple[str, Any]] = [
+    ("form", b"no JSON"),
+    ("form", [1]),
+    ("form", {"prompt": "Hello", "temperature": 0}),
+    ("form", {"request": ASKED, "response": {"choices": []}}),
+    ("form", {"request": ASKED, "response": chat(logprobs={"tokens": ["a"], "token_logprobs": []})}),
+    ("prompt", {"temperature": 0, **chat()}),
+    ("short", {"prompt": "Hello", "answer": "a", "temperature": 0}),
+    ("cut", {"request": ASKED, "response": chat(finish_reason="abort")}),
+    ("cut", {"request": ASKED, "response": chat(logprobs={"content": content()[:3]})}),
+    (
+        "tokenizer",
+        {"request": ASKED, "response": chat(logprobs={"content": [{"token": "zebra", "logprob": 0.0}] * 9})},
+    ),
+    ("tokenizer", {"request": ASKED, "response": {**chat(), "usage": {"completion_tokens": 4}}}),
+    ("tokenizer", {"prompt": [1, 2], "token_ids": [5, 99_999], "temperature": 0}),
+    ("parts", {**changed(messages=[{"role": "user", "content": [{"type": "image_url"}]}])}),
+    (
+        "tools",
+        {"request": ASKED, "response": chat(message={"content": None, "tool_calls": [{"function": {}}]})},
+    ),
+    ("thinking", {"request": ASKED, "response": chat(message={"content": "a", "reasoning_content": "b"})}),
+    ("settings", changed(frequency_penalty=0.5)),
+    ("settings", changed(response_format={"type": "json_object"})),
+    ("settings", changed(top_p=7)),
+    ("temperature", {"prompt": "Hello", "answer": TEXT}),
+    ("kind", changed(temperature=0.7)),
+]
+
+
+@pytest.mark.parametrize(("kind", "record"), BAD)
+def test_a_line_that_cannot_be_used_is_counted(kind, record):
+    log = read(changed(), record)
+    assert len(log.answers) == 1
+    assert log.left_out == {kind: [2]}
+    (note,) = log.notes()
+    assert note == f"1 line is left out (2): such a line {REASONS[kind]}."
+
+
+def test_without_a_tokenizer_lines_need_token_ids():
+    lines = [json.dumps(each).encode() for each in (PLAIN_LINE, {"prompt": PLAIN, "token_ids": IDS})]
+    log = read_log(lines, None, sampling={"temperature": 0.0})
+    assert [list(each.tokens) for each in log.answers] == [IDS]
+    assert log.left_out == {"no tokenizer": [1]}
+
+
+def test_a_time_comes_from_what_a_plain_server_says():
+    timings = {"predicted_n": 9, "predicted_per_token_ms": 20.0}
+    (answer,) = read({**changed(), "response": {**chat(), "timings": timings}}).answers
+    assert answer.pass_s == 0.02
+    (answer,) = read({**changed(), "response": {**chat(), "timings": {**timings, "draft_n": 4}}}).answers
+    assert answer.pass_s is None, "it drafted"
+
+
+def test_processed_probabilities_are_taken_as_they_are():
+    (answer,) = read(changed(temperature=0.7), logprobs="processed").answers
+    assert answer.probabilities == pytest.approx(np.exp(LOGPROBS))
+
+
+# -- raw log probabilities -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7), Sampling(temperature=1.4), Sampling(temperature=0.7, top_p=0.9),
+        Sampling(temperature=1.3, top_k=5), Sampling(temperature=0.8, top_k=6, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.2), Sampling(temperature=0.9, top_p=0.95, min_p=0.05),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_raw_probabilities_bound_those_after_temperature_and_cuts(sampling):
+    vocabulary, listed, tight = 60, 12, 0
+    for seed in range(40):
+        logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+        raw = logits.double().log_softmax(-1)
+        p = sampling.probabilities(logits[None], [])[0].double()
+        top = raw.topk(listed).values.tolist()
+        for token in p.nonzero()[:, 0].tolist():
+            entry = Entry("", None, token, float(raw[token]), top)
+            try:
+                low, high = processed(entry, sampling, vocabulary)
+            except UnusableError:
+                continue
+            assert low * (1 - 1e-5) <= float(p[token]) <= high * (1 + 1e-5)
+            tight += high / low < 1.02
+    assert tight > 40 or sampling.temperature > 1, "a few tokens say little of a flatter distribution"
+
+
+def test_raw_probabilities_without_others_beside_them_are_not_enough():
+    log = read(changed(temperature=0.7), logprobs="raw")
+    assert log.left_out == {"raw": [1]}
+    top = [{"token": "x", "logprob": -0.01 - 3.0 * place} for place in range(6)]
+    record = changed(temperature=0.7, top_k=3)
+    for each in record["response"]["choices"][0]["logprobs"]["content"]:
+        each |= {"logprob": -0.01, "top_logprobs": top}
+    (answer,) = read(record, logprobs="raw").answers
+    weights = np.exp([each["logprob"] / 0.7 for each in top[:3]])
+    assert answer.probabilities == pytest.approx([weights[0] / math.fsum(weights)] * len(IDS))
