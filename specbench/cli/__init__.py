@@ -33,6 +33,7 @@ from specbench.cli.generate import generate
 from specbench.cli.help import GroupedCommand
 from specbench.cli.options import ConfigOptions, unfolded
 from specbench.cli.plot import plot
+from specbench.cli.predict import predict
 from specbench.cli.report import report
 from specbench.cli.serve import serve
 from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
@@ -79,7 +80,7 @@ CONFIGURED = (generate, chat, serve, sweep, check)
 """Commands that read a `specbench.toml`."""
 
 for _command in (
-    *(generate, chat, serve, drafters, train, tune, sweep),
+    *(generate, chat, serve, drafters, train, predict, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
     app.command(cls=GroupedCommand)(unfolded(_command, *([ConfigOptions] if _command in CONFIGURED else [])))

@@ -31,6 +31,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "specbench train --out head --minutes 60",
         "specbench train --out head --target org/big --resume",
     ),
+    "predict": (
+        "specbench predict --answers log.jsonl --drafter org/small --target-pass-ms 25",
+        "specbench predict --answers log.jsonl --tokenizer org/big --sampling temperature=0",
+        "specbench predict --answers results/run --drafter org/small --target-config org-big/",
+    ),
     "tune": (
         "specbench tune",
         "specbench tune --target org/big --drafter org/small --minutes 15",

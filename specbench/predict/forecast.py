@@ -35,7 +35,7 @@ _SAMPLED = 16
 
 
 @dataclass(eq=False)
-class Row:
+class PredictedRow:
     """Expected counts of a drafter with one draft policy, an element or a row for each answer.
 
     Attributes:
@@ -79,25 +79,25 @@ class Forecast:
     """
 
     drafter: str
-    rows: list[Row]
+    rows: list[PredictedRow]
     prompts: list[str] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     unsampled: int = 0
 
-    def tokens_per_step(self, row: Row, category: str | None = None) -> Estimate:
+    def tokens_per_step(self, row: PredictedRow, category: str | None = None) -> Estimate:
         """Return all tokens over all steps, with an interval over prompts."""
         chosen = [category in (None, each) for each in self.categories]
         return stats.pooled_rate(
             np.array(self.tokens)[chosen], np.array(row.steps)[chosen], np.array(self.prompts)[chosen]
         )
 
-    def per_step(self, row: Row) -> tuple[float, float]:
+    def per_step(self, row: PredictedRow) -> tuple[float, float]:
         """Return drafted tokens and forward passes of the drafter in a step, on average."""
         steps = math.fsum(row.steps)
         return ratio(math.fsum(row.drafted), steps), ratio(math.fsum(row.passes), steps)
 
-    def speedup(self, row: Row, costs: PassCosts) -> Estimate:
+    def speedup(self, row: PredictedRow, costs: PassCosts) -> Estimate:
         """Return the speedup over plain decoding, the geometric mean over prompts; NaN without the target's costs."""
         if not costs.target_s.get(1):
             return stats.geometric_mean([], [])
@@ -109,7 +109,7 @@ class Forecast:
             found.append(ratio(tokens, steps * verify + drafting(costs, self.drafter, steps, passes)))
         return stats.geometric_mean(found, self.prompts)
 
-    def pays_from(self, row: Row, costs: PassCosts) -> float:
+    def pays_from(self, row: PredictedRow, costs: PassCosts) -> float:
         """Return the seconds of a target's pass over one token from which drafts save time; infinite if they never do.
 
         Where only one width of the target's passes is known, or none, others are taken to grow by ``SLOPE`` a token.
@@ -121,14 +121,14 @@ class Forecast:
         drafting_s = _drafting_s(costs, self.drafter, 1.0, passes)
         return drafting_s / gain if gain > 0 else math.inf
 
-    def perfect(self, row: Row, costs: PassCosts) -> float:
+    def perfect(self, row: PredictedRow, costs: PassCosts) -> float:
         """Return the speedup if every draft token were accepted at these costs; NaN without the target's."""
         if not costs.target_s.get(1):
             return math.nan
         drafted, passes = self.per_step(row)
         return ratio(drafted + 1.0, _wide(costs, 1.0 + drafted) + drafting(costs, self.drafter, 1.0, passes))
 
-    def best(self, costs: PassCosts) -> Row:
+    def best(self, costs: PassCosts) -> PredictedRow:
         """Return the row with the highest speedup; without the target's costs the one that pays first."""
         if costs.target_s.get(1):
             return max(self.rows, key=lambda row: self.speedup(row, costs).value)
@@ -202,8 +202,8 @@ def forecast(
     Raises:
         UsageError: The drafter depends on the target, or a policy needs what it lacks.
     """
-    fixed = [Row(f"γ={gamma}", gamma) for gamma in gammas]
-    ruled = [_Ruled(Row(str(each), None), each) for each in policies]
+    fixed = [PredictedRow(f"γ={gamma}", gamma) for gamma in gammas]
+    ruled = [_Ruled(PredictedRow(str(each), None), each) for each in policies]
     found = Forecast(drafter.traits.name, [*fixed, *(each.row for each in ruled)])
     if ruled:
         _check_policies(drafter, policies)
@@ -254,7 +254,7 @@ def _check_policies(drafter: Drafter, policies: Sequence[PolicySpec]) -> None:
 class _Ruled:
     """A row that a policy fills; ``really`` and ``walked`` see ``rules.walk_model``."""
 
-    row: Row
+    row: PredictedRow
     spec: PolicySpec
     really: int = 0
     walked: int = 0

@@ -1,0 +1,168 @@
+"""`specbench predict`: what drafters would gain, from answers that exist already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from specbench.base.errors import UsageError
+from specbench.cli import options as opt
+from specbench.cli.progress import StageProgress, starting
+from specbench.options import MODELS, OUTPUT, SamplingOptions, group
+
+if TYPE_CHECKING:
+    from specbench.predict.logs import Log
+
+_GAMMAS = "1..16"
+_answers, _costs, _output = group("Answers"), group("Costs of the target"), group(OUTPUT)
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Which answers are read, and what the target's passes take."""
+
+    answers: Path = _answers(
+        ..., "--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."
+    )
+    sampling: str | None = _answers(
+        None,
+        "--sampling SETTINGS",
+        "Where lines do not say it: temperature=0.7,top-p=0.95, also top-k, min-p, repetition-penalty.",
+    )
+    logprobs: Literal["raw", "processed"] | None = _answers(
+        None,
+        "--logprobs KIND",
+        "What log probabilities are: raw (vLLM's default), or processed, after temperature and cuts.",
+    )
+    limit: int = _answers(64, "--limit N", "Number of answers to read.", min=1)
+    drafter: tuple[str, ...] = opt.drafters_field(
+        MODELS, "Drafter: a small model, lookup, ngram, suffix or a cascade; repeatable. Default: lookup."
+    )
+    tokenizer: str | None = group(MODELS)(
+        None, "--tokenizer MODEL", "Model with the target's tokenizer. Default: the first drafter with one."
+    )
+    target_pass_ms: float | None = _costs(
+        None, "--target-pass-ms X", "Time of its pass over one token.", min=1e-6
+    )
+    target_config: Path | None = _costs(
+        None,
+        "--target-config FOLDER",
+        "Time a model of this folder's config.json here, with random weights; or a stored run that has timed it.",
+    )
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    quiet: bool = _output(False, "--quiet -q", "No progress.")
+
+
+def predict(*, asked: PredictOptions, drafting: opt.PoliciesOptions) -> None:
+    """Predict what drafters would gain from answers that the target has given already, without the target.
+
+    One pass of a drafter over prompts and answers gives its acceptance, and tokens per step for every draft length.
+    """
+    from specbench.bench.axes import parse_gammas, parse_policies
+
+    gammas, policies = parse_gammas(drafting.gamma or _GAMMAS), parse_policies(drafting.draft_policy)
+    settings = _settings(asked.sampling)
+    if asked.target_pass_ms is not None and asked.target_config is not None:
+        raise UsageError(
+            "The target's time is given twice.", "Leave --target-pass-ms or --target-config out."
+        )
+    with starting(asked.quiet) as progress:
+        from specbench.predict.alone import load_alone
+        from specbench.predict.costs import costs_of
+        from specbench.predict.forecast import forecast
+        from specbench.predict.render import prediction_parts
+        from specbench.specs.drafters import parse_drafter
+
+        specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (opt.DEFAULT_DRAFTER,))]
+        drafters, tokenizer = load_alone(specs, _tokenizer(asked), progress)
+        log = _read(asked, tokenizer, settings)
+        if not log.answers:
+            why = " ".join(log.notes())
+            raise UsageError(
+                f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
+            )
+        costs, source = costs_of(
+            drafters, log.answers, gammas, milliseconds=asked.target_pass_ms, folder=asked.target_config,
+            log=asked.answers, progress=progress,
+        )  # fmt: skip
+    forecasts = []
+    with StageProgress(asked.quiet) as progress:
+        for drafter in drafters.values():
+            stage = f"reading answers with {drafter.traits.name}"
+            report = partial(progress.update, stage, total=len(log.answers))
+            forecasts.append(forecast(drafter, log.answers, gammas, policies, report))
+    if asked.json_output:
+        from specbench.base.record import to_dict
+        from specbench.cli.console import write_json
+
+        write_json(
+            {
+                "answers": len(log.answers),
+                "left_out": log.left_out,
+                "notes": log.notes(),
+                "costs": to_dict(costs),
+                "target_pass_from": source or None,
+                "drafters": [each.to_dict(costs) for each in forecasts],
+            }
+        )
+    else:
+        from rich.console import Console
+
+        from specbench.show.document import show
+
+        console = Console(highlight=False)
+        show(console, *prediction_parts(forecasts, costs, source, log.notes()), wrap=console.is_terminal)
+
+
+def _tokenizer(asked: PredictOptions) -> str | None:
+    """Return the tokenizer that is named, or that of a stored run's target."""
+    if asked.tokenizer is not None or not asked.answers.is_dir():
+        return asked.tokenizer
+    from specbench.results.store import find_runs, read_run
+
+    return str(read_run(find_runs(asked.answers)[-1]).options.get("target") or "") or None
+
+
+def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) -> Log:
+    from specbench.base.files import reason
+    from specbench.predict.logs import read_log
+
+    if asked.answers.is_dir():
+        from specbench.predict.stored import stored_answers
+        from specbench.results.store import find_runs
+
+        if tokenizer is None:
+            raise UsageError("A stored run needs the target's tokenizer.", "Name it with --tokenizer.")
+        return stored_answers(find_runs(asked.answers)[-1], tokenizer, asked.limit)
+    try:
+        with asked.answers.open("rb") as lines:
+            return read_log(lines, tokenizer, sampling=settings, logprobs=asked.logprobs, limit=asked.limit)
+    except OSError as error:
+        raise UsageError(
+            f"The log {asked.answers} cannot be read: {reason(error)}.", "Check the path."
+        ) from None
+
+
+def _settings(written: str | None) -> Mapping[str, float]:
+    """Parse ``--sampling``."""
+    from specbench.decoding.sampling import Sampling
+    from specbench.specs.notation import Option, read_options, split_spec
+
+    known = [
+        Option(
+            f"{each.name.replace('_', '-')}=X",
+            "",
+            each.default,
+            parse=type(each.default),
+            expected="number",
+            name=each.name,
+        )
+        for each in fields(SamplingOptions)
+        if each.name != "seed"
+    ]
+    given = {} if written is None else read_options("--sampling", split_spec(f"x:{written}")[1], known)
+    Sampling(**given)  # refuses values outside their ranges
+    return given

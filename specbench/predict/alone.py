@@ -1,0 +1,97 @@
+"""Drafters without their target, which is needed neither to read an answer nor to time a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from specbench.base.errors import UsageError
+from specbench.drafters.free import make_free
+from specbench.models.drafters import join_cascade, loading, wrap_drafter
+from specbench.models.heads import find_head
+from specbench.models.load import LanguageModel, load_model, load_tokenizer
+from specbench.specs.drafters import (
+    Cascade,
+    DrafterSpec,
+    FreeSpec,
+    Grammar,
+    Mtp,
+    NGram,
+    SelfForm,
+    Several,
+    SmallModel,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specbench.base.progress import Progress
+    from specbench.decoding.protocols import Drafter
+    from specbench.drafters.chain import ChainDrafter
+
+
+def why_unpredictable(spec: DrafterSpec) -> str | None:
+    """Return why answers alone do not tell what a drafter would draft, as a sentence; ``None`` if they do."""
+    parts = list(spec.all_parts())
+    if any(isinstance(part, SelfForm | Mtp) for part in parts) or any(
+        isinstance(part, SmallModel) and find_head(part.model) is not None for part in parts
+    ):
+        return "it drafts from the target's own states: run it where the target is, with `specbench sweep`"
+    if isinstance(spec, Several):
+        return "several drafters draft trees: name one at a time"
+    if any(isinstance(part, Grammar) for part in parts):
+        return "logs do not have the format of an answer"
+    if spec.keeps_state:
+        return "what it keeps depends on the order of the answers: leave keep out"
+    if any(isinstance(part, NGram) and (part.top_k > 1 or part.sample) for part in parts):
+        return "it counts the target's logits, or draws at random: leave top-k and sample out"
+    return "it drafts nothing" if spec.is_plain else None
+
+
+def load_alone(
+    specs: Sequence[DrafterSpec], tokenizer: str | None, progress: Progress | None = None
+) -> tuple[dict[str, Drafter], PreTrainedTokenizerBase | None]:
+    """Load drafters, and the tokenizer of the answers: the one that is named, or else that of the first model.
+
+    Returns:
+        The drafters by their names in tables, and the tokenizer; ``None`` if there is none.
+
+    Raises:
+        UsageError: A drafter depends on the target, or its tokenizer is not that of the answers.
+        RunError: A model cannot be loaded.
+    """
+    for spec in specs:
+        reason = why_unpredictable(spec)
+        if reason is not None:
+            raise UsageError(f"{spec} cannot be predicted: {reason}.", "Leave it out.")
+    named = None if tokenizer is None else load_tokenizer(tokenizer, progress=progress)
+    models: dict[SmallModel, LanguageModel] = {}
+    for small in dict.fromkeys(model for spec in specs for model in spec.models):
+        models[small] = loaded = load_model(small.model, loading(small), progress=progress)
+        named = named or loaded.tokenizer
+        if (
+            named is not None
+            and loaded.tokenizer is not None
+            and named.get_vocab() != loaded.tokenizer.get_vocab()
+        ):
+            raise UsageError(
+                f"The tokenizer of {loaded.name} is not that of the answers, {named.name_or_path}.",
+                "Measure it where the target is, with `specbench sweep`, which translates.",
+            )
+    wrapped = {small: _wrapped(small, model, progress) for small, model in models.items()}
+    drafters: list[Drafter] = []
+    for spec in specs:
+        if isinstance(spec, FreeSpec):
+            drafters.append(make_free(spec, SimpleNamespace(vocab_size=2**31)))
+        else:
+            model = wrapped[spec.models[0]]
+            drafters.append(join_cascade(spec, model) if isinstance(spec, Cascade) else model)
+    return {drafter.traits.name: drafter for drafter in drafters}, named
+
+
+def _wrapped(small: SmallModel, model: LanguageModel, progress: Progress | None) -> ChainDrafter:
+    """Make a drafter of a model that takes the target's place as well."""
+    scorer = SimpleNamespace(device=model.model.device)
+    target: Any = SimpleNamespace(language_model=model, vocab_size=model.vocab_size, scorer=scorer)
+    return wrap_drafter(model, target, int8=small.dtype == "auto", progress=progress)

@@ -1,0 +1,114 @@
+"""A prediction as parts of a document: a table for each drafter, and what it needs to pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from specbench.base.textsafe import counted
+from specbench.decoding.theory import SLOPE
+from specbench.results import stats
+from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
+
+if TYPE_CHECKING:
+    from specbench.decoding.theory import PassCosts
+    from specbench.predict.forecast import Forecast, PredictedRow
+
+_PLACES = 4
+"""Places of a draft whose acceptance is shown."""
+
+
+def prediction_parts(
+    forecasts: Sequence[Forecast], costs: PassCosts, source: str, notes: Sequence[str]
+) -> Iterator[Part]:
+    """Yield a prediction.
+
+    Args:
+        forecasts: One for each drafter.
+        costs: Times of passes.
+        source: Where the target's times are from, as the end of a sentence; empty without any.
+        notes: Sentences on what was left out.
+    """
+    for each in forecasts:
+        yield Heading(each.drafter)
+        if not each.tokens:
+            yield Paragraph("No answer can be used with it.")
+            continue
+        yield _sheet(each, costs)
+        yield Paragraph(answer_text(each, costs), "bold")
+        if kinds := _by_category(each, each.best(costs)):
+            yield kinds
+    yield Items([*notes, *_facts(forecasts, costs, source)])
+
+
+def _facts(forecasts: Sequence[Forecast], costs: PassCosts, source: str) -> Iterator[str]:
+    """Yield what the figures rest on."""
+    for each in forecasts:
+        if each.unsampled:
+            what = counted(each.unsampled, "sampled answer")
+            yield f"{what} not used for {each.drafter}: it needs their logprobs."
+        if seconds := costs.drafter_s.get(each.drafter):
+            yield f"A pass of {each.drafter} takes {1000 * seconds:.3g} ms, measured here."
+    if not costs.target_s:
+        yield "Speedups need the target's time: --target-pass-ms or --target-config."
+    else:
+        grows = f"; each further token is taken to add {SLOPE:.0%}" if len(costs.target_s) == 1 else ""
+        yield f"A pass of the target takes {1000 * costs.target_s[1]:.3g} ms, {source}{grows}."
+    yield "Brackets: 95% intervals over prompts. Verification: rejection."
+
+
+def answer_text(forecast: Forecast, costs: PassCosts) -> str:
+    """Return in a sentence what a drafter gives at its best, and what that needs."""
+    row = forecast.best(costs)
+    needs = forecast.pays_from(row, costs)
+    tokens = stats.ratio_text(forecast.tokens_per_step(row), "")
+    if math.isinf(needs):
+        return f"{row.name}: {tokens} tokens per step. It does not pay at any speed of the target."
+    pays = f"pays from a target pass of {stats.decimals(1000 * needs)} ms on"
+    if not costs.target_s:
+        return f"{row.name}: {tokens} tokens per step; {pays}."
+    speedup = stats.ratio_text(forecast.speedup(row, costs))
+    most = max(forecast.perfect(each, costs) for each in forecast.rows)
+    return (
+        f"{row.name}: {speedup} over plain decoding, {tokens} tokens per step; {pays}; with a perfect drafter of this"
+        f" cost at most {stats.decimals(most)}×."
+    )
+
+
+def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
+    rows = []
+    for row in forecast.rows:
+        drafted, _ = forecast.per_step(row)
+        places = " ".join(f"{rate:.0%}" for rate in row.by_place[:_PLACES] if not math.isnan(rate))
+        speedup = [stats.ratio_text(forecast.speedup(row, costs))] if costs.target_s else []
+        tokens = stats.ratio_text(forecast.tokens_per_step(row), "")
+        rows.append([row.name, tokens, *speedup, places, stats.decimals(drafted)])
+    headings = [
+        "policy",
+        "tokens/step",
+        *(["speedup"] if costs.target_s else []),
+        "accepted at 1, 2, ...",
+        "drafted",
+    ]
+    return Sheet(
+        headings,
+        rows,
+        ranks=[0] * (len(headings) - 2) + [1, 2],
+        marked=frozenset({forecast.rows.index(forecast.best(costs))}),
+        left=frozenset({len(headings) - 2}),
+        elsewhere="with --json, or on a wider terminal",
+    )
+
+
+def _by_category(forecast: Forecast, row: PredictedRow) -> Sheet | None:
+    """Return a table of tokens per step by category; ``None`` for a single one."""
+    kinds = sorted({*forecast.categories})
+    if len(kinds) < 2:
+        return None
+    cells = [
+        [kind or "other", str(forecast.categories.count(kind)),
+         stats.ratio_text(forecast.tokens_per_step(row, kind), "")]
+        for kind in kinds
+    ]  # fmt: skip
+    return Sheet(["category", "answers", f"tokens/step, {row.name}"], cells)

@@ -1,0 +1,168 @@
+"""`specbench predict` in this process, on tiny models: logs, a stored run against what it measured, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import Cli, Result, write_prompts
+from tiny import save_tiny
+
+from specbench.results.results import load_results
+from specbench.results.summary import summarize
+
+TEXT = " and the king of the land and the queen of the land in the land is the king"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    """Six answers in two categories, and a line that holds none."""
+    lines: list[Any] = [
+        {
+            "prompt": f"The king {number} of the land",
+            "answer": TEXT,
+            "category": "ab"[number % 2],
+            "temperature": 0,
+        }
+        for number in range(6)
+    ]
+    path = tmp_path_factory.mktemp("logs") / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*lines, "nothing"])), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def predict(cli, models, log) -> Cli:
+    def call(*arguments: object) -> Result:
+        return cli("predict", "--answers", log, "--tokenizer", models / "small", *arguments)
+
+    return call
+
+
+@pytest.mark.smoke
+def test_a_prediction_says_tokens_and_what_they_need(predict):
+    code, out, err = predict("--drafter", "lookup", "--gamma", "1..3", "--target-pass-ms", 20)
+    assert (code, err) == (0, "")
+    assert "γ=3" in out
+    assert "over plain decoding" in out
+    assert "pays from a target pass of" in out
+    assert "with a perfect drafter of this cost at most" in out
+    assert "1 line is left out (7)" in " ".join(out.split())
+    assert "each further token is taken to add 2%" in " ".join(out.split())
+
+
+def test_all_figures_are_in_the_json(predict, models):
+    drafters = (
+        "--drafter",
+        models / "small",
+        "--drafter",
+        f"lookup+{models / 'small'}",
+        "--drafter",
+        "suffix",
+    )
+    code, out, err = predict(*drafters, "--gamma", "2,4", "--target-config", models / "target", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["answers"], found["left_out"]) == (6, {"form": [7]})
+    assert found["target_pass_from"] == "measured here with random weights"
+    assert set(found["costs"]["drafter_pass_s"]) == {"small (int8)", "lookup+small (int8)", "suffix"}
+    assert {"1", "3", "5"} <= found["costs"]["target_pass_s"].keys()
+    model, cascade, suffix = found["drafters"]
+    assert [row["gamma"] for row in model["rows"]] == [2, 4]
+    assert suffix["rows"][1]["passes_per_step"] == 0
+    for each in found["drafters"]:
+        for row in each["rows"]:
+            assert 1 <= row["tokens_per_step"]["value"] <= row["gamma"] + 1
+            assert set(row["tokens_per_step_by_category"]) == {"a", "b"}
+            assert len(row["acceptance_by_position"]) == 4
+            assert row["speedup"]["value"] > 0
+    assert cascade["rows"][1]["passes_per_step"] < model["rows"][1]["passes_per_step"]
+
+
+def test_without_the_targets_time_there_are_no_speedups(predict):
+    code, out, _ = predict("--drafter", "suffix", "--gamma", "2", "--draft-policy", "heuristic")
+    assert code == 0
+    assert "speedup" not in out
+    assert "pays from a target pass of" in out
+    assert "heuristic" in out
+    assert "--target-pass-ms" in out
+
+
+def test_a_limit_leaves_the_rest_unread(predict):
+    code, out, _ = predict("--drafter", "lookup", "--gamma", "2", "--limit", "2")
+    assert code == 0
+    assert "The first 2 answers were read" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--drafter", "self:int8"), "the target's own states"),
+        (("--drafter", "ngram:keep"), "depends on the order of the answers"),
+        (("--drafter", "ngram:sample"), "draws at random"),
+        (("--drafter", "lookup|suffix"), "draft trees"),
+        (("--drafter", "grammar+lookup"), "do not have the format"),
+        (("--drafter", "none"), "it drafts nothing"),
+        (("--drafter", "lookup", "--draft-policy", "svip"), "reads the drafter's distribution"),
+        (("--sampling", "temperature=hot"), "no number"),
+        (("--target-pass-ms", 3, "--target-config", "."), "given twice"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_a_sentence(predict, arguments, words):
+    code, out, err = predict(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_a_drafter_with_another_tokenizer_is_refused(predict, tmp_path):
+    from tiny import letter_tokenizer
+
+    folder = save_tiny(tmp_path / "letters")
+    letter_tokenizer().save_pretrained(folder)
+    code, _, err = predict("--drafter", folder)
+    assert code == 2
+    assert "is not that of the answers" in err
+
+
+def test_a_log_without_answers_is_refused_with_its_reasons(cli, tmp_path, models):
+    (tmp_path / "log.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
+    code, _, err = cli("predict", "--answers", tmp_path / "log.jsonl", "--tokenizer", models / "small")
+    assert code == 2
+    assert "does not say its temperature" in err
+    code, _, err = cli("predict", "--answers", tmp_path / "none.jsonl")
+    assert code == 2
+    assert "cannot be read" in err
+
+
+def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One", "Two"]})
+    code, _, err = cli(
+        "sweep", "--target", models / "target", "--dtype", "float32", "--prompts", "./mine.jsonl", "-n", 24,
+        "--drafter", f"{models / 'target'}:dtype=bfloat16", "--drafter", "suffix", "--gamma", "1,3", "--draft-policy",
+        "fixed", "--repeats", 1, "--out", "run",
+    )  # fmt: skip
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path)
+    code, out, err = cli(
+        "predict", "--answers", "run", "--tokenizer", models / "target", "--gamma", "1,3", "--json",
+        "--drafter", f"{models / 'target'}:dtype=bfloat16", "--drafter", "suffix",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["answers"] == 3
+    assert found["target_pass_from"] == "measured in run"
+    predicted = {
+        (each["drafter"], row["gamma"]): row["tokens_per_step"]["value"]
+        for each in found["drafters"]
+        for row in each["rows"]
+    }
+    measured = {
+        (row.config.drafter, row.config.gamma): row.tokens_per_step.value
+        for row in summarize(load_results("run")).rows
+        if row.config.kind == "speculative"
+    }
+    assert predicted == pytest.approx(measured)
+    assert max(predicted.values()) > 1.5
