@@ -258,11 +258,12 @@ class GenerationRun:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return scorer.cache.most_kept(max(0, common - 1) if drafter.traits.layers else common)
 
-    def as_request(
-        self,
-        factory: RequestFactory,
-        batch_costs: BatchCosts | None = None,
-    ) -> Request:
+    @property
+    def request(self) -> Request:
+        """What decides the output, on the models themselves."""
+        return Request(self.prompt, self.target.scorer, self.drafter, self.policy, **self._settings)
+
+    def as_request(self, factory: RequestFactory, batch_costs: BatchCosts | None = None) -> Request:
         """Return this generation as a request of a batch, with its own scorers, drafter and draft policy.
 
         The caller passes the request's records to ``take``.

@@ -15,6 +15,8 @@ from specbench.policies import FixedLength, build_policy
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.decoding.protocols import Drafter, DraftPolicy
+    from specbench.decoding.request import Request
+    from specbench.models.load import LanguageModel
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -58,8 +60,7 @@ class LoadedRecipe:
         else:
             policy = build_policy(spec)
         drafter = NoDraft() if loaded is None else loaded.drafter
-        transforms = target.language_model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
-        return cls(recipe, target, drafter, policy, transforms)
+        return cls(recipe, target, drafter, policy, transforms_of(recipe, target.language_model))
 
     @property
     def models(self) -> str:
@@ -83,6 +84,15 @@ class LoadedRecipe:
             options["policy"] = self.policy
         drafter = None if plain else self.drafter
         return GenerationRun(prompt, self.target, drafter, sampling=self.sampling, **options)
+
+    def request(self, prompt: Sequence[int]) -> Request:
+        """Return what decides the output of a prompt."""
+        return self.start(prompt).request
+
+
+def transforms_of(recipe: Recipe, model: LanguageModel) -> Sampling:
+    """Return the transforms of a recipe, with the model's own settings."""
+    return model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
 
 
 def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from scripted import ScriptedCache, ScriptedScorer, random_table
 
-from specbench.check.observe import Decoder, DecodingSetup
+import specbench.check.observe
 from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Multinomial
+from specbench.decoding.sampling import Multinomial, Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -44,21 +46,43 @@ DRAFTERS: dict[str, Callable[[ScriptedScorer], Any]] = {
 }
 
 
-def setup_of(drafter: str = "model", **changes: Any) -> DecodingSetup:
-    target = ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
-    made = DecodingSetup(
-        target=target,
-        drafter=DRAFTERS[drafter](target),
-        policy=FixedLength(3),
-        sampling=Multinomial(0.9),
-        max_new_tokens=12,
-    )
-    return replace(made, **changes)
+Decoder = Callable[[Request, Stopwatch], DecodingLoop]
+"""Something like ``decode``."""
 
 
-def result_of(setup: DecodingSetup) -> CheckResult:
-    checking = DecodingCheck(setup, [Case(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
-    checking.check_steps()
+def request_of(
+    target: Any,
+    drafter: Any,
+    policy: Any = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 12,
+    *,
+    prompt: Sequence[int] = PROMPTS[0],
+    end_ids: Iterable[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    **changes: Any,
+) -> Request:
+    """A request with seed 0: three drafts a step, sampled."""
+    return Request(
+        prompt, target, drafter, policy or FixedLength(3), sampling or Multinomial(0.9), Randomness(0),
+        max_new_tokens, StopRules(end_ids, stop, tokenizer), **changes,
+    )  # fmt: skip
+
+
+def setup_of(drafter: str = "model", target: Any = None, **changes: Any) -> Request:
+    """Everything but the prompt: that of the request is the first one."""
+    target = target or ScriptedScorer(TARGET, VOCAB, cache=ScriptedCache())
+    return request_of(target, DRAFTERS[drafter](target), **changes)
+
+
+def result_of(setup: Request, decoder: Decoder = decode) -> CheckResult:
+    """What the check of both prompts finds, with another loop perhaps."""
+    cases = [Case(str(i), replace(setup, prompt=prompt)) for i, prompt in enumerate(PROMPTS)]
+    checking = DecodingCheck(cases)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specbench.check.observe, "decode", decoder)
+        checking.check_steps()
     return checking.result()
 
 

@@ -63,7 +63,7 @@ class ScriptedScorer:
         self.vocab_size = self.embeddings = vocab_size
         self.cache = cache or ScriptedCache()
         self.context_limit = context_limit
-        self.device = torch.device("cpu")
+        self.device, self.rounding = torch.device("cpu"), torch.float32
         self.own_entries_only = own_entries_only
         self.passes: list[int] = []
 

@@ -18,6 +18,7 @@ from checked import (
     VOCAB,
     decoder_with,
     draft_model,
+    request_of,
     result_of,
     setup_of,
     violated,
@@ -43,7 +44,7 @@ from specbench.check.greedy import (
     run_plain,
     verdict_of,
 )
-from specbench.check.observe import DecodingSetup
+from specbench.check.observe import plainly
 from specbench.check.outputs import ExternalOutput, RejectedLine, check_output, read_outputs
 from specbench.check.reference import reference_output
 from specbench.check.sampled import check_exact
@@ -59,7 +60,10 @@ from specbench.decoding.verify import Verdict
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
+from specbench.options import DecodingOptions, SamplingOptions
 from specbench.policies import FixedLength
+from specbench.recipe import Recipe
+from specbench.specs.models import ModelSpec
 
 PROMPT, NEW = PROMPTS[0], 12
 
@@ -201,15 +205,13 @@ def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sam
 
 
 def test_an_ignored_end_token_is_found():
-    setup = setup_of(end_ids=(0, 1, 2, 3), decoder=decoder_with(stops=StopRules()))
-    result = result_of(setup)
+    result = result_of(setup_of(end_ids=(0, 1, 2, 3)), decoder_with(stops=StopRules()))
     assert violated(result) == {"stop"}
     assert "continues after the end token" in str(result.violations)
 
 
 def test_a_token_too_many_is_found():
-    setup = setup_of(decoder=decoder_with(max_new_tokens=NEW + 1))
-    result = result_of(setup)
+    result = result_of(setup_of(), decoder_with(max_new_tokens=NEW + 1))
     assert "continues after the limit of 12 tokens" in str(result.violations)
     assert violated(result) <= {"stop", "draft"}
 
@@ -227,12 +229,12 @@ def test_a_stop_string_that_is_missed_is_found():
         def convert_ids_to_tokens(self, token: int) -> str:
             return "abcdefgh"[token]
 
-    plain = run_greedy(setup_of(), PROMPT, plain=True).tokens
+    plain = run_greedy(plainly(setup_of())).tokens
     stop = Letters().decode(plain[3:5])
     sound = setup_of(stop=(stop,), tokenizer=Letters(), sampling=Greedy())
     assert result_of(sound).verdict == "identical"
-    assert len(run_greedy(sound, PROMPT).tokens) <= 5
-    result = result_of(replace(sound, decoder=decoder_with(stops=StopRules())))
+    assert len(run_greedy(sound).tokens) <= 5
+    result = result_of(sound, decoder_with(stops=StopRules()))
     assert "continues after a stop string" in str(result.violations)
 
 
@@ -267,8 +269,8 @@ def test_a_rejected_token_left_in_the_cache_is_found(surplus):
         target.score = score  # type: ignore[method-assign]
         return target
 
-    made = setup_of("lookup", decoder=decoder, sampling=Greedy())
-    result = result_of(replace(made, target=forgiving(made.target)))  # type: ignore[arg-type]
+    made = setup_of("lookup", sampling=Greedy())
+    result = result_of(replace(made, target=forgiving(made.target)), decoder)  # type: ignore[arg-type]
     assert "cache" in violated(result)
     assert result.verdict == "wrong"
 
@@ -331,7 +333,7 @@ def test_greedy_decoding_that_draws_is_found():
 
         return with_records(draw)(request, watch)
 
-    assert "choice" in violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
+    assert "choice" in violated(result_of(setup_of(sampling=Greedy()), decoder))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_greedy_decoding_that_draws_is_found():
 )
 def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
     decoder = with_records(lambda step: replace(step, **change(step)))
-    result = result_of(setup_of(decoder=decoder))
+    result = result_of(setup_of(), decoder)
     assert invariant in violated(result)
 
 
@@ -359,7 +361,7 @@ def test_records_behind_the_end_are_found():
         yield from with_records(lambda step: last.append(step) or step)(request, watch)  # type: ignore[func-returns-value]
         yield replace(last[-1], index=last[-1].index + 1)
 
-    assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Greedy(), decoder=decoder)))
+    assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Greedy()), decoder))
 
 
 # --- Exact distributions --------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def test_forced_rejections_reach_every_position():
     near = lambda tokens: TARGET(tokens) + 0.01 * DRAFT(tokens)  # noqa: E731
     setup = setup_of(max_new_tokens=400)
     setup = replace(setup, drafter=draft_model(near, "near"))
-    case = check_exact(setup, "a", PROMPT)
+    case = check_exact(setup, "a")
     corrected = {place.position for place in case.positions if place.kind == "corrected"}
     assert corrected == {0, 1, 2}
     assert max(place.error for place in case.positions) < 1e-6
@@ -440,8 +442,14 @@ def test_a_tie_has_to_be_one_in_the_eyes_of_both_runs():
     far = TopLogits((1, 0), (25.0, 19.0))
     for second, verdict in ((near, "numerical tie"), (far, "wrong"), (TopLogits((1,), (20.0,)), "wrong")):
         first = GreedyOutput([0], [TopLogits((0, 1), (20.0, 19.5))])
-        difference = compare_outputs(setup, [2], first, GreedyOutput([1], [second]), torch.bfloat16)
+        difference = compare_outputs(setup, first, GreedyOutput([1], [second]))
         assert verdict_of(difference) == verdict
+
+
+def recipe_of(tokens: int, **changes: Any) -> Recipe:
+    sampling = SamplingOptions(repetition_penalty=changes.pop("penalty", 1.0))
+    decoding = DecodingOptions(max_new_tokens=tokens, **changes)
+    return Recipe(ModelSpec("folder", "tiny"), decoding=decoding, sampling=sampling)
 
 
 def test_transformers_own_answers_are_ours():
@@ -450,12 +458,13 @@ def test_transformers_own_answers_are_ours():
     own.temperature = 0.123
     prompt = [10, 20, 30, 40, 50]
     for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
-        reference = reference_output(model.model, prompt, 24, end_ids=ends, repetition_penalty=penalty)
-        scorer = Scorer(model.model)
-        setup = DecodingSetup(
-            target=scorer, drafter=LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, end_ids=ends
-        )
-        result = check_greedy(setup, "a", prompt, reference, torch.float32, run_plain(setup, prompt))
+        known = replace(model, end_ids=ends)
+        reference = reference_output(known, recipe_of(24, penalty=penalty), prompt)
+        request = request_of(
+            Scorer(model.model), LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, prompt=prompt,
+            end_ids=ends,
+        )  # fmt: skip
+        result = check_greedy(request, "a", reference, run_plain(request))
         assert result.against_transformers is None
         assert result.against_plain is None
         assert result.violations == ()
@@ -466,16 +475,17 @@ def test_transformers_own_answers_are_ours():
 
 
 def test_transformers_answers_end_where_ours_do():
-    model = tiny_language_model(seed=5)
+    model = replace(tiny_language_model(seed=5), end_ids=())
     prompt = [10, 20, 30]
-    whole = reference_output(model.model, prompt, 16)
+    whole = reference_output(model, recipe_of(16), prompt)
     assert len(whole.tokens) == 16
     text = model.tokenizer.decode(list(whole.tokens[3:6]))
-    cut = reference_output(model.model, prompt, 16, stop=(text,), tokenizer=model.tokenizer)
+    cut = reference_output(model, recipe_of(16, stop=(text,)), prompt)
     assert len(cut.tokens) < 16
     assert len(cut.tops) == len(cut.tokens)
-    assert len(reference_output(model.model, prompt, 16, context_limit=8).tokens) == 5
-    assert reference_output(model.model, prompt, 16, context_limit=3).tokens == []
+    for limit, tokens in ((8, 5), (3, 0)):
+        short = replace(model, context_limit=limit)
+        assert len(reference_output(short, recipe_of(16), prompt).tokens) == tokens
 
 
 def test_bits_of_logits_are_compared_where_the_texts_are_the_same():
@@ -549,8 +559,8 @@ def test_deviations_are_judged_against_plain_decoding():
 # --- Outputs of other engines ---------------------------------------------------------------------
 
 
-def greedy_output(tokens: int, setup: DecodingSetup | None = None) -> list[int]:
-    return run_greedy(setup or setup_of(max_new_tokens=tokens), PROMPT, plain=True).tokens
+def greedy_output(tokens: int, setup: Request | None = None) -> list[int]:
+    return run_greedy(plainly(setup or setup_of(max_new_tokens=tokens))).tokens
 
 
 def given(output: Sequence[int]) -> ExternalOutput:
@@ -582,7 +592,7 @@ def test_ties_are_named_and_do_not_hide_what_is_wrong():
     assert (result.verdict, result.ties, result.wrong) == ("wrong", 1, 1)
     assert result.first_wrong is not None
     assert (result.first.position, result.first_wrong.position) == (1, 2)
-    coarse = check_output(Row((20.0, 19.5), torch.float32), given([1]), [0], Greedy(), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    coarse = check_output(Row((20.0, 19.5), torch.int8), given([1]), [0], Greedy())  # type: ignore[arg-type]
     assert coarse.verdict == "numerical tie"
     equal: Any = Row((3.0, 3.0, 1.0), torch.float32)
     assert check_output(equal, given([0, 1]), [0], Greedy()).verdict == "identical"

@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 import checked
 import pytest
 import torch
-from checked import DRAFT, PROMPTS, VOCAB, draft_model, result_of, violated, with_records
+from checked import DRAFT, VOCAB, draft_model, result_of, violated, with_records
 from scripted import ScriptedScorer, random_table
 
-from specbench.check.observe import DecodingSetup, observe
+from specbench.check.observe import greedily, observe
 from specbench.check.results import CheckResult
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Greedy, Multinomial, Sampling
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
@@ -36,7 +37,7 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
 
 def setup_of(
     tree: str | None, method: VerificationName | None = None, drafter: str = "model", **changes: Any
-) -> DecodingSetup:
+) -> Request:
     policy = TREES[tree]() if tree else FixedLength(3)
     policy.verification = method
     return checked.setup_of(drafter, **{"policy": policy, "max_new_tokens": 10, **changes})
@@ -84,7 +85,7 @@ def test_drafts_without_distributions_pass_too():
 
 def test_several_drafters_pass():
     models = [draft_model(random_table(seed, VOCAB), str(seed)) for seed in (2, 4)]
-    setup = replace(setup_of(None), policy=FixedLength(2), drafter=SeveralDrafters(models))
+    setup = replace(setup_of(None, policy=FixedLength(2)), drafter=SeveralDrafters(models))
     result = result_of(setup)
     assert result.violations == []
     assert result.verdict == "identical"
@@ -99,7 +100,7 @@ def test_a_drafter_that_is_watched_learns_from_rejected_drafts():
             self.heard.append(tuple(outcome.tokens))
             super().update(outcome)
 
-    seen = observe(replace(setup_of("static"), drafter=Listening()), PROMPTS[0], greedy=True)
+    seen = observe(greedily(replace(setup_of("static"), drafter=Listening())))
     steps = [each.record for each in seen if isinstance(each.record, Step)]
     assert [(), *(step.drafted for step in steps)] == Listening.heard
 
@@ -275,4 +276,4 @@ def test_pruning_drawn_nodes_by_their_own_q_is_found():
 )
 def test_a_record_that_does_not_say_what_was_is_found(change, invariant):
     decoder = with_records(lambda step: replace(step, **change(step)))
-    assert invariant in violated(result_of(setup_of("static", decoder=decoder)))
+    assert invariant in violated(result_of(setup_of("static"), decoder))

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from tiny import tiny_llama, tiny_tokenizer
 
 import specbench.check.run
 from specbench.backends.torch.kernels import native
-from specbench.check.observe import Decoder
-from specbench.decoding.loop import decode
 from specbench.decoding.verify import GreedyVerification
 from specbench.generate import encode_prompt
 
@@ -167,7 +164,7 @@ def test_options_reach_the_decoding(check, monkeypatch):
     setup = seen["setup"]
     assert setup.policy.name == "confidence:threshold=0.7,max=3"
     assert setup.sampling.repetition_penalty == 1.2
-    assert setup.end_ids == ()
+    assert setup.stops.end_ids == frozenset()
     assert type(setup.target.cache).__name__ == "PreallocatedKVCache"
     assert "1 prompt," in result.out
 
@@ -177,7 +174,7 @@ def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
     plain_runs = []
     original = specbench.check.run.run_plain
     monkeypatch.setattr(
-        specbench.check.run, "run_plain", lambda *given: plain_runs.append(given[1]) or original(*given)
+        specbench.check.run, "run_plain", lambda request: plain_runs.append(request) or original(request)
     )
     asked = ("--drafter", "lookup", "--drafter", "self:layers=1", "--drafter", "none", "--gamma", "1..2",
              "--draft-policy", "fixed", "--draft-policy", "svip:threshold=0.4")  # fmt: skip
@@ -229,10 +226,6 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check):
     assert figures["bitwise"] == {"required": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
     check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")
-
-
-def broken(**changed: Any) -> Decoder:
-    return lambda request, watch: decode(replace(request, **changed), watch)
 
 
 def test_a_broken_decoder_ends_with_1_and_says_where(check, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked import request_of
 from cli_runs import refusal
 from head_files import (
     BLOCK,
@@ -46,7 +47,6 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.check.observe import DecodingSetup
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import Draft, StepOutcome
@@ -708,16 +708,6 @@ def test_heads_are_int8_on_a_cpu_unless_told_otherwise(tmp_path):
 # -- the check -------------------------------------------------------------------------------------
 
 
-def check_setup(drafter: Drafter) -> DecodingSetup:
-    return DecodingSetup(
-        target=scripted_target(),  # type: ignore[arg-type]
-        drafter=drafter,
-        policy=FixedLength(2),
-        sampling=Multinomial(0.9),
-        max_new_tokens=6,
-    )
-
-
 class Flattering(HeadDrafter):
     """Says that it drew from something flatter than it did."""
 
@@ -731,7 +721,9 @@ class Flattering(HeadDrafter):
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa"])
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
-        checking = DecodingCheck(check_setup(drafter(small_scorer(kind), kind)), [Case("a", tuple(PROMPT))])
+        drafting = drafter(small_scorer(kind), kind)
+        request = request_of(scripted_target(), drafting, FixedLength(2), max_new_tokens=6, prompt=PROMPT)
+        checking = DecodingCheck([Case("a", request)])
         checking.check_steps()
         result = checking.result()
         assert (result.violations == []) == sound

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from checked import request_of
 from cli_runs import write_prompts
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig
 
 from specbench.base.errors import UsageError
-from specbench.check.observe import DecodingSetup
 from specbench.check.sampled import check_exact
 from specbench.decoding.sampling import Sampling
 from specbench.generate import speculative_generate
@@ -87,10 +87,9 @@ def test_sampled_outputs_are_exact(drafter):
     target = target_with(eos_token_id=list(range(0, 40, 2)))
     defaults = target.language_model.defaults.with_options(DecodingOptions(min_new_tokens=LEAST))
     sampling = Sampling(temperature=1.0).with_defaults(defaults, target.vocab_size)
-    setup = DecodingSetup(
-        target.scorer, load_drafter(drafter, target), FixedLength(3), sampling, NEW, target.end_ids
-    )
-    case = check_exact(setup, "a", PROMPT)
+    drafting = load_drafter(drafter, target)
+    request = request_of(target.scorer, drafting, None, sampling, NEW, prompt=PROMPT, end_ids=target.end_ids)
+    case = check_exact(request, "a")
     assert case.sound, case.positions
     assert not case.violations
     assert len(case.positions) > 3

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from checked import request_of
 from tiny import TURN_END, save_tiny, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
 from specbench.base.errors import RunError, UsageError
-from specbench.check.observe import DecodingSetup
 from specbench.check.reference import reference_output
 from specbench.check.sampled import check_exact
 from specbench.decoding.model_defaults import ModelDefaults
@@ -22,7 +22,10 @@ from specbench.generate import speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import wrap_target
-from specbench.policies import FixedLength, build_policy
+from specbench.options import DecodingOptions
+from specbench.policies import build_policy
+from specbench.recipe import Recipe
+from specbench.specs.models import ModelSpec
 
 PROMPT, NEW = [5, 6, 7, 5, 6, 7, 5, 6], 24
 
@@ -167,10 +170,9 @@ def test_sampled_outputs_are_exact(drafter):
     model = model_with(SETTINGS["several"])
     target = wrap_target(model, pack=False)
     sampling = Sampling(temperature=1.0).with_defaults(target.language_model.defaults, target.vocab_size)
-    setup = DecodingSetup(
-        target.scorer, load_drafter(drafter, target), FixedLength(3), sampling, NEW, target.end_ids
-    )
-    case = check_exact(setup, "a", PROMPT)
+    drafting = load_drafter(drafter, target)
+    request = request_of(target.scorer, drafting, None, sampling, NEW, prompt=PROMPT, end_ids=target.end_ids)
+    case = check_exact(request, "a")
     assert case.sound, case.positions
     assert not case.violations
     assert len(case.positions) > 5
@@ -180,10 +182,8 @@ def test_sampled_outputs_are_exact(drafter):
 def test_the_checks_reference_has_them_too(name):
     model = model_with(SETTINGS[name])
     known = wrap_model(model, None)
-    rules = known.defaults.applied
-    penalty = rules.get("repetition_penalty", 1.0)
-    options = {"end_ids": known.end_ids, "repetition_penalty": penalty, "context_rules": rules}
-    assert reference_output(model, PROMPT, NEW, **options).tokens == answer(model, PROMPT)
+    recipe = Recipe(ModelSpec("folder", "tiny"), decoding=DecodingOptions(max_new_tokens=NEW))
+    assert reference_output(known, recipe, PROMPT).tokens == answer(model, PROMPT)
 
 
 # -- what is told, and what is refused -------------------------------------------------------------

@@ -11,15 +11,16 @@ import torch
 
 from specbench.backends.torch.parity import (
     Difference,
-    difference_at,
+    find_difference,
     first_difference,
     tie_units,
     units_below,
 )
 from specbench.check.deviation import clean_rows, deviation, sample_columns
-from specbench.check.invariants import RunRules, Violation, check_observation, check_run
-from specbench.check.observe import DecodingSetup, Observation, observe
+from specbench.check.invariants import RunRules, Violation, checked
+from specbench.check.observe import greedily, plainly, scorer_of
 from specbench.decoding.records import Step
+from specbench.decoding.request import Request
 
 Verdict = Literal["identical", "numerical tie", "nothing tested", "wrong"]
 
@@ -108,13 +109,11 @@ def verdict_of(difference: Difference | None) -> Verdict:
     return "numerical tie" if difference.numerical_tie else "wrong"
 
 
-def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = False) -> GreedyOutput:
-    """Decode a prompt greedily and record the logits."""
-    rules = RunRules(setup, prompt, greedy=True)
-    out = GreedyOutput()
-    before: Observation | None = None
-    for seen in observe(setup, prompt, greedy=True, plain=plain):
-        out.violations += check_observation(seen, before, rules)
+def run_greedy(request: Request) -> GreedyOutput:
+    """Decode a request greedily and record the logits."""
+    request = greedily(request)
+    rules, out = RunRules(request), GreedyOutput()
+    for seen in checked(request, rules, out.violations):
         if isinstance(seen.record, Step):
             out.steps += 1
             out.drafted += seen.record.gamma
@@ -125,37 +124,28 @@ def run_greedy(setup: DecodingSetup, prompt: Sequence[int], *, plain: bool = Fal
             out.columns.append(sample_columns(row))
             out.digests.append(_digest(row))
         out.tokens += seen.tokens
-        before = seen
-    reason = None if before is None else before.record.finish_reason
-    out.violations += check_run(out.tokens, reason, rules)
     return out
 
 
-def run_plain(setup: DecodingSetup, prompt: Sequence[int]) -> GreedyOutput:
-    """Decode a prompt plainly, and run a clean forward over the output."""
-    output = run_greedy(setup, prompt, plain=True)
-    output.clean = _clean_columns(setup, prompt, output)
+def run_plain(request: Request) -> GreedyOutput:
+    """Decode a request plainly, and run a clean forward over the output."""
+    output = run_greedy(plainly(request))
+    output.clean = _clean_columns(request, output)
     return output
 
 
 def check_greedy(
-    setup: DecodingSetup,
-    name: str,
-    prompt: Sequence[int],
-    reference: GreedyOutput | None,
-    dtype: torch.dtype,
-    plain: GreedyOutput,
+    request: Request, name: str, reference: GreedyOutput | None, plain: GreedyOutput
 ) -> GreedyResult:
     """Check one prompt.
 
     Args:
         reference: Result of ``reference_output``; ``None`` for no comparison.
-        dtype: The dtype whose rounding explains a tie.
         plain: Result of ``run_plain`` with the same target, cache and stop rules.
     """
-    speculative = run_greedy(setup, prompt)
+    speculative = run_greedy(request)
     differs_at = first_difference(speculative.tokens, plain.tokens)
-    clean = plain.clean if differs_at is None else _clean_columns(setup, prompt, speculative)
+    clean = plain.clean if differs_at is None else _clean_columns(request, speculative)
     shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included
     bits = list(zip(speculative.digests[:shared], plain.digests[:shared], strict=False))
     return GreedyResult(
@@ -164,10 +154,8 @@ def check_greedy(
         steps=speculative.steps,
         drafted=speculative.drafted,
         accepted=speculative.accepted,
-        against_plain=compare_outputs(setup, prompt, speculative, plain, dtype),
-        against_transformers=None
-        if reference is None
-        else compare_outputs(setup, prompt, speculative, reference, dtype),
+        against_plain=compare_outputs(request, speculative, plain),
+        against_transformers=None if reference is None else compare_outputs(request, speculative, reference),
         compared_with_transformers=reference is not None,
         violations=(*speculative.violations, *plain.violations),
         deviations=tuple(map(deviation, speculative.columns, clean)),
@@ -177,8 +165,8 @@ def check_greedy(
     )
 
 
-def _clean_columns(setup: DecodingSetup, prompt: Sequence[int], output: GreedyOutput) -> list[torch.Tensor]:
-    return list(map(sample_columns, clean_rows(setup.target, prompt, output.tokens)))
+def _clean_columns(request: Request, output: GreedyOutput) -> list[torch.Tensor]:
+    return list(map(sample_columns, clean_rows(scorer_of(request), request.prompt, output.tokens)))
 
 
 def _digest(row: torch.Tensor) -> bytes:
@@ -186,27 +174,18 @@ def _digest(row: torch.Tensor) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def compare_outputs(
-    setup: DecodingSetup, prompt: Sequence[int], first: GreedyOutput, second: GreedyOutput, dtype: torch.dtype
-) -> Difference | None:
+def compare_outputs(request: Request, first: GreedyOutput, second: GreedyOutput) -> Difference | None:
     """Return the first difference of two outputs, judged by a clean forward and by the logits of both outputs.
 
     It is a tie only if both tokens are within ``tie_units`` of the best logit in all three.
     """
-    position = first_difference(first.tokens, second.tokens)
-    if position is None:
+    sampling, target = RunRules(greedily(request)).sampling, scorer_of(request)
+    difference = find_difference(target, request.prompt, first.tokens, second.tokens, sampling)
+    if difference is None:
         return None
-    context = [*prompt, *first.tokens[:position]]
-    setup.target.begin()
-    logits = setup.target.logits(context, rows=1, prompt=len(prompt))
-    setup.target.begin()
-    tokens = tuple(
-        output.tokens[position] if position < len(output.tokens) else None for output in (first, second)
-    )
-    scores = setup.transforms(prompt, greedy=True).scores(logits, context)[0]
-    difference = difference_at(position, (tokens[0], tokens[1]), scores, dtype)
+    position, tokens = difference.position, difference.tokens
     tie = difference.numerical_tie and all(
-        position < len(output.tops) and output.tops[position].allow_tie(tokens, dtype)
+        position < len(output.tops) and output.tops[position].allow_tie(tokens, target.rounding)
         for output in (first, second)
     )
     return replace(difference, numerical_tie=tie)

@@ -1,6 +1,6 @@
 """Check the invariants of every step, which hold for all models. docs/check.md lists them by the same names.
 
-Functions take observations and yield complaints. Nothing here runs a model.
+``checked`` runs a request and yields what it observes; all else takes observations and yields complaints.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Literal
 
 import torch
 
-from specbench.check.observe import DecodingSetup, DrawEvent, Observation, Proposal
+from specbench.check.exact import total_variation
+from specbench.check.observe import DrawEvent, Observation, Proposal, observe
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
+from specbench.decoding.request import Request
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
@@ -48,11 +50,11 @@ class RunRules:
         max_length: Largest length of prompt and output together.
     """
 
-    def __init__(self, setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool) -> None:
-        self._setup, self._prompt = setup, len(prompt)
-        self.sampling = setup.transforms(prompt, greedy=greedy)
-        self.method: VerificationName = setup.policy.method(setup.drafter)
-        end, limit = len(prompt) + setup.max_new_tokens, setup.target.context_limit
+    def __init__(self, request: Request) -> None:
+        self._request, self._stops, self._prompt = request, request.stops, len(request.prompt)
+        end, limit = self._prompt + request.max_new_tokens, request.target.context_limit
+        self.sampling = request.sampling.at(self._prompt, end, self._stops.end_ids)
+        self.method: VerificationName = request.method
         self.max_length = end if limit is None else min(end, limit)
 
     @property
@@ -62,17 +64,17 @@ class RunRules:
 
     def finish_reason(self, output: Sequence[int]) -> FinishReason | None:
         """Return why an output ends with its last token; ``None`` if it should not. Independent of ``StopRules``."""
-        if output and output[-1] in self._setup.end_ids:
+        if output and output[-1] in self._stops.end_ids:
             return "eos"
         if self._has_stop_string(output):
             return "stop-string"
-        if len(output) >= self._setup.max_new_tokens:
+        if len(output) >= self._request.max_new_tokens:
             return "length"
         return "context-limit" if self._prompt + len(output) >= self.max_length else None
 
     def _has_stop_string(self, output: Sequence[int]) -> bool:
-        stops, tokenizer = self._setup.stop, self._setup.tokenizer
-        if not stops:
+        stops, tokenizer = self._stops.strings, self._stops.tokenizer
+        if tokenizer is None or not stops:
             return False
         text = tokenizer.decode(list(output), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         specials = special_tokens(tokenizer)
@@ -80,19 +82,32 @@ class RunRules:
 
     def overrun(self, output: Sequence[int]) -> str | None:
         """Return what should have ended an output but did not; ``None`` if it ends in time."""
-        at = next((i for i, token in enumerate(output[:-1]) if token in self._setup.end_ids), None)
-        if at is not None:
-            return f"the end token at position {at} of the output"
-        if self._has_stop_string(output[:-1]):
-            return "a stop string"
-        if len(output) > self._setup.max_new_tokens:
-            return f"the limit of {self._setup.max_new_tokens} tokens"
-        if self._prompt + len(output) > self.max_length:
-            return f"the target's context of {self._setup.target.context_limit} tokens"
-        return None
+        reasons = map(self.finish_reason, (output[:end] for end in range(1, len(output))))
+        at, reason = next(((at, each) for at, each in enumerate(reasons) if each is not None), (0, None))
+        messages: dict[FinishReason | None, str] = {
+            "eos": f"the end token at position {at} of the output",
+            "stop-string": "a stop string",
+            "length": f"the limit of {self._request.max_new_tokens} tokens",
+            "context-limit": f"the target's context of {self._request.target.context_limit} tokens",
+        }
+        return messages.get(reason)
 
 
-def check_observation(seen: Observation, before: Observation | None, rules: RunRules) -> list[Violation]:
+def checked(
+    request: Request, rules: RunRules, found: list[Violation], *, forcing: bool = False
+) -> Iterator[Observation]:
+    """Decode a request, yield what was observed (see ``observe``), and add to ``found`` what it violates."""
+    before: Observation | None = None
+    output: list[int] = []
+    for seen in observe(request, forcing=forcing):
+        found += _check_observation(seen, before, rules)
+        yield seen
+        output += seen.tokens
+        before = seen
+    found += _check_run(output, None if before is None else before.record.finish_reason, rules)
+
+
+def _check_observation(seen: Observation, before: Observation | None, rules: RunRules) -> list[Violation]:
     """Return the violations in a record.
 
     Args:
@@ -195,21 +210,14 @@ def _compare_candidates(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
         left = q.double()
         for token in tokens:
             # Several drafters may draw candidates after one node, one after the other.
-            fits = (
-                i for i, each in enumerate(unused) if each.token == token and _alike(each.distribution, left)
-            )
+            same = (i for i, each in enumerate(unused) if each.token == token)
+            fits = (i for i in same if total_variation(unused[i].distribution, left) < _SAME)
             at = next(fits, None)
             if at is None:
                 return f"node {draft.child(node, token)} was not drawn from its q"
             del unused[at]
             left[token] = 0.0
     return None
-
-
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two distributions, [vocab], are the same up to rounding and their sums."""
-    first, second = first.double(), second.double()
-    return float((first / first.sum() - second / second.sum()).abs().max()) < _SAME
 
 
 def _check_forward(seen: Observation) -> Complaints:
@@ -318,7 +326,7 @@ def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def check_run(output: Sequence[int], finish_reason: str | None, rules: RunRules) -> list[Violation]:
+def _check_run(output: Sequence[int], finish_reason: str | None, rules: RunRules) -> list[Violation]:
     """Return the violations of a finished run as a whole: where and why it ended."""
     found = []
     if (what := rules.overrun(output)) is not None:

@@ -6,9 +6,9 @@ The loop is not changed: the caller records its forwards, and wrappers record it
 from __future__ import annotations
 
 import random as standard_random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
@@ -16,18 +16,11 @@ from specbench.backends.torch.caches import NoKVCache
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.clocks import Stopwatch, clock_for
 from specbench.decoding.drafts import Draft
-from specbench.decoding.loop import DecodingLoop, decode
-from specbench.decoding.protocols import (
-    Decoding,
-    Drafter,
-    DraftPolicy,
-    ForwardOutput,
-    ForwardRequest,
-    StepPlan,
-)
+from specbench.decoding.loop import decode
+from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest, StepPlan
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import GreedyVerification, Verification
 from specbench.drafters.parts import models_of
@@ -35,39 +28,20 @@ from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.policies import FixedLength
 
-Decoder = Callable[[Request, Stopwatch], DecodingLoop]
-"""Something like ``decode``."""
+
+def greedily(request: Request) -> Request:
+    """Return a request that takes the best token; the repetition penalty and the model's own settings stay."""
+    return replace(request, sampling=request.sampling.greedily())
 
 
-@dataclass(frozen=True)
-class DecodingSetup:
-    """Everything that decides an output, except the prompt.
+def plainly(request: Request) -> Request:
+    """Return a request that drafts nothing."""
+    return replace(request, drafter=NoDraft(), policy=FixedLength(1), residual_adjustment=True)
 
-    Attributes:
-        sampling: The transforms; greedy runs keep only its repetition penalty and the model's own settings.
-        stop: Stop strings; they need the tokenizer.
-        tokenizer: The target's, or ``None``.
-        first_target, residual_adjustment: See ``Request``.
-        decoder: The loop; tests of the check replace it.
-    """
 
-    target: Scorer
-    drafter: Drafter
-    policy: DraftPolicy = field(default_factory=FixedLength)
-    sampling: Sampling = field(default_factory=Greedy)
-    max_new_tokens: int = 64
-    end_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    tokenizer: Any = None
-    first_target: bool = True
-    residual_adjustment: bool = True
-    seed: int = 0
-    decoder: Decoder = decode
-
-    def transforms(self, prompt: Sequence[int], *, greedy: bool) -> Sampling:
-        """Return the transforms for the output of a prompt."""
-        sampling = self.sampling.greedily() if greedy else self.sampling
-        return sampling.at(len(prompt), len(prompt) + self.max_new_tokens, self.end_ids)
+def scorer_of(request: Request) -> Scorer:
+    """Return the target of a request."""
+    return cast("Scorer", request.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,35 +240,26 @@ def scorers_of(drafter: Drafter) -> list[Scorer]:
     return [model.scorer for model in models_of(drafter) if not isinstance(model, TranslatingDrafter)]
 
 
-def observe(
-    setup: DecodingSetup, prompt: Sequence[int], *, greedy: bool, plain: bool = False, forcing: bool = False
-) -> Iterator[Observation]:
-    """Decode a prompt and yield every record with what happened.
+def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]:
+    """Decode a request and yield every record with what happened.
 
     Args:
-        greedy: Decode greedily, whatever the setup's temperature.
+        request: What decides the output; it can be decoded again.
         forcing: Force half of the outcomes of tests, see ``_RecordingRandomness``.
     """
     log = _Log()
-    target = setup.target
-    drafter: Drafter = NoDraft() if plain else setup.drafter
-    request = _RecordingRequest(
-        log=log,
-        prompt=prompt,
-        target=target,
-        drafter=_RecordingDrafter(drafter, log),  # type: ignore[arg-type]
-        policy=FixedLength(1) if plain else setup.policy,
-        sampling=setup.sampling.greedily() if greedy else setup.sampling,
-        random=_RecordingRandomness(setup.seed, log, forcing=forcing),
-        max_new_tokens=setup.max_new_tokens,
-        stops=StopRules(setup.end_ids, setup.stop, setup.tokenizer),
-        first_target=setup.first_target,
-        residual_adjustment=plain or setup.residual_adjustment,
-    )
-    decoding = setup.decoder(request, Stopwatch(clock_for(str(target.device))))
+    target, stops, models = scorer_of(request), request.stops, scorers_of(request.drafter)
+    changed = {
+        "drafter": _RecordingDrafter(request.drafter, log),
+        "random": _RecordingRandomness(request.random.generator.initial_seed(), log, forcing=forcing),
+        "stops": StopRules(
+            stops.end_ids, stops.strings, stops.tokenizer
+        ),  # which remember what they have seen
+    }
+    recorded = _RecordingRequest(**{**vars(request), **changed}, log=log)
+    decoding = decode(recorded, Stopwatch(clock_for(str(target.device))))
     keeps_cache = not isinstance(target.cache, NoKVCache)
-    models = scorers_of(drafter)
-    context = list(prompt)
+    context = list(request.prompt)
     for each in decoding:
         while isinstance(each, ForwardRequest):
             each = decoding.send(_run_forward(each, target, log))

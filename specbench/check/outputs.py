@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-import torch
 
 from specbench.backends.torch.parity import Difference, difference_at
 from specbench.backends.torch.scorer import Scorer
@@ -123,7 +122,6 @@ def check_output(
     prompt: Sequence[int],
     sampling: Sampling,
     end_ids: Sequence[int] = (),
-    dtype: torch.dtype | None = None,
 ) -> OutputResult:
     """Score an output with the target and compare every token with the largest logit.
 
@@ -131,7 +129,6 @@ def check_output(
         target: Runs one forward over prompt and output, see ``clean_rows``.
         sampling: Its repetition penalty and the model's own settings apply, but no forced end: the limit is unknown.
         end_ids: Tokens that end an output; empty if the outputs ignore them.
-        dtype: The dtype whose rounding is the unit of a gap; ``None`` for that of the logits.
 
     Raises:
         RunError: The logits contain NaN.
@@ -148,7 +145,7 @@ def check_output(
         token = output[position]
         if float(scores[token]) == float(scores[best]):
             continue
-        found = difference_at(position, (token, best), scores, dtype or row.dtype)
+        found = difference_at(position, (token, best), scores, target.rounding)
         first = first or found
         if found.numerical_tie:
             ties += 1

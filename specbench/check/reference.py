@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,44 +10,34 @@ import torch
 from specbench.base.progress import quiet_transformers
 from specbench.check.greedy import GreedyOutput, TopLogits
 from specbench.decoding.stops import StopRules
+from specbench.loaded import transforms_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from specbench.models.load import LanguageModel
+    from specbench.recipe import Recipe
 
-    from specbench.decoding.formats import CompiledFormat
 
-
-def reference_output(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    *,
-    end_ids: Sequence[int] = (),
-    stop: Sequence[str] = (),
-    tokenizer: Any = None,
-    repetition_penalty: float = 1.0,
-    context_rules: Mapping[str, Any] | None = None,
-    context_limit: int | None = None,
-    format: CompiledFormat | None = None,  # noqa: A002
-) -> GreedyOutput:
-    """Return the output of ``generate(do_sample=False)`` with the given settings only.
+def reference_output(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]) -> GreedyOutput:
+    """Return the output of ``generate(do_sample=False)`` with the settings of a recipe only.
 
     Stop strings are cut afterwards as in the decoding loop, because ``generate`` matches them differently.
 
     Args:
         model: As ``transformers`` loads it; its own generation settings are removed meanwhile.
-        max_new_tokens, end_ids, stop, tokenizer: See ``DecodingSetup``.
-        context_rules: See ``DecodingOptions.context_rules``.
-        context_limit: Of the target; ``None`` for no limit.
-        format: Of the output; ``None`` for any text.
+        recipe: The limits and rules of the output; of the transforms only the repetition penalty and the format apply.
+        prompt: Token ids.
     """
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-    limit = max_new_tokens if context_limit is None else min(max_new_tokens, context_limit - len(prompt))
+    decoding, sampling = recipe.decoding, transforms_of(recipe, model)
+    limit, end_ids = decoding.max_new_tokens, decoding.end_ids(model.end_ids)
+    if model.context_limit is not None:
+        limit = min(limit, model.context_limit - len(prompt))
     if limit < 1:
         return GreedyOutput()
-    rules = {**(context_rules or {}), "repetition_penalty": repetition_penalty}
-    if limit < max_new_tokens:  # the forced end comes after max_new_tokens
+    rules = decoding.context_rules(model.defaults.applied)
+    rules = {**rules, "repetition_penalty": sampling.repetition_penalty}
+    if limit < decoding.max_new_tokens:  # the forced end comes after max_new_tokens
         rules.pop("forced_eos_token_id", None)
     tops: list[TopLogits] = []
 
@@ -56,7 +46,7 @@ def reference_output(
             tops.append(TopLogits.from_row(scores[0]))
             return scores
 
-    untyped: Any = model
+    untyped: Any = model.model
     ids = torch.tensor([list(prompt)], device=untyped.get_input_embeddings().weight.device)
     config = GenerationConfig(
         do_sample=False,
@@ -65,7 +55,7 @@ def reference_output(
         pad_token_id=next(iter(end_ids), 0),
         **rules,
     )
-    masks = [] if format is None else [format.matcher(len(prompt)).process]
+    masks = [] if sampling.format is None else [sampling.format.matcher(len(prompt)).process]
     own = untyped.generation_config
     untyped.generation_config = GenerationConfig()  # the default of everything that the call leaves unset
     try:
@@ -79,5 +69,5 @@ def reference_output(
     finally:
         untyped.generation_config = own
     tokens = output[0, len(prompt) :].tolist()
-    kept, _ = StopRules(end_ids, stop, tokenizer).cut(tokens)
+    kept, _ = StopRules(end_ids, decoding.stop, model.tokenizer).cut(tokens)
     return GreedyOutput(tokens[:kept], tops[:kept])

@@ -27,63 +27,61 @@ _count = partial(counted, form=",")
 
 
 def check_parts(
-    results: Sequence[tuple[str, CheckResult]], target: str, *, dtype: str, piece: Piece | None
+    results: Sequence[CheckResult], target: str, *, dtype: str, piece: Piece | None
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
 
     Args:
-        results: Labels of configurations and their results.
+        results: One per configuration.
         target: The target and its cache, in words.
         dtype: Name of the dtype whose rounding is the unit of gaps.
         piece: Returns a token's text; ``None`` shows ids alone.
     """
     parts: list[Part] = [Paragraph(_headline(results), "bold")]
-    if not all(result.complete for _, result in results):
+    if not all(result.complete for result in results):
         parts.append(_INTERRUPTED)
     parts.append(Paragraph(f"Target: {target}."))
     if len(results) > 1:
         parts.append(_comparison_table(results))
     else:
-        rows = [list(row) for row in _findings(results[0][1])]
+        rows = [list(row) for row in _findings(results[0])]
         parts.append(_table(["checked", "on", "found", "verdict"], rows))
-    for label, result in results:
+    for result in results:
         if result.verdict == "wrong":
             details = [*_details(result, dtype, piece)]
-            parts += [Paragraph(label, "bold"), *details] if len(results) > 1 else details
+            parts += [Paragraph(result.label, "bold"), *details] if len(results) > 1 else details
     return parts
 
 
-def _headline(results: Sequence[tuple[str, CheckResult]]) -> str:
-    prompts = max(len(result.greedy) for _, result in results)
-    tokens = max(sum(each.tokens for each in result.greedy) for _, result in results)
+def _headline(results: Sequence[CheckResult]) -> str:
+    prompts = max(len(result.greedy) for result in results)
+    tokens = max(sum(each.tokens for each in result.greedy) for result in results)
     on = f"({_count(prompts, 'prompt')}, {_count(tokens, 'token')})"
-    verdict = worst([result.verdict for _, result in results])
-    label, several = results[0][0], len(results) > 1
+    verdict = worst([result.verdict for result in results])
+    label, several = results[0].label, len(results) > 1
     if verdict == "wrong":
-        number = sum(result.verdict == "wrong" for _, result in results)
+        number = sum(result.verdict == "wrong" for result in results)
         what = f"{number} of {len(results)} configurations" if several else label
         return f"NOT lossless: {what} {'do' if several else 'does'} not keep the target's output {on}."
     if verdict == "nothing tested":
-        number = sum(result.verdict == verdict for _, result in results)
-        why = (
-            "plain decoding is compared with nothing" if results[0][1].plain else f"{label} drafted no token"
-        )
+        number = sum(result.verdict == verdict for result in results)
+        why = "plain decoding is compared with nothing" if results[0].plain else f"{label} drafted no token"
         what = f" of {number} of {len(results)} configurations" if several else f": {why}"
         return f"Nothing was tested{what} {on}."
     what = f"all {len(results)} configurations keep" if several else f"{label} keeps"
-    kept = "distribution" if results[0][1].sampled else "output"
+    kept = "distribution" if results[0].sampled else "output"
     tie = ", except for ties that rounding decides" if verdict == "numerical tie" else ""
     return f"Lossless in this check: {what} the target's {kept}{tie} {on}."
 
 
-def _comparison_table(results: Sequence[tuple[str, CheckResult]]) -> Sheet:
+def _comparison_table(results: Sequence[CheckResult]) -> Sheet:
     """Return a row for each configuration, with the verdicts on its findings."""
-    found = [{name: verdict for name, _, _, verdict in _findings(result)} for _, result in results]
+    found = [{name: verdict for name, _, _, verdict in _findings(result)} for result in results]
     columns = [name for name in _FINDINGS if any(name in cells for cells in found)]
     rows = []
-    for (label, result), cells in zip(results, found, strict=True):
+    for result, cells in zip(results, found, strict=True):
         verdict = result.verdict if result.complete else "interrupted"
-        rows.append([label, *(cells.get(column, "–") for column in columns), verdict])
+        rows.append([result.label, *(cells.get(column, "–") for column in columns), verdict])
     return _table(["configuration", *columns, "verdict"], rows)
 
 

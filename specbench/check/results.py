@@ -36,23 +36,34 @@ class CheckResult:
     """The findings on one configuration so far.
 
     Attributes:
+        drafter, draft_policy: Names of what is checked.
         greedy: One result per prompt.
         deviations: Of their logits; ``None`` before there are any.
         exact: One result per prompt; empty for greedy decoding.
         no_transformers: Why there is no comparison with ``transformers``; ``None`` if there is one.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
-        plain: Whether plain decoding itself is checked, which drafts nothing.
         sampled: Whether the temperature is above 0.
     """
 
+    drafter: str = "none"
+    draft_policy: str = "none"
     greedy: tuple[GreedyResult, ...] = ()
     deviations: DeviationResult | None = None
     exact: tuple[ExactCase, ...] = ()
     no_transformers: str | None = None
     bit_exact: bool = False
-    plain: bool = False
     sampled: bool = False
     complete: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain decoding itself is checked, which drafts nothing."""
+        return self.drafter == "none"
+
+    @property
+    def label(self) -> str:
+        """The configuration as sweeps name it."""
+        return "none" if self.plain else f"{self.drafter}@{self.draft_policy.removeprefix('fixed:gamma=')}"
 
     @property
     def tested(self) -> int:
@@ -113,6 +124,8 @@ class CheckResult:
         violations, deviations = self.violations, self.deviations
         transformers = self._comparison("transformers", piece) if self.no_transformers is None else None
         return {
+            "drafter": self.drafter,
+            "draft_policy": self.draft_policy,
             "verdict": self.verdict,
             "complete": self.complete,
             "greedy": {

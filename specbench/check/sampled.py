@@ -19,10 +19,11 @@ from specbench.check.exact import (
     likely_tokens,
     total_variation,
 )
-from specbench.check.invariants import RunRules, Violation, check_observation, check_run, target_distributions
-from specbench.check.observe import DecodingSetup, DrawEvent, Observation, observe
+from specbench.check.invariants import RunRules, Violation, checked, target_distributions
+from specbench.check.observe import DrawEvent, Observation
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import Prefill, Step
+from specbench.decoding.request import Request
 from specbench.decoding.verify import Verification
 
 _ENUMERATED = 2
@@ -77,7 +78,7 @@ class ExactCase:
         return all(each.sound for each in self.positions)
 
 
-def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> ExactCase:
+def check_exact(request: Request, name: str) -> ExactCase:
     """Sample one output, and compute the emitted distributions from each step's own p, q, chances and draws.
 
     At every tested position the verification is asked what it does with an acceptance and with a rejection, whatever
@@ -86,16 +87,13 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
     distribution that it was really drawn from. Half of the outcomes of tests are forced, so that all of them occur. Two
     drafts at a time are enumerated for the steps in which p and q differ most.
     """
-    rules = RunRules(setup, prompt, greedy=False)
+    rules = RunRules(request)
     positions: list[ExactPosition] = []
     violations: list[Violation] = []
     hard_cases: list[_Reduced] = []
     acceptances: list[float] = []
-    output: list[int] = []
     steps = 0
-    before: Observation | None = None
-    for seen in observe(setup, prompt, greedy=False, forcing=True):
-        violations += check_observation(seen, before, rules)
+    for seen in checked(request, rules, violations, forcing=True):
         positions += _exact_positions(seen, name, rules)
         if isinstance(seen.record, Step) and seen.draft.tokens and len(seen.forwards) == 1:
             hard_case, tested = _reduced(seen, name, rules)
@@ -104,12 +102,8 @@ def check_exact(setup: DecodingSetup, name: str, prompt: Sequence[int]) -> Exact
         if isinstance(seen.record, Step):
             steps += 1
             acceptances += seen.record.expected_acceptance
-        output += seen.tokens
-        before = seen
     for case in heapq.nlargest(_ENUMERATED, hard_cases, key=lambda case: case.distance):
         positions.append(ExactPosition(name, case.step, 0, "enumerated", case.error(), ENUMERATION_LIMIT))
-    reason = None if before is None else before.record.finish_reason
-    violations += check_run(output, reason, rules)
     return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
 
 

@@ -106,10 +106,8 @@ def check(
                 template=template,
             )
             recipes, notes = _requested(base, checked, drafting)
-        transforms = Sampling(**base.sampling.transforms)
-        request = CheckRequest(
-            ctx, base, checked.json_output, checked.quiet, chat, transforms, progress.console
-        )
+        Sampling(**base.sampling.transforms)  # refuses what is none
+        request = CheckRequest(ctx, base, checked.json_output, checked.quiet, chat, progress.console)
         job: DecodingJob | OutputsJob
         if checked.outputs is not None:
             job = OutputsJob(request, checked.outputs, limit=checked.limit)

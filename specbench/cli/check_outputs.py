@@ -17,6 +17,7 @@ from specbench.check.results import OutputsResult
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
+from specbench.loaded import transforms_of
 from specbench.models.devices import check_options
 from specbench.models.target import load_target
 from specbench.show.document import show
@@ -52,14 +53,14 @@ class OutputsJob:
             progress=progress,
             allow_pickle=request.recipe.models.allow_pickle,
         )
-        request.apply_defaults(self._target.language_model)
+        request.note_defaults(self._target.language_model)
         self._given, self._rejected = _fitting(request, self._target, self._lines)
 
     def run(self) -> int:
         """Check, and print what was found; return the exit code."""
-        target = self._target
-        rounding = rounding_of(target)
-        end_ids = self.request.recipe.decoding.end_ids(target.end_ids)
+        target, recipe = self._target, self.request.recipe
+        rounding, sampling = rounding_of(target), transforms_of(recipe, target.language_model)
+        end_ids = recipe.decoding.end_ids(target.end_ids)
         done: list[OutputResult] = []
         failed: list[RejectedLine] = []
         complete = False
@@ -68,12 +69,7 @@ class OutputsJob:
                 for number, (each, prompt) in enumerate(self._given):
                     progress.update("scoring outputs", number, len(self._given))
                     try:
-                        scorer = target.scorer
-                        done.append(
-                            check_output(
-                                scorer, each, prompt, self.request.sampling, end_ids, scorer.rounding
-                            )
-                        )
+                        done.append(check_output(target.scorer, each, prompt, sampling, end_ids))
                     except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
                         failed.append(RejectedLine(each.line, _reason(error)))
             complete = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,7 +11,6 @@ from rich.console import Console
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted
-from specbench.check.observe import DecodingSetup
 from specbench.check.reference import reference_output
 from specbench.check.render import check_parts
 from specbench.check.results import worst
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import GreedyOutput
     from specbench.check.results import CheckResult, Piece
-    from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -46,21 +43,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckRequest:
-    """What both kinds of checks share; ``sampling`` gets the model's own settings when it is loaded."""
+    """What both kinds of checks share."""
 
     ctx: typer.Context
     recipe: Recipe
     json_output: bool
     quiet: bool
     chat: bool | None
-    sampling: Sampling
     console: Console
 
-    def apply_defaults(self, model: LanguageModel) -> None:
-        """Add the settings of the model that apply to the transforms, and print which they are."""
+    def note_defaults(self, model: LanguageModel) -> None:
+        """Print which settings of the model apply."""
         for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
             self.note(line)
-        self.sampling = model.transforms(self.sampling, self.recipe.decoding)
 
     def note_unused(self, why: str, *names: str | type) -> None:
         """Print which of the named options stand on the command line, and that they have no effect."""
@@ -103,39 +98,33 @@ def rounding_of(target: Target) -> str:
 class DecodingJob:
     """Checks of each drafter with each policy that applies to it."""
 
-    def __init__(
-        self,
-        request: CheckRequest,
-        prompts: Sequence[Prompt],
-        recipes: Sequence[Recipe],
-    ) -> None:
+    def __init__(self, request: CheckRequest, prompts: Sequence[Prompt], recipes: Sequence[Recipe]) -> None:
         self.request, self.prompts, self.recipes = request, prompts, recipes
-        self._checks: list[tuple[str, DecodingCheck]] = []
+        self._checks: list[DecodingCheck] = []
         self._header: dict[str, Any] = {}
 
     def run(self) -> int:
         """Check, and print what was found; return the exit code."""
-        done: list[tuple[str, DecodingCheck]] = []
+        begun = 0
         complete = False
         try:
             with StageProgress(self.request.quiet) as progress, quiet_transformers():
                 self.request.console = progress.console
-                for number, (label, checking) in enumerate(self._checks):
-                    done.append((label, checking))
-                    several = len(self._checks) > 1
-                    progress.prefix = f"{label} ({number + 1} of {len(self._checks)}): " if several else ""
+                for begun, checking in enumerate(self._checks, 1):
+                    if len(self._checks) > 1:
+                        progress.prefix = f"{checking.label} ({begun} of {len(self._checks)}): "
                     checking.progress = progress
                     checking.check_steps()
             complete = True
         finally:  # an interrupt loses nothing of what is checked
             results = [
-                (label, checking.result(complete=complete or number + 1 < len(done)))
-                for number, (label, checking) in enumerate(done)
+                checking.result(complete=complete or number < begun)
+                for number, checking in enumerate(self._checks[:begun], 1)
             ]
-            results = [(label, result) for label, result in results if result.greedy]
+            results = [result for result in results if result.greedy]
             if results:
                 self._show(results, complete)
-        return int(worst([result.verdict for _, result in results]) in ("wrong", "nothing tested"))
+        return int(worst([result.verdict for result in results]) in ("wrong", "nothing tested"))
 
     def prepare(self, progress: Progress) -> None:
         """Load the models, let ``transformers`` answer, and put the checks together.
@@ -148,7 +137,7 @@ class DecodingJob:
             recipe.check()
         check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
         names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
-        if request.sampling.greedy:
+        if request.recipe.sampling.temperature == 0:
             request.note_unused("at temperature 0: nothing is sampled", *names)
         rounded = quantized(request.recipe.models.dtype)
         prompts: list[tuple[str, list[int]]] = []
@@ -157,7 +146,7 @@ class DecodingJob:
         def answer(model: LanguageModel) -> None:
             """Let ``transformers`` decode with the target, before its layers are packed."""
             self._model = model
-            request.apply_defaults(model)
+            request.note_defaults(model)
             prompts.extend(self._encode(model, self.prompts))
             references.extend(
                 [None] * len(prompts) if rounded else self._references(model, prompts, progress)
@@ -176,40 +165,21 @@ class DecodingJob:
             request.note(line)
         if (parting := opt.widths_differ(target)) is not None:
             request.note(parting)
-        cases = [
-            Case(name, tuple(ids), reference)
-            for (name, ids), reference in zip(prompts, references, strict=True)
-        ]
-        decoding = request.recipe.decoding
         plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
         by_spec = dict(zip(drafters, loaded_drafters, strict=True))
         for recipe in self.recipes:
             ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
-            setup = DecodingSetup(
-                target=target.scorer,
-                drafter=ready.drafter,
-                policy=ready.policy,
-                sampling=request.sampling,
-                max_new_tokens=decoding.max_new_tokens,
-                end_ids=decoding.end_ids(target.end_ids),
-                stop=decoding.stop,
-                tokenizer=target.tokenizer,
-                seed=request.recipe.sampling.seed,
-                first_target=decoding.first_target,
-                residual_adjustment=decoding.residual_adjustment,
-            )
+            cases = [
+                Case(name, ready.request(ids), reference)
+                for (name, ids), reference in zip(prompts, references, strict=True)
+            ]
             checking = DecodingCheck(
-                setup,
                 cases,
-                dtype=target.scorer.rounding,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
-                bit_exact=request.recipe.caching.bit_exact or target.bit_exact,
+                bit_exact=recipe.caching.bit_exact or target.bit_exact,
                 plain_outputs=plain_outputs,
             )
-            label = ready.drafter.traits.name  # as sweeps name configurations
-            if label != "none":
-                label += f"@{ready.policy.name.removeprefix('fixed:gamma=')}"
-            self._checks.append((label, checking))
+            self._checks.append(checking)
         self._header = {
             "check": "decoding",
             "target": target.name,
@@ -218,8 +188,8 @@ class DecodingJob:
             "rounding": rounding_of(target),
             "options": {
                 "cache": request.recipe.caching.cache,
-                **opt.deciding(request.recipe, request.sampling, target.language_model),
-                "residual_adjustment": decoding.residual_adjustment,
+                **opt.deciding(request.recipe, ready.sampling, target.language_model),
+                "residual_adjustment": request.recipe.decoding.residual_adjustment,
             },
         }
 
@@ -244,38 +214,18 @@ class DecodingJob:
     def _references(
         self, model: LanguageModel, prompts: Sequence[tuple[str, list[int]]], progress: Progress
     ) -> list[Any]:
-        decoding = self.request.recipe.decoding
-        answer = partial(
-            reference_output,
-            model.model,
-            max_new_tokens=decoding.max_new_tokens,
-            end_ids=decoding.end_ids(model.end_ids),
-            stop=decoding.stop,
-            tokenizer=model.tokenizer,
-            repetition_penalty=self.request.sampling.repetition_penalty,
-            context_rules=decoding.context_rules(model.defaults.applied),
-            context_limit=model.context_limit,
-            format=self.request.sampling.format,
-        )
         answers = []
         for done, (_, ids) in enumerate(prompts):
             progress.update("transformers' own answers", done, len(prompts))
-            answers.append(answer(ids))
+            answers.append(reference_output(model, self.request.recipe, ids))
         return answers
 
-    def _show(self, results: Sequence[tuple[str, CheckResult]], complete: bool) -> None:
+    def _show(self, results: Sequence[CheckResult], complete: bool) -> None:
         """Print what was found, under what was checked."""
         header, piece = self._header, pieces_of(self._model)
-        checks = dict(self._checks)
-        names = [
-            (checks[label].setup.drafter.traits.name, checks[label].setup.policy.name) for label, _ in results
-        ]
         if self.request.json_output:
-            verdict = worst([result.verdict for _, result in results])
-            found = [
-                {"drafter": drafter, "draft_policy": policy, **result.to_dict(piece)}
-                for (drafter, policy), (_, result) in zip(names, results, strict=True)
-            ]
+            verdict = worst([result.verdict for result in results])
+            found = [result.to_dict(piece) for result in results]
             write_json({**header, "verdict": verdict, "complete": complete, "configurations": found})
             return
         console = Console(highlight=False)

@@ -256,7 +256,7 @@ class StopRules:
                     f"The stop string {stop!r} joins the special token {joined} to other text.",
                     "Give the special token alone, or the text before it.",
                 )
-        self.end_ids = frozenset(end_ids)
+        self.end_ids, self.strings, self.tokenizer = frozenset(end_ids), tuple(stop_strings), tokenizer
         self._stop_ids = frozenset(specials[stop] for stop in stop_strings if stop in specials)
         self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
 
