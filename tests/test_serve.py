@@ -35,13 +35,15 @@ from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.generate import encode_messages
 from specbench.models.target import Target
-from specbench.options import DecodingOptions
+from specbench.options import DecodingOptions, SamplingOptions
 from specbench.policies import build_policy
+from specbench.recipe import Recipe
 from specbench.serve import app, server
-from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.server import Server
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.policies import parse_policy
 
 pytestmark = pytest.mark.timeout(180)  # whatever a socket or a signal is waited for
 
@@ -49,7 +51,10 @@ NEW = 24
 DRAFTER = "self:layers=1"
 PATIENCE_S = 60.0
 POLICY = build_policy("fixed:gamma=3")
-DEFAULTS = RequestDefaults(policy=POLICY, decoding=DecodingOptions(max_new_tokens=NEW))
+RECIPE = Recipe(
+    ModelSpec("folder", "tiny"), parse_drafter(DRAFTER), parse_policy("fixed:gamma=3"),
+    decoding=DecodingOptions(max_new_tokens=NEW),
+)  # fmt: skip
 ENDLESS = {"prompt": "the thing", "max_tokens": 100_000, "ignore_eos": True, "temperature": 2.0}
 
 
@@ -75,11 +80,13 @@ def wait_until(condition: Callable[[], Any]) -> Any:
 class Running:
     """A server in a thread of this process, closed at the end of a ``with``."""
 
-    def __init__(self, engine: Engine, defaults: RequestDefaults = DEFAULTS, grace_s: float = 0.0) -> None:
+    def __init__(
+        self, engine: Engine, recipe: Recipe = RECIPE, grace_s: float = 0.0, seed: int | None = None
+    ) -> None:
         self.engine = engine
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.server = Server(engine, defaults, listening, grace_s)
+        self.server = Server(engine, recipe, listening, grace_s, seed)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
@@ -252,14 +259,13 @@ def test_many_at_once_each_get_their_own(serving):
 
 
 def test_the_servers_own_setting_holds_where_a_request_says_nothing():
-    defaults = replace(
-        DEFAULTS,
+    recipe = replace(
+        RECIPE,
         policy=None,
-        sampling={"temperature": 2.0},
-        seed=7,
+        sampling=SamplingOptions(temperature=2.0),
         decoding=DecodingOptions(max_new_tokens=5, stop=("zzz",)),
     )
-    with Running(engine_of(max_batch=1, pool_tokens=None), defaults) as running:
+    with Running(engine_of(max_batch=1, pool_tokens=None), recipe, seed=7) as running:
         first, second = (running.text(prompt="the thing") for _ in range(2))
         assert first["usage"]["completion_tokens"] == 5
         assert first["choices"] == second["choices"]
@@ -618,7 +624,7 @@ def drafts(answer: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_request_decides_how_it_is_drafted_for():
     asked = {"prompt": "the king and the queen", "temperature": 0, "ignore_eos": True}
-    with Running(engine_of(), replace(DEFAULTS, drafter=parse_drafter(DRAFTER))) as running:
+    with Running(engine_of()) as running:
         usual = running.text(**asked)
         off = running.text(**asked, speculation="off")
         short = running.text(**asked, speculation={"gamma": 1})

@@ -14,10 +14,12 @@ from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 from specbench import UsageError, load_drafter, wrap_target
 from specbench.models.target import Target
 from specbench.options import DecodingOptions, Format
-from specbench.policies import build_policy
-from specbench.serve.app import RequestDefaults
+from specbench.recipe import Recipe
 from specbench.serve.engine import Engine
 from specbench.serve.tools import CallDelta, CallForm, CallParser, call_form
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
+from specbench.specs.policies import parse_policy
 
 # -- forms -------------------------------------------------------------------------------------------
 
@@ -194,7 +196,10 @@ def tool_target(form: str = "hermes") -> Target:
 def serving_of(target: Target, drafter: str = "grammar+lookup", **decoding: Any) -> Running:
     engine = Engine(target, load_drafter(drafter, target), max_batch=8, max_waiting=200, pool_tokens=None)
     options = DecodingOptions(max_new_tokens=150, **decoding)
-    return Running(engine, RequestDefaults(policy=build_policy("fixed:gamma=3"), decoding=options))
+    policy = parse_policy("fixed:gamma=3")
+    return Running(
+        engine, Recipe(ModelSpec("folder", "tiny"), parse_drafter(drafter), policy, decoding=options)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import math
 import socket
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -86,7 +86,6 @@ def serve(
         with starting(quiet) as progress:
             from specbench.cli.setting import facts
             from specbench.loaded import load_recipe
-            from specbench.serve.app import RequestDefaults
             from specbench.serve.engine import Engine
             from specbench.serve.server import Server
 
@@ -99,14 +98,9 @@ def serve(
                 max_waiting=server.queue,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
-        policy_given = any((drafting.recipe, drafting.draft_policy, drafting.gamma))
-        defaults = RequestDefaults(
-            policy=setting.policy if policy_given else None,
-            sampling=recipe.sampling.transforms,
-            seed=recipe.sampling.seed if given(ctx, "seed") else None,
-            decoding=recipe.decoding,
-            drafter=recipe.drafter,
-        )
+        if not any((drafting.recipe, drafting.draft_policy, drafting.gamma)):
+            recipe = replace(recipe, policy=None)  # each request has that of its own temperature
+        seed = recipe.sampling.seed if given(ctx, "seed") else None
         if not quiet:
             address, port = listening.getsockname()[:2]
             where = f"[{address}]" if ":" in address else address
@@ -122,7 +116,7 @@ def serve(
                 )
             notes.append(f"{setting.models}, is served on http://{where}:{port}/v1 (Ctrl-C ends it).")
             show_notes(notes, spaced=False)
-        Server(engine, defaults, listening, server.grace).run()
+        Server(engine, recipe, listening, server.grace, seed).run()
 
 
 def _require_extra() -> None:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from specbench.decoding.records import FinishReason, Prefill, Step
     from specbench.decoding.schedule import Event
     from specbench.decoding.thinking import Labeled, Part
+    from specbench.recipe import Recipe
     from specbench.serve.engine import Job
     from specbench.serve.tools import CallDelta, CallForm
-    from specbench.specs.drafters import DrafterSpec
 
 _T = TypeVar("_T")
 
@@ -69,36 +69,22 @@ _MAX_OPEN = 64
 _CLIENT_CLOSED = 499  # the status that servers log for a client that did not wait
 
 
-@dataclass(frozen=True)
-class RequestDefaults:
-    """Options for everything that a request leaves open.
-
-    Attributes:
-        policy: The draft policy of all requests; ``None`` for the default of a request's sampling.
-        sampling: Transforms, by the names of ``Sampling``.
-        seed: The seed; ``None`` draws one for each request.
-        drafter: The drafter's spec, which the draft policies of requests have to fit; ``None`` does not check them.
-    """
-
-    policy: DraftPolicy | None = None
-    sampling: Json = field(default_factory=dict)
-    seed: int | None = None
-    decoding: DecodingOptions = field(default_factory=DecodingOptions)
-    drafter: DrafterSpec | None = None
-
-
-def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[str] = ("*",)) -> Starlette:
+def application(
+    engine: Engine, recipe: Recipe, *, seed: int | None = None, hosts: Sequence[str] = ("*",)
+) -> Starlette:
     """Return the application of an engine, which the caller must stop.
 
     Args:
-        engine, defaults: The engine, and the options for everything that a request leaves open.
+        engine: The engine.
+        recipe: What a request leaves open; without a draft policy, that is the default of the request's sampling.
+        seed: The seed of requests without one; ``None`` draws one for each.
         hosts: Allowed host names of requests. They stop DNS rebinding: a web page can make its own host name resolve to
             this machine, but the browser still sends that name, not ``localhost``.
 
     Raises:
         UsageError: The target has no tokenizer.
     """
-    api = _Api(engine, defaults)
+    api = _Api(engine, recipe, seed)
     routes = [
         Route("/v1/chat/completions", partial(api.answer, kind=ChatRequest), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, kind=TextRequest), methods=["POST"]),
@@ -125,11 +111,12 @@ def application(engine: Engine, defaults: RequestDefaults, *, hosts: Sequence[st
 class _Api:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, defaults: RequestDefaults) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe, seed: int | None) -> None:
         target = engine.target
         if target.tokenizer is None:
             raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-        self._engine, self._defaults = engine, defaults
+        self._engine, self._recipe, self._seed = engine, recipe, seed
+        self._default_policy = None if recipe.policy is None else build_policy(recipe.policy)
         self._tokenizer: PreTrainedTokenizerBase = target.tokenizer
         self._model: Json = {
             "id": target.name,
@@ -179,7 +166,7 @@ class _Api:
         """
         parsed = parse(body, kind)
         self._check_model(parsed.model)
-        defaults, limit = self._defaults, self._engine.max_tokens
+        recipe, limit = self._recipe, self._engine.max_tokens
         form, parser = None, None
         if isinstance(parsed, ChatRequest) and parsed.offered:
             form = self._call_form
@@ -190,18 +177,18 @@ class _Api:
                 f"The prompt has {len(prompt)} tokens; prompt and output together are limited to {limit}.",
                 "Shorten the prompt.",
             )
-        decoding = defaults.decoding.with_changes(**parsed.decoding)
+        decoding = recipe.decoding.with_changes(**parsed.decoding)
         if form is not None:
             decoding = self._calling(parsed, form, decoding)
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
-        seed = defaults.seed if parsed.sampling_seed is None else parsed.sampling_seed
-        sampling = Sampling(**{**defaults.sampling, **parsed.transforms})
+        seed = self._seed if parsed.sampling_seed is None else parsed.sampling_seed
+        sampling = Sampling(**{**recipe.sampling.transforms, **parsed.transforms})
         run = GenerationRun(
             prompt,
             self._engine.target,
             NoDraft() if parsed.speculation == "off" else self._engine.drafter,
-            policy=self._policy(parsed.speculation, sampling) or defaults.policy,
+            policy=self._policy(parsed.speculation, sampling) or self._default_policy,
             sampling=sampling,
             seed=secrets.randbits(63) if seed is None else seed,
             decoding=decoding,
@@ -246,8 +233,7 @@ class _Api:
             return None
         default = default_policy(greedy=sampling.greedy, gamma=asked.gamma)
         spec = default if asked.policy is None else parse_policy(asked.policy)
-        if self._defaults.drafter is not None:
-            spec.check(self._defaults.drafter)
+        replace(self._recipe, policy=spec).check()
         return build_policy(spec.with_gamma(asked.gamma))
 
     def _check_model(self, name: str | None) -> None:

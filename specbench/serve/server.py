@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from specbench.serve.app import RequestDefaults, application
+from specbench.serve.app import application
 
 if TYPE_CHECKING:
+    from specbench.recipe import Recipe
     from specbench.serve.engine import Engine
 
 _LATE_S = 5.0
@@ -32,17 +33,22 @@ class Server(uvicorn.Server):
     error.
 
     Args:
-        engine, defaults: See ``application``; the engine has stopped when ``run`` returns.
+        engine, recipe, seed: See ``application``; the engine has stopped when ``run`` returns.
         listening: A bound socket.
         grace_s: Seconds that running requests have after the signal.
     """
 
     def __init__(
-        self, engine: Engine, defaults: RequestDefaults, listening: socket.socket, grace_s: float
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        listening: socket.socket,
+        grace_s: float,
+        seed: int | None = None,
     ) -> None:
         self._engine, self._listening, self._grace_s = engine, listening, grace_s
         configuration = uvicorn.Config(
-            application(engine, defaults, hosts=_host_names(listening)),
+            application(engine, recipe, seed=seed, hosts=_host_names(listening)),
             http="h11",  # the one that slow and broken clients are tested with
             loop="asyncio",
             log_config=None,  # warnings are shown without it
