@@ -38,8 +38,7 @@ from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import open_run
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import run_sweep
-from specbench.cli.started import engine_drafters, engine_target, started_engine
-from specbench.export.setting import Model
+from specbench.cli.started import engine_drafters, placed, started_engine
 from specbench.export.start import EngineSetting, StartedEngine, settings_of
 from specbench.models.load import load_tokenizer
 from specbench.options import DecodingOptions
@@ -48,7 +47,7 @@ from specbench.results.pairs import whole_speed
 from specbench.results.results import Results, load_results
 from specbench.results.stats import geometric_mean
 from specbench.results.summary import summarize
-from specbench.specs.models import parse_model
+from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy
 
 CommandLine = Callable[[int], Sequence[str]]
@@ -90,7 +89,7 @@ def sides_of(given: argparse.Namespace) -> tuple[dict[str, CommandLine], dict[st
         engine = started_engine(name)
         try:
             drafters = engine_drafters(engine, [drafter] if drafter else [], usual=True, elsewhere=False)
-            model = engine_target(engine, target, elsewhere=False)
+            model = placed(engine, parse_model(target))
         except SpecbenchError as error:
             left_out[name] = str(error)
             continue
@@ -123,7 +122,12 @@ def _with_port(words: Sequence[str], port: int) -> list[str]:
 
 
 def _started(
-    engine: StartedEngine, model: Model, setting: EngineSetting, more: Sequence[str], wrapper: str, port: int
+    engine: StartedEngine,
+    model: ModelSpec,
+    setting: EngineSetting,
+    more: Sequence[str],
+    wrapper: str,
+    port: int,
 ) -> list[str]:
     return engine.command_line(model, setting.options, port, more, wrapper)
 

@@ -10,7 +10,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +22,7 @@ from specbench.options import CacheKind, DtypeName
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import parse_policy
 
 FILE_NAME = "specbench.toml"
 VERSION = 1
@@ -43,38 +43,26 @@ _NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
 
 @dataclass(frozen=True)
 class Config:
-    """The contents of a `specbench.toml`: a field for each option; ``None`` keeps the command's own default.
+    """The contents of a `specbench.toml`.
 
     Attributes:
+        given: Options by name, as the command line takes them; the others keep the command's own default.
         provisional: Whether `specbench tune` could not tell yet that this is faster than plain decoding.
 
     Raises:
         UsageError: An option does not take its value, or a model is not given by name.
     """
 
-    target: str | None = None
-    drafter: str | None = None
-    draft_policy: str | None = None
-    cache: str | None = None
-    dtype: str | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
     provisional: bool = False
 
     def __post_init__(self) -> None:
         for key, value in self.given.items():
             _CHECKS[key](value)
 
-    @property
-    def given(self) -> dict[str, str]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, str)}
-
-    @property
-    def policy(self) -> PolicySpec | None:
-        """The draft policy."""
-        return None if self.draft_policy is None else parse_policy(self.draft_policy)
-
     def without(self, *names: str) -> Config:
-        less: dict[str, Any] = dict.fromkeys(names)
-        return replace(self, **less)
+        left = {name: value for name, value in self.given.items() if name not in names}
+        return replace(self, given=left)
 
     def __str__(self) -> str:
         lines = [f"version = {VERSION}", *(f'{_key(name)} = "{value}"' for name, value in self.given.items())]
@@ -85,17 +73,16 @@ class Config:
 
 def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
     """Return the configuration of a recipe, and a note if the target is left out."""
-    policy, models = recipe.policy, recipe.models
     target = recipe.target.argument
-    config = Config(
-        drafter=drafter_argument(recipe.drafter),
-        draft_policy=None if policy is None else str(policy),
-        cache=recipe.caching.cache,
-        dtype=None if models.dtype == "auto" else models.dtype,
-        provisional=provisional,
-    )
+    given = {"drafter": drafter_argument(recipe.drafter)}
+    if recipe.policy is not None:
+        given["draft_policy"] = str(recipe.policy)
+    given["cache"] = recipe.caching.cache
+    if recipe.models.dtype != "auto":
+        given["dtype"] = recipe.models.dtype
+    config = Config(given, provisional)
     try:
-        return replace(config, target=target), ""
+        return replace(config, given={"target": target, **given}), ""
     except UsageError:
         note = f"The target is not in it, because it is named by a path: add --target {shlex.quote(target)}."
         return config, note
@@ -133,7 +120,7 @@ def _config(values: Mapping[str, Any]) -> Config:
         raise UsageError(
             f"{what}, and this specbench reads version {VERSION}.", f"Write version = {VERSION}."
         )
-    names = {_key(field.name): field.name for field in fields(Config)}
+    names = {_key(name): name for name in (*_CHECKS, "provisional")}
     for key, value in values.items():
         if key != "version" and key not in names:
             raise UsageError(f"It has the unknown key {key!r}.", f"The keys are {', '.join(names)}.")
@@ -141,7 +128,8 @@ def _config(values: Mapping[str, Any]) -> Config:
             raise UsageError(f"{key} is {one_line(value)}.", "Write true or false.")
         if key not in ("version", "provisional") and not isinstance(value, str):
             raise UsageError(f"{key} is {one_line(value)}, which is not a string.", "Put it in quotes.")
-    return Config(**{names[key]: value for key, value in values.items() if key != "version"})
+    given = {names[key]: value for key, value in values.items() if isinstance(value, str)}
+    return Config(given, values.get("provisional", False))
 
 
 def _key(name: str) -> str:

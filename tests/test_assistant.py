@@ -21,7 +21,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.export.registry import load_engine
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting
 from specbench.generate import Generation, GenerationRun
 from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import check_drafter, load_drafter
@@ -30,6 +30,7 @@ from specbench.models.load import load_config
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
+from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
@@ -268,9 +269,9 @@ def test_it_is_recognized_before_its_weights_are_read(pair):
     with pytest.raises(UsageError, match="Gemma 4's assistant is not exported"):
         load_engine("vllm").export(
             Setting(
-                Model.of(parse_model(str(made.folder))),
-                parse_drafter(str(made.own_folder)),
-                parse_policy("fixed"),
+                Recipe(
+                    parse_model(str(made.folder)), parse_drafter(str(made.own_folder)), parse_policy("fixed")
+                ),
                 2,
                 head=files.training,
             )

@@ -27,17 +27,17 @@ def written(folder: Path, *lines: str, version: int = 1) -> Path:
     return path
 
 
-FULL = Config(
-    target="Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
-    drafter="lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct:dtype=int8",
-    draft_policy="auto:max=12",
-    cache="preallocated",
-    dtype="bfloat16",
-)
+FULL = Config({
+    "target": "Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
+    "drafter": "lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct:dtype=int8",
+    "draft_policy": "auto:max=12",
+    "cache": "preallocated",
+    "dtype": "bfloat16",
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "config", [Config(), FULL, Config(drafter="self:int8", draft_policy="dynamic-tree:nodes=8")]
+    "config", [Config(), FULL, Config({"drafter": "self:int8", "draft_policy": "dynamic-tree:nodes=8"})]
 )
 def test_what_is_written_is_read_again(here, config):
     write_config(here / FILE_NAME, config)
@@ -95,12 +95,12 @@ def test_files_that_are_none(here):
 
 
 def test_a_provisional_setting_says_so(here):
-    config = Config(drafter="lookup", provisional=True)
+    config = Config({"drafter": "lookup"}, provisional=True)
     write_config(here / FILE_NAME, config)
     assert read_config(here / FILE_NAME) == config
     assert config.given == {"drafter": "lookup"}
     assert "# This setting is provisional: " in str(config)
-    assert "provisional" not in str(Config(drafter="lookup"))
+    assert "provisional" not in str(Config({"drafter": "lookup"}))
     path = written(here)
     path.write_text('version = 1\nprovisional = "yes"\n')
     assert "Write true or false." in refusal(read_config, path, kind=UsageError)

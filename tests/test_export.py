@@ -27,8 +27,10 @@ from specbench.decoding.theory import expected_tokens
 from specbench.export.engine import HEAD_KINDS, HeadSupport
 from specbench.export.output import as_file, as_json, export_fastest
 from specbench.export.registry import load_engines
-from specbench.export.setting import Model, RunSettings, Setting
+from specbench.export.setting import RunSettings, Setting
 from specbench.models.training_metadata import TrainingMetadata
+from specbench.options import ModelOptions, SamplingOptions
+from specbench.recipe import Recipe
 from specbench.results.results import load_results
 from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -37,14 +39,23 @@ from specbench.specs.policies import parse_policy
 ROOT = Path(__file__).parent.parent
 ENGINES = load_engines()
 KNOWN = json.loads(Path(__file__).with_name("engine_options.json").read_text(encoding="utf-8"))
-HUB = Model("Qwen/Qwen2.5-Coder-1.5B-Instruct")
+HUB = ModelSpec("hub", "Qwen/Qwen2.5-Coder-1.5B-Instruct")
 
 
-def setting(drafter: str, rule: str = "fixed:gamma=4", **changes: Any) -> Setting:
-    return replace(
-        Setting(HUB, parse_drafter(drafter), parse_policy(rule), 4, dtype="bfloat16", temperature=0.0),
-        **changes,
-    )
+def setting(
+    drafter: str,
+    rule: str = "fixed:gamma=4",
+    *,
+    target: ModelSpec = HUB,
+    dtype: Any = "bfloat16",
+    temperature: float = 0.0,
+    **changes: Any,
+) -> Setting:
+    recipe = Recipe(
+        target, parse_drafter(drafter), parse_policy(rule), ModelOptions(dtype=dtype),
+        sampling=SamplingOptions(temperature=temperature),
+    )  # fmt: skip
+    return replace(Setting(recipe, 4), **changes)
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -67,7 +78,12 @@ SETTINGS = [
     )
     for changes in (
         {},
-        {"temperature": 0.7, "dtype": "int8", "drafter_dtype": "int8", "target": Model("org/big", "v2")},
+        {
+            "temperature": 0.7,
+            "dtype": "int8",
+            "drafter_dtype": "int8",
+            "target": ModelSpec("hub", "org/big", "v2"),
+        },
     )
     if parse_policy(rule).applies(parse_drafter(drafter))
 ]
@@ -133,7 +149,7 @@ def test_transformers_has_these_names():
 CASES = {
     "model": setting("org/small"),
     "model, sampled": setting(
-        "org/small@v1", temperature=0.7, target=Model("org/big", "v2"), drafter_dtype="int8"
+        "org/small@v1", temperature=0.7, target=ModelSpec("hub", "org/big", "v2"), drafter_dtype="int8"
     ),
     "model, block verification": setting("org/small", "fixed:gamma=4,verification=block", temperature=0.7),
     "model, int8 target": setting("org/small", dtype="int8"),
@@ -142,7 +158,7 @@ CASES = {
     "model, confidence": setting("org/small", "confidence:threshold=0.6,max=9", gamma_from="guessed"),
     "model, heuristic": setting("org/small", "heuristic:gamma=3", gamma_from="guessed"),
     "lookup": setting("lookup:n=5,min=2", temperature=0.7),
-    "lookup, built-in target": setting("lookup", target=Model("smollm2-135m"), dtype="int4"),
+    "lookup, built-in target": setting("lookup", target=ModelSpec("builtin", "smollm2-135m"), dtype="int4"),
     "suffix": setting("suffix:n=10"),
     "layers": setting("self:layers=3"),
     "MTP layer": setting("mtp"),
@@ -198,7 +214,7 @@ def test_what_cannot_be_expressed_is_refused(name):
 
 def test_names_of_strangers_stay_words():
     """A shell, YAML and Python read them as one name each."""
-    odd = Model("a b'; touch x #\"$(y)")
+    odd = ModelSpec("hub", "a b'; touch x #\"$(y)")
     for name in ("vllm", "sglang", "tensorrt-llm"):
         text = ENGINES[name].export(setting("lookup", target=odd)).text
         assert odd.name in words(text.rpartition("YAML\n")[2])
@@ -267,8 +283,6 @@ def test_folders_of_a_run_are_named_as_they_are_given(cli, tmp_path):
         assert (target in text, drafter in text, "/path/to" in text) == (True, True, False)
     refused = cli("export", tmp_path / "run", "--to", "vllm", "--model", "/models/other")
     refused.refused(2, "has no model folder or file '/models/other'", "It has big, small.")
-    named_so = Model.of(ModelSpec("folder", "/models/smollm2-135m"))  # no built-in model
-    assert (named_so.location, named_so.builtin) == ("/models/smollm2-135m", None)
 
 
 def ranked_run(folder: Path, **options: Any) -> Path:
@@ -538,7 +552,7 @@ def plainly(folder: Path) -> list[int]:
 )
 def test_transformers_gives_the_same_tokens(pair, monkeypatch, drafter, rule):
     monkeypatch.chdir(pair)
-    here = setting(drafter, rule, target=Model("big"), dtype="float32")
+    here = setting(drafter, rule, target=ModelSpec("hub", "big"), dtype="float32")
     tokens, new, passes = performed(ENGINES["transformers"].export(here).text)
     assert tokens == plainly(pair)
     if drafter == "big":  # every draft is right: 40 tokens in eight times four and one, and the prompt's pass
@@ -551,13 +565,13 @@ def test_a_program_names_its_models_at_its_beginning_and_says_which_to_fill_in(p
     """Runs keep no paths: what is a folder's name has to be found; a hub id, or a built-in model's, stands."""
     monkeypatch.chdir(pair)
     local = SmallModel(ModelSpec("folder", "/path/to/small-1b"))
-    made = setting("lookup", target=Model("big"), dtype="float32")
-    text = ENGINES["transformers"].export(replace(made, drafter=local)).text
+    made = setting("lookup", target=ModelSpec("hub", "big"), dtype="float32")
+    text = ENGINES["transformers"].export(replace(made, recipe=replace(made.recipe, drafter=local))).text
     assert "from_pretrained('" not in text
     with pytest.raises(SystemExit, match="Set TARGET and DRAFTER"):
         performed(text)
     tokens, *_ = performed(text.replace("'/path/to/small-1b'", repr(str(pair / "small"))))
     assert tokens == plainly(pair)
-    text = ENGINES["transformers"].export(setting("lookup", target=Model("smollm2-135m"))).text
+    text = ENGINES["transformers"].export(setting("lookup", target=ModelSpec("builtin", "smollm2-135m"))).text
     assert "TARGET = 'HuggingFaceTB/SmolLM2-135M-Instruct'" in text
     assert f"TARGET = {HUB.name!r}\n" in ENGINES["transformers"].export(setting("lookup")).text

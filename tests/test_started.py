@@ -29,18 +29,18 @@ from specbench.bench.manifest import command_line, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
 from specbench.cli.started import engine_configs, engine_drafters, started_engine
-from specbench.export.setting import Model
 from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
 from specbench.rows import Row
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import ModelSpec
 from specbench.tune.engine_answer import schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
-TARGET = Model("target.gguf", path="/models/target.gguf")
+TARGET = ModelSpec("gguf", "/models/target.gguf")
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def lines(name: str, drafter: EngineDrafter, **more: Any) -> list[list[str]]:
 
 @pytest.mark.smoke
 def test_command_lines_of_engines():
-    small = EngineDrafter(parse_drafter("org/small"), "/models/small")
+    small = EngineDrafter(parse_drafter("org/small"), ModelSpec("folder", "/models/small"))
     plain, drafting = lines("vllm", small)
     assert plain == ["vllm", "serve", "/models/target.gguf", "--tp", "2", "--port", "8000"]
     assert json.loads(drafting[drafting.index("--speculative-config") + 1]) == {
@@ -327,7 +327,8 @@ def search(
     batches: tuple[int, ...] = (),
     **more: Any,
 ) -> tuple[EngineSearch, TimedEngine, Sweep]:
-    drafters = [EngineDrafter("ngram-simple"), EngineDrafter(parse_drafter("org/small"), "small.gguf")]
+    small = EngineDrafter(parse_drafter("org/small"), ModelSpec("gguf", "small.gguf"))
+    drafters = [EngineDrafter("ngram-simple"), small]
     made = settings_of(engine, TARGET, drafters)
     prompts = tuple(load_prompts(("all",), 40))
     base = {

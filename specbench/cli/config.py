@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
-from specbench.specs.policies import Fixed
+from specbench.specs.policies import Fixed, parse_policy
 
 if TYPE_CHECKING:
     from specbench.config import Config
@@ -34,14 +34,15 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     if given.get("config") == NO_FILE or ("config" not in given and not path.is_file()):
         return {}
     config = read_config(path)
-    if config.target is not None and given.get("target", config.target) != config.target:
-        say(f"{path} is for the target {config.target} and is left out.")
+    target = config.given.get("target")
+    if target is not None and given.get("target", target) != target:
+        say(f"{path} is for the target {target} and is left out.")
         return {}
     config = _left(config, given)
     if "config" not in given:
         used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in _options(config).items())
         say(f"{path} sets {used or 'nothing'} (leave it out with --config none)")
-    if config.provisional and config.drafter is not None:
+    if config.provisional and "drafter" in config.given:
         say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}
 
@@ -58,9 +59,9 @@ def _left(config: Config, given: Collection[str]) -> Config:
 
 def _options(config: Config) -> dict[str, str]:
     """Return the options of a configuration by name; the γ of a fixed policy becomes the option for γ."""
-    policy = config.policy
+    policy = parse_policy(config.given.get("draft_policy", "auto"))
     if not isinstance(policy, Fixed) or policy.gamma is None:
-        return config.given
+        return dict(config.given)
     return {
         **config.given,
         "draft_policy": str(replace(policy, gamma=None)),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,15 +14,15 @@ from specbench.cli.console import say, write_json, write_out
 from specbench.cli.named_runs import split_row
 from specbench.cli.options import DEFAULT_TARGET, JsonOption, default_drafter
 from specbench.export.registry import ENGINES
-from specbench.options import panel
+from specbench.options import ModelOptions, panel
+from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import default_policy
+from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specbench.config import Config
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
 
@@ -86,7 +85,7 @@ def _exported(
     """Return the setting, its export, and the name of its source."""
     from specbench.config import PROVISIONAL, read_config
     from specbench.export.output import export_fastest
-    from specbench.export.setting import RunSettings, setting_of_config
+    from specbench.export.setting import RunSettings, setting_of
 
     if source.suffix == ".toml":
         if wanted is not None:
@@ -96,19 +95,19 @@ def _exported(
         config = read_config(source)
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")
-        policy = None if config.policy is not None else str(default_policy(greedy=True))
-        target = config.target or DEFAULT_TARGET
-        whole = replace(
-            config,
-            target=target,
-            drafter=config.drafter or default_drafter(target),
-            draft_policy=policy or config.draft_policy,
+        given: Any = config.given
+        target = given.get("target", DEFAULT_TARGET)
+        recipe = Recipe(
+            parse_model(target),
+            parse_drafter(given.get("drafter") or default_drafter(target)),
+            parse_policy(given["draft_policy"]) if "draft_policy" in given else default_policy(greedy=True),
+            ModelOptions(dtype=given.get("dtype", "auto")),
         )
         try:
-            setting = setting_of_config(whole, gamma)
+            setting = setting_of(recipe, gamma)
             return setting, engine.export(setting), source.name
         except UsageError as error:
-            found = _measured_instead(engine, source.parent, whole, gamma)
+            found = _measured_instead(engine, source.parent, recipe, gamma)
             if found is None:
                 raise
             say(f"{source.name}: {error.message} Exported from {found[2]}: {found[0].measured}.")
@@ -127,9 +126,9 @@ def _exported(
 
 
 def _measured_instead(
-    engine: ExportEngine, folder: Path, config: Config, gamma: int | None
+    engine: ExportEngine, folder: Path, recipe: Recipe, gamma: int | None
 ) -> tuple[Setting, Export, str] | None:
-    """Return the fastest setting that an engine supports of the newest run with a configuration's target and drafter.
+    """Return the fastest setting that an engine supports of the newest run with a recipe's target and drafter.
 
     It is looked for in the folder where runs are stored by default; ``None`` if it is not there.
     """
@@ -139,13 +138,11 @@ def _measured_instead(
     from specbench.results.results import load_results
     from specbench.results.store import stored_runs
 
-    assert config.target is not None
-    assert config.drafter is not None
-    target, drafter = parse_model(config.target), parse_drafter(config.drafter)
-    path = [target.source] if target.kind in ("folder", "gguf") else []
+    wanted = recipe.target.name, str(recipe.drafter)
+    path = [recipe.target.source] if recipe.target.is_path else []
     for run_folder, run in stored_runs(folder / FOLDER):
         recipes = [row.recipe for row in run.configs if row.recipe is not None]
-        if (target.name, str(drafter)) in [(recipe.target.name, str(recipe.drafter)) for recipe in recipes]:
+        if wanted in [(each.target.name, str(each.drafter)) for each in recipes]:
             with suppress(UsageError):
                 results = load_results(run_folder)
                 settings = RunSettings(results, run_folder.name, path).all(gamma)

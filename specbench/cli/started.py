@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,6 @@ from specbench.bench.grid import SweepOptions, server_rows
 from specbench.bench.manifest import command_line
 from specbench.cli.console import say
 from specbench.export.registry import load_engine
-from specbench.export.setting import Model
 from specbench.export.start import (
     PLAIN,
     EngineDrafter,
@@ -48,12 +47,6 @@ def started_engine(name: str) -> StartedEngine:
     return engine
 
 
-def engine_target(engine: StartedEngine, text: str, *, elsewhere: bool) -> Model:
-    """Return the target as the engine finds it; for the arguments see ``engine_drafters``."""
-    spec = _model(text, elsewhere=elsewhere)
-    return Model(one_line(spec.name), spec.revision, _path(engine, spec))
-
-
 def engine_drafters(
     engine: StartedEngine, texts: Sequence[str], *, usual: bool, elsewhere: bool
 ) -> list[EngineDrafter]:
@@ -80,8 +73,8 @@ def engine_drafters(
 
         files = find_head(model) if model.kind != "folder" or Path(model.source).is_dir() else None
         head = None if files is None else files.training
-        found.append(EngineDrafter(spec, _path(engine, model, is_head=head is not None), head))
-    return list({(each.spec, each.path): each for each in found}.values())
+        found.append(EngineDrafter(spec, placed(engine, model, is_head=head is not None), head))
+    return list({(each.spec, each.model): each for each in found}.values())
 
 
 def _model(text: str, *, elsewhere: bool) -> ModelSpec:
@@ -93,21 +86,21 @@ def _model(text: str, *, elsewhere: bool) -> ModelSpec:
     return ModelSpec("gguf" if text.lower().endswith(".gguf") else "folder", text)
 
 
-def _path(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> str | None:
-    """Return where a model is; ``None`` for one of the hub, which the engine fetches."""
+def placed(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> ModelSpec:
+    """Return a model where the engine finds it; one of the hub it fetches itself."""
     if engine.name == "llama.cpp" and spec.kind != "gguf":
         raise UsageError(f"llama.cpp reads GGUF files, and {spec.name} is none.", "Name a .gguf file.")
     if spec.kind == "builtin":
         from specbench.models.builtin import prepare_builtin
 
-        return str(prepare_builtin(spec.source))
+        return ModelSpec("folder", str(prepare_builtin(spec.source)))
     if spec.kind == "packaged":
         from specbench.models.training_metadata import packaged_folder
 
-        return str(packaged_folder(spec.source))
-    if spec.kind == "hub":
-        return None
-    return os.path.abspath(spec.source) if is_head or Path(spec.source).exists() else spec.source  # noqa: PTH100
+        return ModelSpec("folder", str(packaged_folder(spec.source)))
+    if spec.is_path and (is_head or Path(spec.source).exists()):
+        return replace(spec, source=os.path.abspath(spec.source))  # noqa: PTH100
+    return spec
 
 
 def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> list[Row]:
@@ -120,7 +113,7 @@ class EngineServers:
     """The servers of a run: what is started, and how it is started and asked.
 
     Attributes:
-        spec, engine, target, drafters, settings: What is started.
+        spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
         options, requests: The user's options for starting servers and for requests.
         arguments: The user's own words for every server.
         decoding, temperature: Options that the first request to each server tests.
@@ -128,7 +121,8 @@ class EngineServers:
 
     spec: EngineSpec
     engine: StartedEngine
-    target: Model
+    name: str
+    target: ModelSpec
     drafters: Sequence[EngineDrafter]
     settings: Sequence[EngineSetting]
     options: EngineOptions
@@ -157,10 +151,12 @@ class EngineServers:
         assert options.engine is not None
         spec, elsewhere = parse_engine(options.engine), bool(options.engine_command)
         engine = started_engine(spec.name)
-        model = engine_target(engine, target, elsewhere=elsewhere)
+        named = _model(target, elsewhere=elsewhere)
+        model = placed(engine, named)
         tried = engine_drafters(engine, drafters, usual=usual, elsewhere=elsewhere)
         settings = settings_of(engine, model, tried, temperature=temperature, **compared)
-        return cls(spec, engine, model, tried, settings, options, requests, arguments, decoding, temperature)
+        made = spec, engine, one_line(named.name), model, tried, settings
+        return cls(*made, options, requests, arguments, decoding, temperature)
 
     def sweep_options(self, **measured: Any) -> SweepOptions:
         """Return the options of a sweep over the settings; ``measured``: those that decide how they are measured."""
@@ -178,7 +174,7 @@ class EngineServers:
     def sources(self, chosen: ChosenPrompts) -> dict[str, Any]:
         """Return what ``run.json`` says about the models, the engine and the prompts."""
         return {
-            "target": self.target.name,
+            "target": self.name,
             "engine": self.engine.name,
             "engine_options": command_line(self.arguments),
             "drafters": [str(each.spec) for each in self.drafters],

@@ -67,7 +67,7 @@ def tune_engine(
         check_batches(options, len(prompts))
         configs += engine_configs(options, planned.settings)
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
-    folder = tune_folder(results, planned.target.name)
+    folder = tune_folder(results, planned.name)
     RunStore.check_writable(folder)
     with (
         StageProgress(quiet, animated=False) as progress,

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, is_found, location, refuse_adapter
+from specbench.recipe import Recipe
 from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
+from specbench.specs.models import BUILTIN_MODELS, ModelSpec
 from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:
@@ -123,6 +125,8 @@ class ExportEngine(ABC):
         head = self._head(setting)
         if not self.supports(setting.drafter):
             raise self.unsupported(setting)
+        for model in setting.models:
+            refuse_adapter(model)
         export = Export(needs=[*_model_needs(setting)], missing=[*self._missing(setting)])
         self.fill(setting, export)
         if head is not None and head.needs:
@@ -136,7 +140,7 @@ class ExportEngine(ABC):
     def exports(self, drafter: DrafterSpec, head: TrainingMetadata | None = None) -> bool:
         """Whether a drafter can be exported, with the trained head in it if there is one."""
         try:
-            self.export(Setting(Model("target"), drafter, Fixed(), 1, head=head))
+            self.export(Setting(Recipe(ModelSpec("hub", "target"), drafter, Fixed()), 1, head=head))
         except UsageError:
             return False
         return True
@@ -230,22 +234,17 @@ def _refusal(what: str, *, served: bool) -> UsageError:
 def _model_needs(setting: Setting) -> Iterator[str]:
     """Yield notes on model names that exist only on one machine and have to be replaced."""
     for model in setting.models:
-        if model.builtin is not None:
-            yield f"{model.builtin.hub_id} in place of {model.name}, which is a 4-bit file of it."
-        elif not model.is_found:
-            yield f"{model.location}: replace it by the model's folder, file or hub id."
+        if model.kind == "builtin":
+            yield f"{BUILTIN_MODELS[model.source].hub_id} in place of {model.name}, which is a 4-bit file of it."
+        elif not is_found(model):
+            yield f"{location(model)}: replace it by the model's folder, file or hub id."
     if setting.head_unknown:
         yield f"{setting.drafter} is exported as a model: the hub could not be asked whether it is a trained head."
 
 
 def request_notes(setting: Setting) -> list[str]:
     """Return notes on options that clients of a server have to send with each request."""
-    if setting.temperature is None:
-        return []
-    return [
-        "Requests without a temperature get the server's default instead of the measured"
-        f" {setting.temperature:g}."
-    ]
+    return [f"Requests without a temperature get the server's default instead of {setting.temperature:g}."]
 
 
 def floating(dtype: str | None, name: str) -> dict[str, str]:
@@ -253,7 +252,7 @@ def floating(dtype: str | None, name: str) -> dict[str, str]:
     return {name: dtype} if dtype in ("float32", "bfloat16", "float16") else {}
 
 
-def revision(model: Model, name: str) -> dict[str, str]:
+def revision(model: ModelSpec, name: str) -> dict[str, str]:
     """Return the option for a model's revision, if it has one."""
     return {} if model.revision is None else {name: model.revision}
 

@@ -8,9 +8,10 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, location, stem
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Confidence
 
 
@@ -63,7 +64,7 @@ class LlamaCpp(StartedEngine):
         },
     }
 
-    def target_options(self, target: Model) -> Json:
+    def target_options(self, target: ModelSpec) -> Json:
         return {"--model": _file(target)}
 
     def supports(self, drafter: DrafterSpec) -> bool:
@@ -144,6 +145,5 @@ def _draft_options(setting: Setting) -> Json:
     return {"--spec-draft-n-max": longest, "--spec-draft-n-min": 0, "--spec-draft-p-min": f"{threshold:g}"}
 
 
-def _file(model: Model) -> str:
-    path = model.path or ""
-    return path if path.lower().endswith(".gguf") else f"{model.stem}.gguf"
+def _file(model: ModelSpec) -> str:
+    return location(model) if model.kind == "gguf" else f"{stem(model)}.gguf"

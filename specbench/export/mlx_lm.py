@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specbench.export import engine
-from specbench.export.setting import Setting
+from specbench.export.setting import Setting, location
 from specbench.specs.drafters import SmallModel
 
 
@@ -18,8 +18,8 @@ class MlxLm(engine.ExportEngine):
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         export.options = {
-            "--model": setting.target.location,
-            "--draft-model": setting.draft_model.location,
+            "--model": location(setting.target),
+            "--draft-model": location(setting.draft_model),
             "--num-draft-tokens": setting.gamma,
             "--temp": f"{setting.temperature or 0:g}",
         }

@@ -8,8 +8,9 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, Heads
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, location, stem
 from specbench.specs.drafters import Lookup, SmallModel
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Confidence
 
 _OWN_FORMAT = "it loads such a head only in OpenVINO's own format, and no conversion was tried"
@@ -76,10 +77,10 @@ class OpenVino(engine.ExportEngine):
         )
         export.options = {"LLMPipeline": pipeline, "GenerationConfig": config}
         export.needs = [
-            f"optimum-cli export openvino --model {shlex.quote(model.location)} {shlex.quote(_folder(model))}"
+            f"optimum-cli export openvino --model {shlex.quote(location(model))} {shlex.quote(_folder(model))}"
             for model in setting.models
         ]
 
 
-def _folder(model: Model) -> str:
-    return f"{model.stem}-openvino"
+def _folder(model: ModelSpec) -> str:
+    return f"{stem(model)}-openvino"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts, expected_tokens_by_position, fastest_length
-from specbench.recipe import PLACE
+from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results
@@ -23,63 +23,39 @@ from specbench.results.run import Run, find_config
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.rows import Row
-from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
-from specbench.specs.models import BUILTIN_MODELS, BuiltinModel, ModelSpec, parse_model
+from specbench.specs.drafters import DrafterSpec, SmallModel
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec
 
 if TYPE_CHECKING:
-    from specbench.config import Config
     from specbench.models.training_metadata import TrainingMetadata
 
 _MIN_TESTED = 10
 """Draft tokens tested at a position before its acceptance rate counts."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model by name.
+def location(model: ModelSpec) -> str:
+    """Return a model's path if it is one, otherwise its name without the revision."""
+    return one_line(model.source)
 
-    Attributes:
-        name: A hub id, a built-in name, or the last name of a folder or file.
-        revision: Revision on the hub; ``None`` for the default branch.
-        path: Where a folder or file is. Runs store no paths: in theirs ``/path/to`` stands for what is not known.
-    """
 
-    name: str
-    revision: str | None = None
-    path: str | None = None
+def is_found(model: ModelSpec) -> bool:
+    """Return whether an engine finds a model: its path is known, or its name has an organization, as on the hub."""
+    return not model.source.startswith(f"{PLACE}/") if model.is_path else "/" in model.source
 
-    @property
-    def location(self) -> str:
-        """Its path if that is known, otherwise its name."""
-        return self.path or self.name
 
-    @property
-    def is_found(self) -> bool:
-        """Whether an engine finds it: the path is known, or the name has an organization, as on the hub."""
-        return "/" in self.name if self.path is None else not self.path.startswith(f"{PLACE}/")
+def stem(model: ModelSpec) -> str:
+    """Return the last part of a model's name, without ``.gguf``."""
+    return re.sub(r"(?i)\.gguf$", "", location(model).rstrip("/").rpartition("/")[2])
 
-    @property
-    def builtin(self) -> BuiltinModel | None:
-        """The built-in model, if it is one."""
-        return BUILTIN_MODELS.get(self.name) if self.path is None else None
 
-    @property
-    def stem(self) -> str:
-        """Last part of the name, without ``.gguf``."""
-        return re.sub(r"(?i)\.gguf$", "", self.name.rpartition("/")[2])
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> Model:
-        """Return the model of a spec; raise ``UsageError`` for one with an adapter."""
-        if spec.adapter is not None or (Path(spec.source) / "adapter_config.json").is_file():
-            raise UsageError(
-                f"The model {one_line(spec.name)} has a LoRA adapter, which is not exported.",
-                "Merge it into its base model with peft, and measure the merged model.",
-            )
-        if spec.kind in ("folder", "gguf"):
-            return cls(one_line(spec.name), path=one_line(spec.source))
-        return cls(one_line(spec.source), spec.revision)
+def refuse_adapter(model: ModelSpec) -> None:
+    """Raise ``UsageError`` for a model with an adapter."""
+    if model.adapter is not None or (Path(model.source) / "adapter_config.json").is_file():
+        raise UsageError(
+            f"The model {one_line(model.name)} has a LoRA adapter, which is not exported.",
+            "Merge it into its base model with peft, and measure the merged model.",
+        )
 
 
 @dataclass(frozen=True)
@@ -116,47 +92,64 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Setting:
-    """How to decode, as far as other engines may support it.
+    """A recipe with a draft policy, as far as other engines may have it.
 
     Attributes:
+        recipe: The recipe, with the dtype of its target as it was loaded.
         gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
         gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
-        temperature: Measured temperature; ``None`` if not measured.
+        drafter_dtype: In which the drafter's own weights drafted.
         at_gamma: Measurements of that γ as a fixed one with the same drafter, if it is not the policy's own.
         replaces: The fastest setting of the run, if this one is exported in its place.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
-        drafter_path: Where the drafter's model is for a server that is started here, if not at its own path.
     """
 
-    target: Model
-    drafter: DrafterSpec
-    policy: PolicySpec
+    recipe: Recipe
     gamma: int
     gamma_from: str = ""
-    dtype: str | None = None
     drafter_dtype: str | None = None
-    temperature: float | None = None
     measured: MeasuredSetting | None = None
     at_gamma: MeasuredSetting | None = None
     replaces: Replaced | None = None
     head: TrainingMetadata | None = None
     head_unknown: bool = False
-    drafter_path: str | None = None
+
+    def __post_init__(self) -> None:
+        refuse_adapter(self.target)
 
     @property
-    def draft_model(self) -> Model:
+    def target(self) -> ModelSpec:
+        return self.recipe.target
+
+    @property
+    def drafter(self) -> DrafterSpec:
+        return self.recipe.drafter
+
+    @property
+    def policy(self) -> PolicySpec:
+        assert self.recipe.policy is not None
+        return self.recipe.policy
+
+    @property
+    def temperature(self) -> float:
+        return self.recipe.sampling.temperature
+
+    @property
+    def dtype(self) -> str | None:
+        """Of the target; ``None`` if not known."""
+        return None if self.recipe.models.dtype == "auto" else self.recipe.models.dtype
+
+    @property
+    def draft_model(self) -> ModelSpec:
         """The model of a drafter that has one of its own."""
         return self.models[1]
 
     @property
-    def models(self) -> list[Model]:
+    def models(self) -> list[ModelSpec]:
         """The target, and the drafter's own model if it has one."""
         model = self.drafter.model_spec
-        if model is None or model.kind == "mtp":
-            return [self.target]
-        own = Model.of(model)
-        return [self.target, replace(own, path=self.drafter_path or own.path)]
+        return [self.target, *([] if model is None or model.kind == "mtp" else [model])]
 
     @property
     def is_compact(self) -> bool:
@@ -167,8 +160,8 @@ class Setting:
         )
 
 
-def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
-    """Return the setting of a configuration file that names target, drafter and draft policy.
+def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:
+    """Return the setting of a recipe that was not measured.
 
     ``gamma`` replaces the draft policy's own; policies without a fixed γ require it.
 
@@ -177,35 +170,25 @@ def setting_of_config(config: Config, gamma: int | None = None) -> Setting:
             or is a head of an unknown kind.
         RunError: A head in a folder is damaged.
     """
-    assert config.target is not None
-    assert config.drafter is not None
-    assert config.policy is not None
-    drafter, policy = parse_drafter(config.drafter), config.policy
-    if drafter.is_plain:
+    policy, part = recipe.policy, recipe.drafter.model_part
+    if recipe.drafter.is_plain or policy is None:
         raise UsageError(
             "The configuration decodes plainly: there is no speculation to export.", "Name a drafter in it."
         )
-    own, reason = policy.gamma_max if isinstance(policy, Fixed) else None, ""
-    if own is None and gamma is None:
+    own = policy.gamma_max if isinstance(policy, Fixed) else None
+    chosen = gamma or own
+    if chosen is None:
         raise UsageError(
             f"Other engines need a fixed γ, which the draft policy {policy} does not have.",
             "Give --gamma N, or export the measured run.",
         )
-    if gamma is not None and gamma != own:
-        own, reason = gamma, "given by --gamma"
-    assert own is not None
-    part = drafter.model_part
-    own_dtype = part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None
     setting = Setting(
-        Model.of(parse_model(config.target)),
-        drafter,
-        policy,
-        int(own),
-        reason,
-        config.dtype,
-        own_dtype,
+        recipe,
+        chosen,
+        "" if chosen == own else "given by --gamma",
+        part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None,
     )
-    model = drafter.model_spec
+    model = recipe.drafter.model_spec
     if model is None:
         return setting
     from specbench.models.heads import find_head
@@ -326,22 +309,18 @@ class RunSettings:
         """Return the setting of a row."""
         config = row.config
         assert config.recipe is not None
-        target, recipe = self._run.target, config.recipe.with_models(self._placed)
-        policy = recipe.policy
-        assert policy is not None
-        own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, policy)
+        assert config.policy is not None
+        recipe = config.recipe.with_models(self._placed)
+        dtype: Any = self._run.target.dtype or "auto"
+        own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, config.policy)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
         return Setting(
-            target=Model.of(recipe.target),
-            drafter=recipe.drafter,
-            policy=policy,
+            replace(recipe, models=replace(recipe.models, dtype=dtype)),
             gamma=own,
             gamma_from=reason,
-            at_gamma=self._measured(max(same, key=_speedup)) if same else None,
-            dtype=target.dtype,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
-            temperature=config.condition.temperature,
             measured=self._measured(row),
+            at_gamma=self._measured(max(same, key=_speedup)) if same else None,
             head=self._run.heads.get(config.drafter),
         )
 

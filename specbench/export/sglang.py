@@ -9,9 +9,10 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_SPECULATORS, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
+from specbench.specs.models import ModelSpec
 
 
 class SGLang(StartedEngine):
@@ -36,8 +37,8 @@ class SGLang(StartedEngine):
     listening = ("--enable-metrics", "--port")
     ngrams: ClassVar[Mapping[str, str | Json]] = {"ngram": "lookup", "ngram-prob": "suffix"}
 
-    def target_options(self, target: Model) -> Json:
-        return {"--model-path": target.location, **engine.revision(target, "--revision")}
+    def target_options(self, target: ModelSpec) -> Json:
+        return {"--model-path": location(target), **engine.revision(target, "--revision")}
 
     def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
         if not str(options.get("--speculative-algorithm")).startswith("EAGLE"):
@@ -83,7 +84,7 @@ class SGLang(StartedEngine):
                     steps["--speculative-dspark-block-size"] = setting.gamma
             export.options |= {
                 "--speculative-algorithm": self.method(setting, "STANDALONE"),
-                "--speculative-draft-model-path": setting.draft_model.location,
+                "--speculative-draft-model-path": location(setting.draft_model),
                 **engine.revision(setting.draft_model, "--speculative-draft-model-revision"),
                 **steps,
                 "--speculative-num-draft-tokens": width,

@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.engine import ExportEngine
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting
 from specbench.models.training_metadata import TrainingMetadata
+from specbench.options import SamplingOptions
+from specbench.recipe import Recipe, with_models
 from specbench.specs.drafters import DrafterSpec, parse_drafter
+from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Confidence, Fixed, PolicySpec
 
 PLAIN = "plain"
@@ -58,12 +61,12 @@ class EngineDrafter:
 
     Attributes:
         spec: A spec, or the name of one of the engine's kinds of n-grams.
-        path: Where its model is.
+        model: Its model, where the engine finds it.
         head: Training metadata, if it is a trained head.
     """
 
     spec: DrafterSpec | str
-    path: str | None = None
+    model: ModelSpec | None = None
     head: TrainingMetadata | None = None
 
 
@@ -82,7 +85,7 @@ class StartedEngine(ExportEngine):
     ngrams: ClassVar[Mapping[str, str | Json]]
 
     @abstractmethod
-    def target_options(self, target: Model) -> Json:
+    def target_options(self, target: ModelSpec) -> Json:
         """Return the options that name the target and its revision; a value without an option has the key ""."""
 
     def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
@@ -99,7 +102,7 @@ class StartedEngine(ExportEngine):
         )
 
     def command_line(
-        self, target: Model, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
+        self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
     ) -> list[str]:
         """Return the words that start a server.
 
@@ -117,12 +120,12 @@ class StartedEngine(ExportEngine):
             words = [shlex.quote(word) for word in words]
         return [*first, *words]
 
-    def words(self, target: Model, options: Json) -> list[str]:
+    def words(self, target: ModelSpec, options: Json) -> list[str]:
         """Return the part of a command line that names the target and a setting."""
         return option_words({**self.target_options(target), **options})
 
     def setting(
-        self, target: Model, drafter: EngineDrafter, gamma: int, policy: PolicySpec, temperature: float
+        self, target: ModelSpec, drafter: EngineDrafter, gamma: int, policy: PolicySpec, temperature: float
     ) -> EngineSetting:
         """Return the setting of a drafter with a draft length.
 
@@ -138,11 +141,12 @@ class StartedEngine(ExportEngine):
         if isinstance(policy, Confidence):
             end = f",p={policy.threshold:g}"
             policy = replace(policy, gamma_max=gamma)
-        made = Setting(
-            target, spec, policy, gamma, temperature=temperature, head=drafter.head, drafter_path=drafter.path
-        )
-        export = self.export(made)
-        ready = [] if drafter.path or target.path else export.needs  # it runs here, so nothing is missing
+        found = drafter.model
+        placed = spec if found is None else with_models(spec, lambda _: found)
+        recipe = Recipe(target, placed, policy, sampling=SamplingOptions(temperature=temperature))
+        export = self.export(Setting(recipe, gamma, head=drafter.head))
+        # What runs here misses nothing.
+        ready = [] if target.is_path or (found is not None and found.is_path) else export.needs
         return EngineSetting(f"{name}@{gamma}{end}", f"{name}{end}", gamma, export.options, tuple(ready))
 
 
@@ -167,7 +171,7 @@ def parse_engine_drafter(engine: StartedEngine, text: str) -> DrafterSpec | str:
 
 def settings_of(
     engine: StartedEngine,
-    target: Model,
+    target: ModelSpec,
     drafters: Sequence[EngineDrafter],
     *,
     gammas: Sequence[int] | None = None,

@@ -9,7 +9,7 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
-from specbench.export.setting import Setting
+from specbench.export.setting import Setting, location
 from specbench.specs.drafters import Lookup, SmallModel
 
 _FILE = "speculation.yaml"
@@ -45,11 +45,11 @@ class TensorRTLLM(engine.ExportEngine):
             # The documentation writes DraftTarget, which the parser of this version does not take.
             speculative |= {
                 "decoding_type": self.method(setting, "Draft_Target"),
-                "speculative_model": setting.draft_model.location,
+                "speculative_model": location(setting.draft_model),
             }
             export.differs.append(engine.GREEDY_DRAFTS)
         export.missing += [
-            f"Revision {model.revision} of {model.name}: name a folder that holds it."
+            f"Revision {model.revision} of {location(model)}: name a folder that holds it."
             for model in setting.models
             if model.revision is not None
         ]
@@ -60,7 +60,7 @@ class TensorRTLLM(engine.ExportEngine):
         }
         export.text = (
             f"cat > {_FILE} <<'YAML'\n{_yaml(export.options)}YAML\n"
-            f"trtllm-serve {shlex.quote(setting.target.location)} --config {_FILE}\n"
+            f"trtllm-serve {shlex.quote(location(setting.target))} --config {_FILE}\n"
         )
         export.differs += [
             "γ is max_draft_len, without the bonus token, at every batch size; max_concurrency switches drafts off"

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, is_found, location
 from specbench.specs.drafters import DrafterSpec, Lookup, Mtp, SelfForm, SmallModel
+from specbench.specs.models import BUILTIN_MODELS, ModelSpec
 from specbench.specs.policies import Confidence, Heuristic
 
 _MODEL = "AutoModelForCausalLM"
@@ -157,15 +158,15 @@ def _drafting(setting: Setting) -> Json:
     }
 
 
-def _assignment(variable: str, model: Model) -> str:
+def _assignment(variable: str, model: ModelSpec) -> str:
     """Return the line that sets a model's variable to its hub id, or to a name to replace."""
-    if model.builtin is not None:
-        return f"{variable} = {model.builtin.hub_id!r}  # what {model.name} was quantized from"
-    note = "" if model.is_found else "  # replace by a local folder or hub id"
-    return f"{variable} = {model.location!r}{note}"
+    if model.kind == "builtin":
+        return f"{variable} = {BUILTIN_MODELS[model.source].hub_id!r}  # what {model.name} was quantized from"
+    note = "" if is_found(model) else "  # replace by a local folder or hub id"
+    return f"{variable} = {location(model)!r}{note}"
 
 
-def _loading(kind: str, variable: str, model: Model, dtype: str | None = None) -> str:
+def _loading(kind: str, variable: str, model: ModelSpec, dtype: str | None = None) -> str:
     """Return the expression that loads a tokenizer or a model."""
     given = engine.revision(model, "revision") | engine.floating(dtype, "dtype")
     arguments = [variable, *(f"{name}={value!r}" for name, value in given.items())]

@@ -9,9 +9,10 @@ from typing import ClassVar
 from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
-from specbench.export.setting import Model, Setting
+from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
+from specbench.specs.models import ModelSpec
 
 
 class VLLM(StartedEngine):
@@ -39,8 +40,8 @@ class VLLM(StartedEngine):
     listening = ("--port",)
     ngrams: ClassVar[Mapping[str, str | Json]] = {"ngram": "lookup:n=4,min=2", "suffix": "suffix"}
 
-    def target_options(self, target: Model) -> Json:
-        return {"": target.location, **engine.revision(target, "--revision")}
+    def target_options(self, target: ModelSpec) -> Json:
+        return {"": location(target), **engine.revision(target, "--revision")}
 
     def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
         ranges = [list(each) for each in schedule]
@@ -73,7 +74,7 @@ class VLLM(StartedEngine):
                 speculative = {"method": "mtp"}
             else:
                 model = setting.draft_model
-                speculative = {"method": self.method(setting, "draft_model"), "model": model.location}
+                speculative = {"method": self.method(setting, "draft_model"), "model": location(model)}
                 if setting.head is not None and setting.head.kind == "peagle":
                     speculative["parallel_drafting"] = True
                 speculative |= engine.revision(model, "revision")
@@ -98,7 +99,7 @@ class VLLM(StartedEngine):
             "--speculative-config": speculative,
         }
         shown = export.options | {"--speculative-config": json.dumps(speculative)}
-        export.text = engine.command([*self.server, setting.target.location], shown)
+        export.text = engine.command([*self.server, location(setting.target)], shown)
         export.differs += [
             "γ is num_speculative_tokens, without the bonus token, at every batch size. Drafts stop paying in large"
             " batches; num_speculative_tokens_per_batch_size sets γ by batch size.",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from specbench.results import stats
 
 if TYPE_CHECKING:
-    from specbench.export.setting import Model
     from specbench.export.start import EngineSetting, StartedEngine
+    from specbench.specs.models import ModelSpec
 
 
 def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tuple[int, int, int]]:
@@ -31,7 +31,7 @@ def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tup
 
 def start_command(
     engine: StartedEngine,
-    target: Model,
+    target: ModelSpec,
     setting: EngineSetting,
     batches: Mapping[int, Mapping[int, float]],
     arguments: Sequence[str],
