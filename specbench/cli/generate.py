@@ -77,7 +77,7 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            from specbench.cli.one_prompt import PromptJob, advice_for, decode, notes_of
+            from specbench.cli.one_prompt import advice_for, deciding_options, decode, notes_of, warm_up
             from specbench.loaded import load_recipe
             from specbench.models.drafters import refuse_keep
 
@@ -86,12 +86,11 @@ def generate(
                 refuse_keep(recipe.drafter)
             loaded = load_recipe(recipe, progress)
             tokens = [] if prompts else _encode(loaded.target, text, chat, system, recipe.template)
-            job = PromptJob(**vars(loaded), prompt=tokens, prompt_text=text)
             if show.compare:
                 progress.update("warming up", 0, None)
-                job.warm_up()
+                warm_up(loaded, tokens)
         if not show.quiet:
-            notes = notes_of(ctx, job, chat)
+            notes = notes_of(ctx, loaded, chat)
             notes += loaded.target.language_model.notes if prompts and show.verbose else []
             if longer := sum(len(each.turns) > 1 for each in prompts):
                 notes.append(
@@ -108,10 +107,10 @@ def generate(
                 ids = _encode(loaded.target, each.turns[0], chat, said, template)
                 return loaded.start(ids)
 
-            more = {"options": job.options(), "device": str(loaded.target.scorer.device)}
+            more = {"options": deciding_options(loaded), "device": str(loaded.target.scorer.device)}
             decode_prompts(many, prompts, start, more, show)
             return
-        decode(job, trace_to, advice_for(job, chat), paint, show)
+        decode(loaded, tokens, text, trace_to, advice_for(loaded, chat), paint, show)
         if trace_to is not None:
             trace_to.complain()
 
