@@ -34,8 +34,8 @@ from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.records import Prefill
 from specbench.decoding.sampling import Sampling
 from specbench.options import Format
+from specbench.specs import policies
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.policies import parse_policy
 from specbench.specs.verification import VERIFICATIONS
 
 NEW = 4
@@ -43,19 +43,16 @@ NEW = 4
 
 TOLERANCE = 1e-6
 
-POLICIES = (
-    "fixed:gamma=2",
-    "auto:max=2",
-    "egag:max=2",
-    "confidence:max=2",
-    "confidence-head:max=2,threshold=0.5",
-    "entropy-bound:max=2",
-    "svip:max=2,threshold=0.35",
-    "heuristic:gamma=1,max=2",
-    "static-tree:nodes=3,depth=2,ranks=50-40",
-    "dynamic-tree:top-k=2,nodes=3,depth=2",
-)
-"""At least one of every word of ``specbench.specs.policies``."""
+_OPTIONS = {
+    "fixed": "gamma=2",
+    "confidence-head": "max=2,threshold=0.5",
+    "svip": "max=2,threshold=0.35",
+    "heuristic": "gamma=1,max=2",
+    "static-tree": "nodes=3,depth=2,ranks=50-40",
+    "dynamic-tree": "top-k=2,nodes=3,depth=2",
+}
+POLICIES = tuple(f"{each.word}:{_OPTIONS.get(each.word, 'max=2')}" for each in policies.POLICIES)
+"""Every draft policy, with options that make its drafts short, and longer here than there."""
 
 
 class ContinuedFormat(CompiledFormat):
@@ -124,7 +121,7 @@ def measure(cell: Cell, new: int = NEW) -> float:
     """
     entry, sampling = DRAFTERS[cell.drafter], cell.transforms
     drafter = parse_drafter(entry.spec)
-    rule = replace(parse_policy(cell.policy), verification=cell.verification)
+    rule = replace(policies.parse_policy(cell.policy), verification=cell.verification)
     rule.check(drafter)
     one_step = rule.tree or len(drafter.parts) > 1
 

@@ -30,7 +30,7 @@ from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.results.results import load_results
 from specbench.rows import Row
-from specbench.specs.drafters import parse_drafter
+from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, parse_policy
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
@@ -68,7 +68,7 @@ _VALUES = {"verification": "=naive", "ranks": "=60-20-8", "adapt": ""}
 def test_every_option_of_every_rule_can_be_written_and_read():
     for policy in POLICIES:
         for option in policy.options():
-            value = {int: "=2" if option.key == "min" else "=7", float: "=0.15"}.get(option.parse)  # type: ignore[call-overload]
+            value = f"={0.15 if option.parse is float else 3 if option.default == 2 else 2}"
             value = _VALUES.get(option.key, value)
             spec = f"{policy.word}:{option.key}{value}"
             assert build_policy(spec).name.replace("fixed:gamma=5,", "fixed:") == spec
@@ -271,7 +271,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     assert (frame.generations["status"] == "ok").all()
     assert set(frame.generations["label"]) == {
         "plain", "lookup γ=2", "small (int8) γ=2",
-        *(f"lookup {rule}" for rule in ("auto", "confidence", "heuristic")),
+        *(f"lookup {rule}" for rule in WORDS if rule != "fixed" and parse_policy(rule).applies(Lookup())),
         *(f"small (int8) {rule}" for rule in (*WORDS, "egag:scale=0.9") if rule != "fixed"),
     }  # fmt: skip
     assert frame.generations["token_ids"].map(tuple).nunique() == 1
