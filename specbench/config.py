@@ -36,7 +36,7 @@ _LARGEST = 10_000
 """Bytes of the longest file that is read."""
 
 _PATH = re.compile(r"(?:^|[+|])\s*[~./\\]|://|\\|\.\.|^[A-Za-z]:|\.py:")
-"""Signs of a path, of a Python file or an address."""
+"""What gives away a path, a Python file or a web address."""
 _NAME = re.compile(r"\w[\w.+-]*(?:/\w[\w.+-]*)?(?:@[\w./-]+)?")
 """A built-in name, a folder or file in the current folder, or a hub id with its revision."""
 

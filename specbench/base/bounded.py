@@ -1,4 +1,4 @@
-"""Work of which nobody knows how much it takes: a separate process does it, with limits on memory and time.
+"""Work that could take any amount of memory or time, done by a separate process with limits on both.
 
 The process is started once and answers one request after the other. On Linux it is a fork, which takes milliseconds;
 elsewhere it is a new interpreter.

@@ -66,7 +66,7 @@ EXCLUDE = (
     Row("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine",
         "it is for specbench's own decoding"),
 )  # fmt: skip
-"""The options do not go with the other one."""
+"""The options cannot be combined with the other one."""
 
 NEED = (
     Row("generate", ("repeats",), "compare"),
@@ -102,7 +102,7 @@ MOVED = {
     "--suite": "--prompts",
     "--verification": "--draft-policy POLICY:verification=NAME",
 }
-"""Options that there were, and what says the same today."""
+"""Options that no longer exist, and what to write in their place."""
 
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:

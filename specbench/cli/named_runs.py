@@ -1,4 +1,4 @@
-"""The runs that folders on a command line mean, and doing something with each."""
+"""Finding the runs that a command line names, and handling them one by one."""
 
 from __future__ import annotations
 

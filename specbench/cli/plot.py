@@ -15,7 +15,7 @@ from specbench.cli.named_runs import ResultsArgument, for_each_run
 
 
 def _names() -> str:
-    """Of all figures, from the text of their modules, since importing those takes too long for a help text."""
+    """The names of all figures, read from the source of their modules: importing these would make the help slow."""
     modules = (Path(__file__).parents[1] / "show" / "plots").glob("*.py")
     text = "".join(module.read_text("utf-8") for module in modules)
     return ", ".join(sorted(re.findall(r'^@figure\(\s*"([^"]+)"', text, re.M)))

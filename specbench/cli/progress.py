@@ -12,7 +12,7 @@ from specbench.base.textsafe import terminal_safe
 
 _PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
 _KEPT = "(the result is kept)"
-"""In the names of stages that take long once, and are printed too."""
+"""The end of the names of stages that take long only the first time; they are printed as well."""
 
 _STARTING = "starting"
 _REDRAW_S = 0.1

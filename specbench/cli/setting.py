@@ -1,4 +1,4 @@
-"""What there is to say of loaded models."""
+"""Notes for the user about models that were just loaded."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ENDS = {
     None: "interrupted",
 }
 _GAIN = 1.05
-"""The error of predictions is as large as a smaller speedup."""
+"""Smaller predicted speedups are not mentioned: predictions are off by as much."""
 _TOO_SLOW = "the drafter is too slow: drafts lose time even if all their tokens are accepted"
 _UNSURE = "Too few repeats to be sure"
 

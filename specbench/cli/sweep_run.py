@@ -86,7 +86,7 @@ class RunJob:
     """A measurement into the folder of a run, with its models loaded, or its servers reached."""
 
     advice: str
-    """What to do about a run in the folder that was made otherwise."""
+    """What to do if the folder holds a run with other options."""
 
     def __init__(self, sweep: Sweep, engine: BenchEngine[Any], folder: Path, quiet: bool) -> None:
         self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
