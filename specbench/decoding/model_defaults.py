@@ -28,7 +28,8 @@ NOT_USED = (
     "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "watermarking_config", "force_words_ids",
     "constraints", "stop_strings", "token_healing", "max_time",
 )  # fmt: skip
-"""Settings that would change outputs too: how tokens are chosen is up to the user, the rest needs more than logits."""
+"""Settings that would change outputs, but are not used: how tokens are chosen is up to the user, and the others need
+more than logits."""
 
 NEUTRAL = {"repetition_penalty": 1.0, "num_beams": 1}
 

@@ -488,7 +488,7 @@ def _at_share(probabilities: torch.Tensor, u: float) -> int:
 
 
 def _positive(total: float) -> float:
-    """The total mass, which NaN is not."""
+    """Return a total mass; raise ``NoTokenError`` if it is 0 or NaN."""
     if not total > 0.0:
         raise NoTokenError
     return total

@@ -112,7 +112,7 @@ def fastest_length(
 
 
 _LEAST = 0.1
-"""The least share of a time that remains of it at a shorter context, as a fit may fall below 0 there."""
+"""A time extrapolated to a shorter context keeps at least this share, since the fitted line may fall below 0."""
 
 PassSeconds = Mapping[Annotated[int, Meta(ge=1, lt=10**8)], Seconds]
 """Seconds of forward passes by tokens, nodes or requests; ascending. A coarse clock measures 0."""

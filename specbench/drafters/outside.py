@@ -35,7 +35,7 @@ _REPLAYED = 8
 """How many of a loaded drafter's first steps draft a chain twice to compare."""
 
 _OTHERS = ("<", str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent / "importlib"))
-"""What the names of files begin with that are not the user's."""
+"""Beginnings of file names in a traceback that do not belong to the user's code."""
 
 
 def make_outside(spec: Outside, target: Any) -> FreeDrafter:
@@ -112,7 +112,7 @@ def _told(what: str, kind: type | None = None, method: str = "__init__") -> Iter
 
 
 class _Checked(FreeDrafter):
-    """Stands before the class of a drafter from outside, and checks what it gives.
+    """Wraps a drafter from outside the package, and checks everything it returns.
 
     Attributes:
         spec_name: Its name.

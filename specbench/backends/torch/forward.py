@@ -152,7 +152,7 @@ class RotaryTable:
         self._cosines = self._sines = torch.empty(1, 0, 0)
 
     def of(self, positions: Tensor | range) -> tuple[Tensor, Tensor]:
-        """Return those of positions, [tokens], in float32."""
+        """Return cosines and sines of these positions, [tokens], in float32."""
         if not self._is_fixed:
             return self._compute(torch.as_tensor(positions))
         last = positions[-1] if isinstance(positions, range) else int(positions.max())

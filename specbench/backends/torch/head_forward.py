@@ -252,7 +252,7 @@ def _native_layer(layer: Any) -> native.Layer | None:
 
 
 _CLOSE = 0.01
-"""Largest distance of two rows of both forwards, over their spread: mostly they have the same bits."""
+"""How far the rows of the two forwards may differ, as a share of their spread; usually they are equal to the bit."""
 
 _TRIAL = 5  # tokens that a trial reads before a tree of three
 

@@ -68,7 +68,7 @@ def bounds_prompts(config: PreTrainedConfig) -> bool:
 
 
 def takes_any_cache(config: PreTrainedConfig) -> bool:
-    """Whether models of this configuration take any cache if ``use_cache`` is set; MiniMax then insists on its own."""
+    """Whether models of this configuration accept our caches with ``use_cache``; MiniMax accepts only its own class."""
     return not any(hasattr(sys.modules[each.__module__], _LIGHTNING) for each in _classes(config))
 
 
@@ -243,7 +243,7 @@ class _Recurrence:
 
 
 def _run(several: Function, recurrence: _Recurrence, single: Function, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the function for several tokens."""
+    """Replace the function for several tokens."""
     given = {**dict(zip(recurrence.names, args, strict=False)), **kwargs}
     rows = given[recurrence.names[0]].shape[recurrence.output]
     histories = running.histories

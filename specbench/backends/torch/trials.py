@@ -42,10 +42,10 @@ _CHUNKS = ((1, 2, 3, 5), (8,), (13, 21, 34))  # token ids of consecutive native 
 _TREE_TOKENS, _PARENTS = (3, 4, 6, 7, 5), (-1, 0, 0, -1, 3)
 _BRANCHES = ((0, 1), (0, 2), (3, 4))  # a tree, with the nodes of its branches
 _CLOSE = 0.05
-"""Largest distance of two rows of logits that rounding explains, over their spread: bfloat16 leaves up to 0.04."""
+"""How far rounding can move a row of logits, as a share of its spread: up to 0.04 was seen in bfloat16."""
 
 _CLOSE_NATIVE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02, torch.int8: 0.3}
-"""The same for native forwards, by rounding: tiny models, the worst, reach a third to a half of it."""
+"""The same for native forwards, by dtype: the worst seen, in tiny models, was a third to a half of this."""
 
 _NOT_POSSIBLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """What models raise that cannot run a forward of this kind."""
@@ -255,7 +255,7 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
 
 _CONTEXTS = ((1, 2, 3, 5, 8, 3, 4), (13, 21), (34,))  # of three requests
 _LAST = (3, 1, 1)
-"""Of each, how many last tokens are read together; those before are read in an earlier forward."""
+"""How many of each request's last tokens the shared forward reads; an earlier forward reads those before."""
 
 
 @torch.inference_mode()
@@ -328,7 +328,7 @@ _BEFORE, _AFTER = 3, 6
 _WIDTHS = (2, 3, 5, 9, 17, 32)
 
 _WIDTHS_WITH_STATES = (1, 5, 32)
-"""Those that are read once more with hidden states, which heads need and plain decoding does not."""
+"""The widths that are tried once more with hidden states, because heads ask for these."""
 
 
 @torch.inference_mode()

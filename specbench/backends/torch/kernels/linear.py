@@ -355,7 +355,8 @@ class Int8Linear(QuantizedLinear):
 
 _GROUP = 32  # inputs that share a scale, in 4 bits
 _LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * cut) for cut in range(1, 9))
-"""Steps between a group's lowest and highest number, and the share of the range cut off at both ends."""
+"""The grids tried for a group: the number of steps from its lowest to its highest number, and the share of that range
+to cut off at both ends."""
 
 
 class Int4Linear(QuantizedLinear):
