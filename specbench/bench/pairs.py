@@ -35,7 +35,7 @@ ENOUGH_S = 10.0
 _TOLERANCE = 1.05
 _UNUSUAL = 1.25
 _MIN_STEPS = 8
-"""Fewer steps do not show the usual one."""
+"""Steps from which the median step is taken for the usual one."""
 
 
 class Pairs:

@@ -22,7 +22,7 @@ Status = Literal["ok", "note", "problem"]
 Expected = Literal["on", "off"]
 
 _TELLING = 20
-"""Draft tokens without an accepted one that are no coincidence."""
+"""If so many draft tokens were tested and none was accepted, it is no coincidence."""
 
 _SUM_SLACK = 0.01
 _WORDS_PER_TOKEN = 1.05

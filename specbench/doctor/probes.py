@@ -26,7 +26,7 @@ TOKENS = 64
 _SHORT = 16
 _LEAST = 24
 _LATE_S = 0.3
-"""Seconds that counters get to catch up with answers."""
+"""Seconds to wait before reading counters, which servers update after the answer."""
 
 _PROMPTS = (
     "Repeat this list three times: red apples, green pears, yellow lemons, blue plums, black cherries.",

@@ -111,7 +111,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _must_come_out(message: Mapping[str, Any]) -> bool:
-    """Whether a template has to write what a message says; beside tool calls some leave out the text."""
+    """Whether the template must repeat this message's text; next to tool calls, some templates leave it out."""
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
 

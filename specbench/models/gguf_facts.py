@@ -248,7 +248,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "pooling_type": (0,),
     "ssm.dt_b_c_rms": (False,),
 }
-"""Keys whose meaning is not known here, with the values that mean nothing."""
+"""Keys that are not read here, with the values at which they change nothing; other values are refused."""
 
 _MEANINGLESS = {
     "vocab_size",
@@ -257,7 +257,7 @@ _MEANINGLESS = {
     "use_parallel_residual",
     "rope.dimension_count",
 }
-"""Keys that llama.cpp does not read, or that say what the tensors say too."""
+"""Keys that llama.cpp ignores, or that only repeat what the tensors' shapes say."""
 
 
 _ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -135,10 +135,10 @@ _BOS = {
 }  # fmt: skip
 _BOS_BY_DEFAULT = {*_BOS, "chameleon"}
 _WHOLE_PIECES = {*_BOS, "youtu", "minicpm5", "granite-embed-multi-97m"}
-"""Pre-tokenizers with which a piece that is a token is never merged from its parts."""
+"""Pre-tokenizers that keep a piece whole if it is a token, in place of merging it from its parts."""
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Names of special tokens, and llama.cpp's."""
+"""Special tokens by the names that `transformers` uses, and what llama.cpp calls them."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's types of tokens
 _ALWAYS_CONTROL = {
@@ -147,7 +147,7 @@ _ALWAYS_CONTROL = {
     "<fim_prefix>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<|fim_middle|>", "<fim-middle>", "<fim_middle>",
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>",
 }  # fmt: skip
-"""Tokens that llama.cpp finds in a text whatever their type in the file."""
+"""Tokens that llama.cpp treats as special even if the file does not mark them so."""
 
 
 def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFast:

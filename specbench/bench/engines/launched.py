@@ -36,7 +36,7 @@ CommandLine = Callable[[int], Sequence[str]]
 """Returns the words of a server's command line for a port."""
 
 _ROOM = 1.1
-"""Free memory that another server needs, as a multiple of the largest one so far."""
+"""Another server is started only if this many times the memory of the largest one so far is free."""
 
 _WARM_UP = Prompt(
     id="warm-up",

@@ -29,7 +29,7 @@ from specbench.bench.engines import guard
 _POLL_S = 0.1
 _ANSWER_S = 10.0
 _SHOWN = 300
-"""Characters of a server's last words in an error."""
+"""Characters of a server's last line of output that an error repeats."""
 
 
 class StartError(RunError):

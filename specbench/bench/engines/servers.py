@@ -508,7 +508,7 @@ def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
 
 
 def _mark(config: Row, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
-    """Return what is new to a prompt cache: for all servers together, or for each."""
+    """Return a text that no prompt cache has seen: the same one for all servers, or one for each."""
     whose = config.drafter if salt == "each" else ""
     return f"{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}"
 
