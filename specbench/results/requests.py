@@ -110,7 +110,8 @@ def context_curves(summary: Summary) -> list[Curve]:
 
 
 _BLIND = 1 / 3
-"""A drafter is blind where surely fewer than this share of its drafts at the shortest context is accepted."""
+"""A drafter is called blind at a context where it surely accepts less than this share of what it does at the
+shortest."""
 
 
 def blind_drafters(summary: Summary) -> Iterator[RunWarning]:

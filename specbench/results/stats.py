@@ -28,8 +28,8 @@ WIDEST = 10.0
 """Largest ratio of an interval's ends; a wider interval is not given."""
 
 STEEPEST = 0.95
-"""Up to which skewness × quantile / sqrt(n) the correction for skewness goes. At 1 the inverse of its cubic polynomial
-stands upright: beyond, the interval of a few values with an outlier gets several times as wide and holds no more."""
+"""Limit of skewness × quantile / sqrt(n) in the correction for skewness. Near 1 its inverse becomes vertical: the
+interval of a few values with an outlier would get several times as wide without covering the mean more often."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = Sequence[Any] | NDArray[Any]
@@ -42,7 +42,7 @@ PROVISIONAL = (
     "faster?, slower?: the verdict holds even with an interval 1.5 times as wide (on the logarithmic scale), but the"
     " machine was busy. Measure again on a quiet machine."
 )
-"""Explanation of these."""
+"""Explains provisional verdicts below tables."""
 
 
 # --- Means and intervals --------------------------------------------------------------------------

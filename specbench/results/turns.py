@@ -25,18 +25,18 @@ from specbench.results.summary import configs_of
 from specbench.rows import Row
 
 LOST = 0.5
-"""Share of the prompt before that a turn finds in the cache at least, if it is not lost."""
+"""A turn that finds less than this share of the previous prompt in the cache has lost it."""
 
 CHANCE = 0.025
-"""Probability of a sign test from which a difference between servers is named."""
+"""A difference between servers is reported if a sign test gives it less than this probability."""
 
 _BLOCKS = 16
-"""Blocks of prompt caches are multiples of so many tokens."""
+"""Prompt caches work in blocks of a multiple of this many tokens."""
 
 _PHRASE = 3
 _WORDS = 30
 _DISTINCT = 0.3
-"""A text of so many words whose phrases of three words are distinct by less than this share repeats itself."""
+"""A text of at least ``_WORDS`` words repeats itself if less than this share of its phrases are distinct."""
 
 
 @dataclass(frozen=True, slots=True)

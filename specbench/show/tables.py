@@ -25,7 +25,7 @@ AnyRow = TypeVar("AnyRow")
 Compared = TypeVar("Compared", SummaryRow, PartRow)
 
 _FOR_P95, _FOR_P99 = 20, 100
-"""Requests from which these percentiles are no longer close to the largest value."""
+"""With fewer requests, these percentiles are nearly the largest value."""
 
 
 # --- Notes ----------------------------------------------------------------------------------------

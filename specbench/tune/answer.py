@@ -31,7 +31,7 @@ _NAMED = 5
 """Configurations that a sentence lists at most."""
 
 _LONG = 8 * 60
-"""Minutes from which more of them are not advised."""
+"""After this many minutes no longer search is advised."""
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ _HUBER = 1.345
 """Huber's usual constant: differences beyond this many standard deviations are clipped."""
 
 _QUARTILE = 0.3186
-"""Half-width of the interval around 0 that holds a quarter of a standard normal distribution."""
+"""A standard normal value is within this distance of 0 with probability 1/4."""
 
 _OWN_SCALE = 0.02
-"""Prior standard deviation of how much passes of two candidates differ in log time without a disturbance."""
+"""How much the passes of two candidates differ in log time on an undisturbed machine: prior standard deviation."""
 
 _PREDICTION_SCALE = 0.08
 """Standard deviation of the log of a predicted speedup's error."""

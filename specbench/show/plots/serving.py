@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ALONE = "requests were decoded one after the other"
 _MOST = 6  # lines over contexts
 _CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"))
-"""Where the numbers of one line stand, and of the next: points from the marker, and their alignment."""
+"""Places of the numbers next to markers, one for each line in turn: offset in points, and alignment."""
 
 
 @figure("servers", "speed of servers, and speedup over the first", table="Speed")

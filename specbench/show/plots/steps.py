@@ -12,7 +12,7 @@ from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
 _PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#44BB99", "#FFAABB", "#CCCCCC"), strict=True))
-"""Light ones (Paul Tol's), for the strong ones are those of drafters."""
+"""Light colors (Paul Tol's), because strong ones stand for drafters."""
 
 
 @figure("time", "where the time goes", table="Speed")

@@ -30,7 +30,7 @@ from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes, save_figure
 
 _PIXELS_PER_INCH = 124
-"""At which the letters of a figure are as tall as those of the tables."""
+"""The scale at which the letters in figures are as tall as those in tables."""
 
 
 @dataclass(frozen=True)
