@@ -15,7 +15,7 @@ from tiny import save_tiny
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.metrics import acceptance_rate
-from specbench.export.setting import Model
+from specbench.export.setting import refuse_adapter
 from specbench.generate import speculative_generate
 from specbench.models.load import load_config, load_model, load_tokenizer
 from specbench.models.target import load_target
@@ -216,4 +216,4 @@ def test_recipes_keep_adapters_without_their_paths(base, tmp_path, monkeypatch):
     assert found.target.argument == f"{tmp_path / 'base'}:adapter={folder}"
     assert found.drafter.model == found.target
     with pytest.raises(UsageError, match="which is not exported"):
-        Model.of(recipe.target)
+        refuse_adapter(recipe.target)
