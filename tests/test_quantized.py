@@ -24,7 +24,7 @@ from specbench.options import LoadOptions
 
 FILE = Path(__file__).with_name("quantized.safetensors")
 with safe_open(FILE, "pt") as packed:
-    FORMS = {name: json.loads(told) for name, told in packed.metadata().items()}
+    FORMS = {name: json.loads(told) for name, told in sorted(packed.metadata().items())}
 CPU = LoadOptions("float32", "cpu")
 
 

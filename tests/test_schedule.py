@@ -176,7 +176,7 @@ class Case:
     def alone(self) -> list[Any]:
         made = self.request(House())
         records = decode_steps(
-            made.prompt, made.target, made.drafter, policy=made.plan, sampling=made.sampling, random=made.random,
+            made.prompt, made.target, made.drafter, policy=made.policy, sampling=made.sampling, random=made.random,
             max_new_tokens=made.max_new_tokens, stops=made.stops, first_target=made.first_target, clock=Ticking(),
         )  # fmt: skip
         return [told(record) for record in records]

@@ -20,10 +20,11 @@ from specbench.models.chat_templates import used_variables
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
 from specbench.options import DecodingOptions, LoadOptions, TemplateOptions
+from specbench.recipe import Recipe
 from specbench.results.results import load_results
 from specbench.results.thinking import part_rows
-from specbench.serve.app import RequestDefaults
 from specbench.serve.engine import Engine
+from specbench.specs.models import parse_model
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 QWEN = (
@@ -222,10 +223,10 @@ def test_a_conversation_keeps_answers_without_their_thinking(cli, thinker, monke
 def serving(folder: Path) -> Running:
     """A server whose answers all think first."""
     target = load_target(str(folder), LoadOptions(dtype="float32"))
-    decoding = DecodingOptions(max_new_tokens=40, format=SAYS)
+    recipe = Recipe(parse_model(str(folder)), decoding=DecodingOptions(max_new_tokens=40, format=SAYS))
     drafter = load_drafter("self:layers=1", target)
     engine = Engine(target, drafter, max_batch=2, max_waiting=4, pool_tokens=4096)
-    return Running(engine, RequestDefaults(decoding=decoding))
+    return Running(engine, recipe)
 
 
 @pytest.mark.parametrize("server", [False, True], ids=["models", "server"])
