@@ -52,7 +52,8 @@ def write_manifest(folder: Path, version: int, source: dict[str, str], *, derive
     """Complete a prepared folder with the sizes and hashes of its files.
 
     Args:
-        derived: Whether it can be made again in seconds: then checksums will do, and nothing waits for the disk.
+        derived: Whether the folder can be made again in seconds: its files then get checksums in place of hashes, and
+            nothing waits for the disk.
     """
     files: dict[str, dict[str, int | str]] = {}
     for path in sorted(folder.iterdir()):

@@ -18,19 +18,19 @@ _RECENT = 0.1
 """Weight of an outcome in the average that detects changes: about the last twenty count."""
 
 _CHANGE = 3.5
-"""Standard deviations of that average which count as a change."""
+"""Acceptance has changed if that average is this many standard deviations from 0."""
 
 _MEAN_LOG_ODDS = 2.0
-"""The log-odds that drafters give their tokens in the mean."""
+"""The mean log-odds that drafters give their tokens."""
 
 _PRIOR_LOG_ODDS = 2.0
 """The log-odds with which a drafter's first tokens are accepted, if nothing is known of it."""
 
 _SLOPE = 0.3
-"""What the log-odds of the next token's acceptance gain, in the prior, by one of the token before it."""
+"""How much the next token's log-odds of acceptance rise, in the prior, if those of the token before rise by 1."""
 
 _NEW = 0.1
-"""The weight of a step's last tested token in the mean of such tokens."""
+"""The weight of each step's last tested token in the running mean of these tokens."""
 
 
 def log_odds(probability: float) -> float:

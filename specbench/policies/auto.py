@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 TOO_SLOW_NOTE = "too_slow"
-"""The note of steps without a draft because even drafts of which every token is accepted would lose time."""
+"""Noted in steps without a draft, because drafts would lose time even if every token were accepted."""
 
 _FEW, _ENOUGH = 2, 6
-"""Timed drafts without which the drafter cannot count as too slow, and after which their times are trusted."""
+"""How many timed drafts it takes to call the drafter too slow, and to trust their times."""
 
 _DISTURBED = 2.0
-"""By how much the drafter may be faster than the first timed drafts, which may have been disturbed."""
+"""The first timed drafts may have been disturbed: the drafter may be this many times as fast."""
 
 _PROBING = 0.015
-"""The share of the time of steps without drafts that probing whether drafts pay again may take."""
+"""Probing whether drafts pay again may take this share of the time of steps without drafts."""
 
 _NEIGHBOR_EVERY = 10
 """If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
@@ -38,7 +38,7 @@ _STEPS = 50
 """How many of the latest steps the rate is measured over."""
 
 _PRIOR_STEPS = 3.0
-"""The weight of the expected rate, in steps."""
+"""At first the rate is only expected; that counts like this many steps."""
 
 _REQUIRED = 0.98
 """The share of the rate that a draft has to earn: drafts also teach, and rates from medians are a little high."""

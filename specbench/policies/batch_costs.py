@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specbench.decoding.records import SharedPass, Step
 
 _READING = 8
-"""A request with more new tokens than this in a pass, besides its drafts, reads a prompt."""
+"""A request that brings more new tokens than this to a pass, drafts aside, is reading its prompt."""
 
 _PLAIN = 64
 """Every this many rounds no request drafts, so that the time of a plain pass stays known."""
@@ -29,13 +29,13 @@ _OLD = 128
 without drafts nothing corrects that."""
 
 _KNOWN = 2
-"""Passes of a drafter without which its time is unknown; the first may be disturbed."""
+"""How many passes of a drafter are timed before their time counts; the first may be disturbed."""
 
 _ROUNDS = 50
 """How many rounds the rate of requests is measured over."""
 
 _RELEARNING = 0.015
-"""The share of the time since the last draft that reading a context to measure drafts again may take."""
+"""Reading a context only to time drafts again may take this share of the time since the last draft."""
 
 
 class _Sample(NamedTuple):
@@ -253,6 +253,6 @@ class RequestCosts(CostTable):
 
 
 def share_costs(policy: DraftPolicy, batch: BatchCosts, models: Sequence[object]) -> None:
-    """Make a request's policy use the costs of its batch, if it measures costs; see ``RequestCosts``."""
+    """Let a request's policy decide by the costs of its batch, if it is ``auto``; see ``RequestCosts``."""
     if isinstance(policy, AutoLength):
         policy.table = RequestCosts(batch, models)

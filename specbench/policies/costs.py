@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Step
 
 LATEST = 9
-"""How many of the latest times of one kind of pass count."""
+"""How many of the latest samples of a kind of pass are kept."""
 
 ASSUMED_C = 0.2
 """The cost ratio assumed before a drafter's pass is measured."""
 
 INSTANT = 1e-9
-"""A lower bound for times, as clocks may be coarse."""
+"""Times are at least this long, since a coarse clock may measure 0."""
 
 _FIRST = 3
 """The longest draft before anything is timed."""
 
 _FAR = 4
-"""The assumed slope weighs as much as one step with one token and one with this many more."""
+"""The assumed slope of the target's times counts like two samples: of one token, and of this many more."""
 
 _EQUAL = 0.1
 """The weight, in samples, of the assumption that a draft's first pass takes as long as each later one."""
@@ -43,7 +43,7 @@ class CostTable:
 
     Attributes:
         first_s, later_s: The time of a draft's first pass, and of each later one.
-        timings: How many drafts were timed; 0 while their time is assumed, infinite if it is given.
+        timings: How many drafts were timed: 0 while their time is assumed, infinite without a model.
         longest: The longest draft whose time can be estimated.
         reading_s: The time in which the drafter's model reads what it has not read before it can draft.
     """
@@ -66,7 +66,7 @@ class CostTable:
         return self.drafting_s(passes) + self.verify_s(n)
 
     def samples(self, n: int) -> float:  # noqa: ARG002
-        """Return how many steps that verify ``n`` tokens were timed; infinite if their time is given."""
+        """Return how many steps that verify ``n`` tokens were timed; infinite if that is not counted."""
         return math.inf
 
     def drafting_s(self, passes: float, before: int = 0) -> float:

@@ -235,7 +235,7 @@ class DynamicTree(PolicySpec, word="dynamic-tree", policy="trees:DynamicTreePoli
 POLICIES: tuple[type[PolicySpec], ...] = (
     Auto, Fixed, Egag, Confidence, ConfidenceHead, EntropyBound, Svip, Heuristic, StaticTree, DynamicTree
 )  # fmt: skip
-"""In the order in which listings have them."""
+"""All kinds, in the order of listings."""
 
 
 def default_policy(*, greedy: bool, gamma: int | None = None) -> PolicySpec:

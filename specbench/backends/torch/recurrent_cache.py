@@ -211,7 +211,7 @@ class RecurrentCache(RecurrentLayers, DynamicCache):
         return next(iter(self.histories.values())).length
 
     def end_forward(self) -> None:
-        """To be called after every pass."""
+        """End a pass, and forget what its layers left for one another."""
         self._is_unfinished = False
         running.clear()
 
@@ -252,6 +252,6 @@ class JointRecurrentCache(RecurrentLayers):
         return 0
 
     def end_forward(self) -> None:
-        """To be called after the pass."""
+        """End the pass of every request."""
         for cache in self._caches:
             cache.end_forward()
