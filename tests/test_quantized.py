@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from test_models import edit_config
 from tiny import save_tiny
 
+from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.native import Panels
 from specbench.base.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.models import quantized
 from specbench.models.load import load_model
-from specbench.models.quantized import stored_weights
-from specbench.models.target import load_target
+from specbench.models.quantized import Grid, stored_weights
+from specbench.models.target import load_target, prepare_target
 from specbench.options import LoadOptions
 
 FILE = Path(__file__).with_name("quantized.safetensors")
@@ -55,6 +57,89 @@ def test_weights_are_to_the_bit_those_of_the_package_that_packed_them(tmp_path, 
     numbers = (found["layer.weight"] + 0.0).contiguous()
     content = repr(numbers.shape).encode() + numbers.view(torch.uint8).numpy().tobytes()
     assert hashlib.sha256(content).hexdigest()[:16] == told["hash"]
+
+
+def test_blocks_of_bitsandbytes_that_are_longer_than_a_row(tmp_path):
+    parts = parts_of("bitsandbytes nf4")
+    expected = unpacked(tmp_path, parts, {"load_in_4bit": True}, torch.float32)["layer.weight"]
+    told = bytes(parts["layer.weight.quant_state.bitsandbytes__nf4"].tolist()).replace(
+        b"[32, 64]", b"[64, 32]"
+    )
+    parts["layer.weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*told], dtype=torch.uint8)
+    found = unpacked(tmp_path, parts, {"load_in_4bit": True}, torch.float32)["layer.weight"]
+    assert torch.equal(found, expected.view(64, 32))
+
+
+def grid_of(folder: Path, form: str) -> Grid:
+    save_file({key: part.contiguous() for key, part in parts_of(form).items()}, folder / "layer.safetensors")
+    settings = FORMS[form]["settings"]
+    grid: Grid = stored_weights([folder / "layer.safetensors"], settings, torch.float32, "tiny")[
+        "layer.weight"
+    ].grid()
+    return grid
+
+
+EXACT = {
+    "int8": {"compressed-tensors W8A8", "bitsandbytes int8", "torchao int8"},
+    "int4": {"compressed-tensors W4A16", "compressed-tensors W3A16", "torchao int4 in bytes"},
+}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "mxfp4"])
+def test_layers_that_can_take_the_numbers_of_the_checkpoint_do(tmp_path, form):
+    grid = grid_of(tmp_path, form)
+    numbers, eight, four = grid.unpack(torch.float32), grid.int8(), grid.int4()
+    assert (eight is not None) == (form in EXACT["int8"])
+    assert (four is not None) == (form in EXACT["int4"])
+    if eight is not None:
+        assert torch.equal(eight.quantized * eight.scales[:, None], numbers)
+    if four is not None:
+        codes, scale, least = (each.float() for each in four)
+        assert torch.equal(
+            (codes.view(*scale.shape, 32) * scale[..., None] + least[..., None]).flatten(1), numbers
+        )
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no native products")
+@pytest.mark.parametrize("shape", [(64, 96), (40, 50)])
+def test_panels_of_given_codes_are_those_that_rounding_finds(shape):
+    outputs, inputs = shape
+    codes = torch.randint(16, (outputs, -(-inputs // 32), 32), dtype=torch.uint8)
+    codes[..., 0], codes[..., 1] = 0, 15
+    scales = (torch.rand(codes.shape[:2]) + 0.1).bfloat16()
+    numbers = (codes - 8.0) * scales[..., None]
+    codes, numbers = (each.flatten(1)[:, :inputs].contiguous() for each in (codes, numbers))
+    given, found = Panels.from_int4(codes, scales, -8 * scales), Panels.quantize_int4(numbers)
+    assert torch.equal(given.product(torch.eye(inputs)), found.product(torch.eye(inputs)))
+    assert inputs % 32 or torch.equal(given.data, found.data)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_model_packed_from_the_checkpoint_is_as_if_it_was_unpacked_first(packed_model, dtype, monkeypatch):
+    ids, logits = torch.tensor([[1, 2, 3, 4]]), []
+    plain = load_model(str(packed_model), CPU)
+    for packs in (True, False):
+        if not packs:
+            monkeypatch.setattr(Grid, "outline", lambda *_: None)
+        target = load_target(str(packed_model), LoadOptions(dtype, "cpu"))
+        assert target.language_model.identity == plain.identity
+        logits.append(target.language_model.model(ids).logits)
+    assert torch.equal(*logits)
+
+
+def test_layers_that_share_a_product_with_others_are_unpacked(packed_model, monkeypatch):
+    expected = load_target(str(packed_model), LoadOptions("int8", "cpu")).language_model.model
+    filled: list[str] = []
+    fill = quantized.StoredWeight.fill
+    monkeypatch.setattr(quantized.StoredWeight, "fill", lambda self: filled.append("") or fill(self))
+    model = load_model(str(packed_model), LoadOptions("int8", "cpu"))
+    del model.stored._layers["model.layers.0.self_attn.q_proj"]
+    plain = load_model(str(packed_model), CPU).model.model.layers[0].self_attn.q_proj.weight
+    model.model.model.layers[0].self_attn.q_proj.weight.copy_(plain)
+    found = prepare_target(model, "preallocated").language_model.model
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(found(ids).logits, expected(ids).logits)
+    assert len(filled) == 2  # keys and values
 
 
 def test_blocks_that_end_in_the_middle(tmp_path):

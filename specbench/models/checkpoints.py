@@ -353,6 +353,7 @@ def weight_memory(
     loaded: torch.dtype,
     *,
     quantize: QuantizedName | None,
+    packs: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes of a model's weights on a CPU: after loading, and the peak while they are loaded and packed.
 
@@ -362,6 +363,7 @@ def weight_memory(
     Args:
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
         loaded: Dtype of the weights in memory, before linear layers are quantized.
+        packs: Whether quantized layers are packed from the checkpoint one by one, by way of float32.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -370,8 +372,8 @@ def weight_memory(
     head = int(words * width * linear) if text.tie_word_embeddings else 0  # packed, beside the embeddings
     kept = int(numbers * linear + words * width * (loaded.itemsize - linear)) + head
     # Two layers that become one product are there three times for a moment, a single one twice.
-    working = max(words, 4 * (inner or 4 * width)) * width * loaded.itemsize
-    return kept, working + (kept if stored == loaded else numbers * loaded.itemsize + head)
+    working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else loaded.itemsize)
+    return kept, working + (kept if stored == loaded or packs else numbers * loaded.itemsize + head)
 
 
 def check_memory(

@@ -33,7 +33,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
-from specbench.models.devices import check_options
+from specbench.models.devices import check_options, resolve_device
 from specbench.models.heads import TrainedHead, find_head, load_head
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
@@ -191,6 +191,8 @@ class DrafterLoader:
             )
         if head is not None:
             return load_head(head, text_config(config).num_hidden_layers, allow_pickle=pickle)
+        if options.dtype == "auto" and resolve_device(options.device).type == "cpu":
+            options = replace(options, dtype="int8")
         return load_model(
             spec.model, options, progress=self._progress, allow_pickle=pickle, share_tokenizer_with=target
         )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from specbench.models.checkpoints import (
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.hub import HubModel
 from specbench.models.quantized import (
+    StoredLayers,
     note_on_quantization,
     quantization_of,
     stored_weights,
@@ -88,6 +89,7 @@ class LanguageModel:
         files: The files it was loaded from; ``None`` for a pickle or a wrapped object.
         folder: The folder it was loaded from; ``None`` for a wrapped object.
         words: The folder that its tokenizer was loaded from: that of its adapter if it has one.
+        stored: Layers of a quantized checkpoint that the caller must quantize from it; they have outlines until then.
     """
 
     model: PreTrainedModel
@@ -107,6 +109,7 @@ class LanguageModel:
     files: WeightFiles | None = None
     folder: Path | None = None
     words: Path | None = None
+    stored: StoredLayers | None = None
 
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.dtype} on {self.device})"
@@ -158,7 +161,7 @@ def load_model(
     load = partial(
         _load_folder,
         name=spec.name,
-        words=adapter.folder if adapter and has_tokenizer(adapter.folder) else None,
+        adapter=adapter,
         options=options,
         progress=progress,
         allow_pickle=allow_pickle,
@@ -173,8 +176,10 @@ def load_model(
             """Check roughly, before gigabytes are fetched; ``_load_folder`` checks exactly."""
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
-                numbers = _unpacked(config, spec.name) or total // config.dtype.itemsize
-                _placement(options, config, numbers, config.dtype, loaded, spec.name)
+                unpacked = _unpacked(config, spec.name)
+                numbers = unpacked or total // config.dtype.itemsize
+                packs = unpacked is not None and quantized(options.dtype) is not None and adapter is None
+                _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
         loaded = load(hub.folder, hub)
@@ -277,7 +282,7 @@ def _load_folder(
     hub: HubModel | None,
     *,
     name: str,
-    words: Path | None,
+    adapter: Adapter | None,
     options: LoadOptions,
     progress: Progress | None,
     allow_pickle: bool,
@@ -287,8 +292,9 @@ def _load_folder(
     """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well).
 
     Args:
-        words: Another folder to load the tokenizer from.
+        adapter: Will be merged into it; the tokenizer is the adapter's if it has one.
     """
+    words = adapter.folder if adapter and has_tokenizer(adapter.folder) else None
     config = read_config(folder, name)
     files = weight_files(folder, name, config, allow_pickle)
     pickled = files[0].suffix != ".safetensors"
@@ -297,24 +303,32 @@ def _load_folder(
         counts.update(safetensors_elements(file))
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    unpacked = _unpacked(config, name)
+    unpacked, packed = _unpacked(config, name), quantized(options.dtype)
+    packs = packed is not None and unpacked is not None and adapter is None
     stored = kinds[0] if len(kinds) == 1 and unpacked is None else None
     needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
         needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
-    placement = _placement(options, config, unpacked or needed // dtype.itemsize, stored, dtype, name)
+    numbers = unpacked or needed // dtype.itemsize
+    placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
         tokenizer = share_with.tokenizer
     if tokenizer is None and with_tokenizer:
         tokenizer = make_tokenizer(words or folder, None if words else hub, name)
-    model = _read_weights(folder, name, config, dtype, placement, files, progress=progress)
+    read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
+    packs = packs and placement is None
+    model, weights = read(packs=packs)
+    layers = StoredLayers.of(model, weights, packed) if packed is not None and packs else None
+    if packs and layers is None:
+        model, _ = read(packs=False)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     if settings := quantization_of(config, name):
         give_back_free_memory()
         loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
+        loaded.stored = layers
     loaded.folder, loaded.words = folder, words or folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
@@ -331,16 +345,23 @@ def _read_weights(
     placement: Any,
     files: Sequence[Path],
     *,
+    packs: bool,
     progress: Progress | None,
-) -> PreTrainedModel:
-    """Load a model with its weights; raise ``RunError`` if they are damaged, incomplete or too large."""
+) -> tuple[PreTrainedModel, Iterable[Any]]:
+    """Load a model with its weights, and return those of a quantized checkpoint too.
+
+    Raises:
+        RunError: They are damaged, incomplete or too large.
+    """
+    weights: dict[str, Any] = {}
     loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
     with quiet_transformers(progress, f"loading {name}"):
         try:
             if settings := quantization_of(config, name):
                 loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-                source = unpacked_source(folder, config, stored_weights(files, settings, dtype, name))
+                weights = stored_weights(files, settings, dtype, name, packs=packs)
+                source = unpacked_source(folder, config, weights)
             model, report = loader.from_pretrained(
                 **source,
                 dtype=dtype,
@@ -368,7 +389,7 @@ def _read_weights(
     for parameter in model.parameters():  # what was unpacked may have another dtype, some layers keep float32
         if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
             parameter.data = parameter.data.to(dtype)
-    return cast("PreTrainedModel", model)
+    return cast("PreTrainedModel", model), weights.values()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -412,6 +433,8 @@ def _placement(
     stored: torch.dtype | None,
     loaded: torch.dtype,
     name: str,
+    *,
+    packs: bool = False,
 ) -> Any:
     """Return the ``device_map`` of `from_pretrained`; refuse weights that do not fit (see ``weight_memory``)."""
     if options.device_map is not None:
@@ -424,7 +447,8 @@ def _placement(
     if device.type != "cpu":
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
-    _, peak = weight_memory(config, numbers, stored, loaded, quantize=quantized(options.dtype))
+    quantize = quantized(options.dtype)
+    _, peak = weight_memory(config, numbers, stored, loaded, quantize=quantize, packs=packs)
     check_memory(peak, name=name, device=device)
     return None
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
+from specbench.backends.torch.kernels.native import Panels
+from specbench.backends.torch.kernels.surgery import KeptLayers
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import excerpt
+from specbench.options import QuantizedName
 
 _CHUNK = 1 << 20
 """Numbers that are unpacked at a time."""
@@ -152,15 +157,66 @@ class Grid:
         shape = self.shape or (len(self.scales), self.columns)
         if shape[-1] != self.columns:  # the numbers follow each other in blocks
             made = torch.empty(len(self.scales), self.columns, dtype=dtype)
-            self._fill(made, 0)
+            self.fill(made)
             return made.view(-1)[: math.prod(shape)].view(*shape)
         made = torch.empty(*shape[:-2], *(shape[:-3:-1] if self.turned else shape[-2:]), dtype=dtype)
         parts = made.transpose(-1, -2) if self.turned else made
         for number, part in enumerate(parts.view(1, *shape) if len(shape) == 2 else parts):
-            self._fill(part, number * shape[-2])
+            self.fill(part, number * shape[-2])
         return made
 
-    def _fill(self, part: Tensor, begin: int) -> None:
+    def outline(self, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor for a matrix with only its first and last rows, by which models are told apart; the memory of
+        the others is not touched. ``None`` if the weight is told otherwise than in rows and columns.
+        """
+        rows, shape = len(self.scales), self.shape or (len(self.scales), self.columns)
+        if tuple(shape) != (rows, self.columns) or self.turned:
+            return None
+        made, count = torch.empty(rows, self.columns, dtype=dtype), max(1, -(-64 // self.columns)) + 31 & ~31
+        last = max(0, rows - count) & ~31
+        self.fill(made[:count])
+        self.fill(made[last:], last)
+        return made
+
+    def int8(self) -> Int8Weight | None:
+        """Return the weight with a scale for each row, as int8 layers take it; ``None`` if it is not told so."""
+        if self.scales.shape[1] != 1 or self._odd_zeros():
+            return None
+        codes = self.codes(slice(0, len(self.scales)))
+        if codes.dtype == torch.uint8:
+            if self.zeros != 128:
+                return None
+            codes = (codes ^ 128).view(torch.int8)  # less 128
+        elif codes.dtype != torch.int8 or (isinstance(self.zeros, int) and self.zeros):
+            return None
+        return Int8Weight(codes, self.scales[:, 0].contiguous())
+
+    def int4(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the weight as int4 layers take it, see ``Panels.from_int4``; ``None`` if its scales are not of
+        bfloat16, or it is told otherwise.
+        """
+        rows, groups = self.scales.shape
+        width, rest = divmod(self.columns, groups)
+        if width % 32 or rest or self.groups is not None:
+            return None
+        codes = self.codes(slice(0, rows))
+        zeros = (
+            self.zeros.float() if isinstance(self.zeros, Tensor) else torch.full((1, 1), float(self.zeros))
+        )
+        if codes.dtype == torch.int8:
+            codes, zeros = codes + 8, zeros + 8
+        least = -zeros * self.scales
+        if codes.is_floating_point() or codes.min() < 0 or codes.max() > 15:
+            return None
+        if any(not torch.equal(each.bfloat16().float(), each) for each in (self.scales, least)):
+            return None
+        scales, least = (each.bfloat16().repeat_interleave(width // 32, 1) for each in (self.scales, least))
+        return codes.view(torch.uint8), scales, least
+
+    def _odd_zeros(self) -> bool:
+        return isinstance(self.zeros, Tensor) and bool(self.zeros.any())
+
+    def fill(self, part: Tensor, begin: int = 0) -> None:
         """Unpack rows into a part of the weight, from row number ``begin`` on."""
         step = max(32, _CHUNK // self.columns // 32 * 32)
         for first in range(0, len(part), step):
@@ -188,18 +244,128 @@ class StoredWeight:
 
     _turn = threading.Lock()  # each product of torch has threads of its own
 
-    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype) -> None:
-        self.grid, self._dtype = grid, dtype
+    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype, *, packs: bool = False) -> None:
+        self.grid, self._dtype, self._packs = grid, dtype, packs
+        self.outline: Tensor | None = None
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         with self._turn:
-            return self.grid().unpack(self._dtype)
+            grid = self.grid()
+            self.outline = grid.outline(self._dtype) if self._packs else None
+            return grid.unpack(self._dtype) if self.outline is None else self.outline
+
+    def fill(self) -> None:
+        """Unpack what was read as an outline."""
+        assert self.outline is not None
+        self.outline.copy_(self.grid().unpack(self._dtype))
+
+
+class StoredLayers:
+    """Linear layers of a quantized checkpoint that are to be quantized again: they are packed out of it one by one.
+
+    Where a layer can take the numbers of the checkpoint as they are, it does; others are rounded from float32.
+
+    Args:
+        layers: The weights by the layers' names; each layer has only an outline of it.
+
+    Attributes:
+        inner: The store of packed layers that is asked first, and is given what is packed.
+        exact: Whether all that was packed has the numbers of the checkpoint; ``None`` if nothing was.
+    """
+
+    def __init__(self, layers: dict[str, StoredWeight], kind: QuantizedName) -> None:
+        self._layers, self._kind = layers, kind
+        self.inner: KeptLayers | None = None
+        self.exact: bool | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, weights: Iterable[Any], kind: QuantizedName) -> StoredLayers | None:
+        """Return the layers of a model just loaded whose weights are outlines.
+
+        ``None`` if a weight was changed after it was read, such as joined with others: then outlines are of no use.
+        """
+        read = [each for each in weights if isinstance(each, StoredWeight) and each.outline is not None]
+        held = {each.outline.data_ptr(): each for each in read if each.outline is not None}
+        untyped: Any = model
+        head, found = untyped.get_output_embeddings(), {}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                weight = None if parameter is None else held.pop(parameter.data_ptr(), None)
+                if (
+                    weight is not None
+                    and type(module) is nn.Linear
+                    and name == "weight"
+                    and module is not head
+                ):
+                    found[path] = weight
+                elif weight is not None:
+                    weight.fill()
+        return None if held else cls(found, kind)
+
+    def find(self, place: str) -> QuantizedWeight | None:
+        path, _, names = place.rpartition(".")
+        weights = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
+        told = [weight for weight in weights if weight is not None]
+        outlines = [weight.outline for weight in told if weight.outline is not None]
+        rows = [len(each) for each in outlines]
+        found = None if self.inner is None else self.inner.find(place)
+        if not told or (
+            found is not None and is_usable(found, self._kind, (sum(rows), outlines[0].shape[1]), rows)
+        ):
+            return found
+        if len(told) < len(weights) or (self._kind == "int4" and not native.is_available()):
+            for weight in told:
+                weight.fill()
+            return None
+        made = self._packed([weight.grid() for weight in told])
+        self.save(place, made)
+        return made
+
+    def _packed(self, grids: Sequence[Grid]) -> QuantizedWeight:
+        if self._kind == "int4":
+            fours = [four for grid in grids if (four := grid.int4()) is not None]
+            if len(fours) == len(grids):
+                self.exact = self.exact is not False
+                return Panels.from_int4(*(torch.cat(each) for each in zip(*fours, strict=True)))
+        else:
+            eights = [eight for grid in grids if (eight := grid.int8()) is not None]
+            if len(eights) == len(grids):
+                self.exact = self.exact is not False
+                made = Int8Weight(*(torch.cat(each) for each in zip(*eights, strict=True)))
+                return Panels.from_int8(*made) if native.is_available() else made
+        self.exact = False
+        whole = torch.empty(sum(len(grid.scales) for grid in grids), grids[0].columns)
+        for grid, part in zip(grids, whole.split([len(grid.scales) for grid in grids]), strict=True):
+            grid.fill(part)
+        return Panels.quantize_int4(whole) if self._kind == "int4" else int8_weight(whole)
+
+    def discard(self) -> None:
+        if self.inner is not None:
+            self.inner.discard()
+
+    def save(self, place: str, weight: QuantizedWeight) -> None:
+        if self.inner is not None:
+            self.inner.save(place, weight)
+
+    def finish(self) -> None:
+        """Unpack what no layer asked for."""
+        for weight in self._layers.values():
+            weight.fill()
+        self._layers = {}
 
 
 def stored_weights(
-    files: Sequence[Path], settings: Mapping[str, Any], dtype: torch.dtype, name: str
+    files: Sequence[Path],
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    name: str,
+    *,
+    packs: bool = False,
 ) -> dict[str, Any]:
     """Return the tensors of a quantized checkpoint by name, as if it were not quantized; each is read when indexed.
+
+    Args:
+        packs: Whether linear layers are to be packed from the checkpoint; see ``StoredLayers``.
 
     Raises:
         UsageError: A tensor has a layout that is not read.
@@ -212,7 +378,11 @@ def stored_weights(
         parts |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
         _check_torchao(file.metadata() or {}, name)
     stored = _Stored(parts, settings)
-    found = {weight: StoredWeight(grid, dtype) for weight, grid in map(stored.weight_at, parts) if grid}
+    found = {
+        weight: StoredWeight(grid, dtype, packs=packs)
+        for weight, grid in map(stored.weight_at, parts)
+        if grid
+    }
     layers = {weight.removesuffix(".weight") for weight in found}
     kept = {key: part for key, part in parts.items() if key.endswith(".bias") or not _is_of(key, layers)}
     return kept | found
@@ -377,14 +547,22 @@ class _Stored:
             outer = nested.repeat_interleave(told["nested_blocksize"])[: len(scales)]
             scales = self._read(key, ".nested_quant_map")[scales.long()] * outer + told["nested_offset"]
         size = told["blocksize"]
-        codes = self._read(key).view(torch.uint8).view(-1)
+        codes, shape = self._read(key).view(torch.uint8).view(-1), told["shape"]
         codes = torch.nn.functional.pad(codes, (0, len(scales) * size // 2 - len(codes))).view(-1, size // 2)
         pairs = _pairs(table, high_first=True)
+        if shape[-1] % size == 0:  # blocks are groups of a row
+            codes, scales, size = (
+                codes.view(-1, shape[-1] // 2),
+                scales.view(-1, shape[-1] // size),
+                shape[-1],
+            )
+        else:
+            scales = scales[:, None]
         return Grid(
             lambda chunk: pairs[codes[chunk].int()].flatten(1),
-            scales[:, None].float(),
+            scales.float(),
             size,
-            shape=told["shape"],
+            shape=shape,
         )
 
     def _mxfp4(self, key: str) -> Grid:

@@ -186,5 +186,14 @@ def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
 
 def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: Progress | None) -> None:
     """Quantize a model's linear layers in place, or load stored quantized layers."""
+    stored = language_model.stored
     with kept_layers(language_model, dtype, progress) as layers:
-        quantize_linears(language_model.model, dtype, layers)
+        if stored is None:
+            quantize_linears(language_model.model, dtype, layers)
+            return
+        stored.inner = layers
+        quantize_linears(language_model.model, dtype, stored)
+        stored.finish()
+        language_model.stored = None
+        if stored.exact:
+            language_model.notes.append(f"Its {dtype} layers have the numbers of the checkpoint.")

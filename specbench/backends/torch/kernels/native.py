@@ -303,7 +303,7 @@ class Panels:
 
     @classmethod
     def from_int8(cls, quantized: Tensor, scales: Tensor) -> Panels:
-        """Pack an int8 weight, [out, in], from -127 to 127, with float32 scales, [out]."""
+        """Pack an int8 weight, [out, in], with float32 scales, [out]."""
         quantized, scales = quantized.contiguous(), scales.float().contiguous()
         made = cls(8, *quantized.shape)
         made._pack(0, CPacking(bytes=quantized.data_ptr(), scales=scales.data_ptr(), rows=len(quantized)))
@@ -316,6 +316,25 @@ class Panels:
         for first in range(0, len(weight), _CHUNK_ROWS):
             rows = weight.detach()[first : first + _CHUNK_ROWS].float().contiguous()
             made._pack(first, CPacking(weight=rows.data_ptr(), rows=len(rows)))
+        return made
+
+    @classmethod
+    def from_int4(cls, codes: Tensor, scales: Tensor, least: Tensor) -> Panels:
+        """Pack a weight in 4 bits: ``least + scales * codes``.
+
+        Args:
+            codes: [out, in], from 0 to 15, uint8.
+            scales, least: [out, groups of 32 inputs], bfloat16.
+        """
+        made = cls(4, *codes.shape)
+        rows, groups = -(-made.outputs // PANEL), made.depth // _GROUP
+        padding = made.outputs % -PANEL, made.inputs % -_GROUP
+        filled = torch.nn.functional.pad(codes, (0, -padding[1], 0, -padding[0]))
+        low, high = filled.reshape(rows, 2, PANEL // 2, groups, 8, 4).permute(1, 0, 3, 4, 2, 5)
+        common = torch.nn.functional.pad(torch.stack((scales, least)), (0, 0, 0, -padding[0]))
+        common = common.view(2, rows, PANEL, groups).permute(1, 3, 0, 2).contiguous()
+        parts = common.view(torch.uint8).flatten(2), (low | high << 4).flatten(2)
+        made.data = torch.cat(parts, 2).view(-1)
         return made
 
     @classmethod
