@@ -7,16 +7,19 @@ import urllib.request
 from typing import Any
 
 from specbench import load_drafter, load_target
-from specbench.serve.app import RequestDefaults
+from specbench.recipe import Recipe
 from specbench.serve.engine import Engine
 from specbench.serve.server import Server
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 
 
 def main() -> dict[str, Any]:
     target = load_target("smollm2-135m")
     engine = Engine(target, load_drafter("lookup", target), max_batch=4, max_waiting=16, pool_tokens=None)
     listening = socket.create_server(("127.0.0.1", 0))  # a free port
-    server = Server(engine, RequestDefaults(), listening, grace_s=5.0)
+    recipe = Recipe(parse_model("smollm2-135m"), parse_drafter("lookup"))
+    server = Server(engine, recipe, listening, grace_s=5.0)
     thread = threading.Thread(target=server.run)
     thread.start()
     question = {

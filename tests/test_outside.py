@@ -205,7 +205,7 @@ def test_no_stored_name_makes_a_file_run(folder):
     target = wrap_target(tiny_llama(), tiny_tokenizer())
     assert "There is no file '/path/to/mine.py'" in refusal(load_drafter, again, target, kind=UsageError)
     for drafter in ("mine.py:Last", "./mine.py:Last", "lookup|mine.py:Last"):
-        assert "is no name of a model" in refusal(Config, drafter=drafter, kind=UsageError)
+        assert "is no name of a model" in refusal(Config, {"drafter": drafter}, kind=UsageError)
 
 
 def test_an_installed_package_makes_its_drafter_known_by_name(run, cli, folder, monkeypatch):

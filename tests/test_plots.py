@@ -38,7 +38,8 @@ from specbench.show.plots import canvas
 TREES = {"ranks"}
 BATCHES = {"batches", "latency", "contexts"}
 SERVERS = {"servers"}
-CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS]
+THINKING = {"thinking"}
+CHAINS = [name for name in plots.FIGURES if name not in TREES | BATCHES | SERVERS | THINKING]
 LONG = Drafter("an-organization/with-a-rather-long-model-name-$1B$_{x}-[red]-Int4", 0.7, 0.3)
 
 

@@ -318,8 +318,8 @@ def test_the_page_can_be_used_without_eyes_or_script(page):
     assert names <= set(page.text)
 
 
-ELSEWHERE = {"contexts", "ranks", "servers", "batches", "latency"}
-"""Figures of what this run has not got: no trees, contexts, servers and batches."""
+ELSEWHERE = {"contexts", "ranks", "servers", "batches", "latency", "thinking"}
+"""Figures of what this run has not got: no trees, contexts, servers, batches and thinking."""
 
 
 def test_the_figures_are_those_beside_the_markdown(written, page):
