@@ -104,13 +104,7 @@ class ChainDrafter(Drafter):
             The token; ``None`` if the policy stops there, or every token is ruled out.
         """
         sampling, own = plan.sampling, self.scorer.vocabulary
-        logits = None if self.guesses is None else self.guesses.row_after(draft.tokens)
-        if logits is None:
-            request = self._asked(context, draft, sampling, limit)
-            logits = yield from self._run(request, draft)
-            if self.guesses is not None and len(logits) > 1:
-                self.guesses.keep(draft.tokens, request.tokens, logits)
-                logits = logits[:1]
+        logits = yield from self._next_logits(context, draft, sampling, limit)
         known = Logits(logits[0], own, self._predicted_acceptance())
         try:
             if not plan.policy.num_children(draft, (len(draft.tokens) - 1,), (known,))[0]:
@@ -132,6 +126,19 @@ class ChainDrafter(Drafter):
         except NoTokenError:
             warn_of_no_numbers(self.traits.name)
             return None
+
+    def _next_logits(
+        self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int
+    ) -> Decoding[torch.Tensor]:
+        """Return the logits after context and draft, [1, vocab], after a pass if the last one has not given them."""
+        logits = None if self.guesses is None else self.guesses.row_after(draft.tokens)
+        if logits is None:
+            request = self._asked(context, draft, sampling, limit)
+            logits = yield from self._run(request, draft)
+            if self.guesses is not None and len(logits) > 1:
+                self.guesses.keep(draft.tokens, request.tokens, logits)
+                logits = logits[:1]
+        return logits
 
     def _asked(self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int) -> ForwardRequest:
         """Return the pass that gives the logits after context and draft, and those after guesses that pay."""
@@ -163,7 +170,7 @@ class ChainDrafter(Drafter):
         draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
         with self.drafting(context, draft):
             for _ in range(limit):
-                logits = yield from self._run(self._asked(context, draft, plan.sampling, limit), draft)
+                logits = yield from self._next_logits(context, draft, plan.sampling, limit)
                 draft.logits.append(Logits(logits[0], vocabulary))  # type: ignore[union-attr]
                 best = logits[0].argmax()
                 tokens.append(best if vocabulary is None else vocabulary.tokens.take(best))

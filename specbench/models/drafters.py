@@ -34,7 +34,7 @@ from specbench.drafters.translate import TranslatingDrafter
 from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options, resolve_device
-from specbench.models.heads import TrainedHead, find_head, load_head
+from specbench.models.heads import TrainedHead, find_head, load_head, model_drafter
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
@@ -189,7 +189,7 @@ class DrafterLoader:
                 f"The target {target.name} was not loaded from a folder, where MTP layers would be.",
                 "Load it with load_target.",
             )
-        if head is not None:
+        if head is not None and head.format.model_drafter is None:
             return load_head(head, text_config(config).num_hidden_layers, allow_pickle=pickle)
         if options.dtype == "auto" and resolve_device(options.device).type == "cpu":
             options = replace(options, dtype="int8")
@@ -249,9 +249,11 @@ def wrap_drafter(
         output_device=target.scorer.device,
         places=torch.tensor([*shared]) if shared else None,
     )
-    drafter: ChainDrafter = (
-        ModelDrafter(scorer, name) if translation is None else TranslatingDrafter(scorer, name, translation)
-    )
+    drafter: ChainDrafter
+    if translation is None:
+        drafter = model_drafter(language_model, scorer, name)
+    else:
+        drafter = TranslatingDrafter(scorer, name, translation)
     drafter.traits = replace(drafter.traits, prior=_prior(model, target))
     return drafter
 
@@ -313,7 +315,9 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     return SelfDrafter(scorer, str(form))
 
 
-def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
+def wrap_head(
+    head: TrainedHead, target: Target, options: LoadOptions | None = None
+) -> HeadDrafter | ModelDrafter:
     """Make a drafter of a trained head, on its target's device.
 
     Args:
@@ -332,6 +336,10 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     if not options.any_target:
         hint = "Use it with its own target, or add the option any-target: --drafter HEAD:any-target."
         files.check_weights(target.language_model.identity, target.name, hint)
+    if form.drafter is not None:
+        return form.drafter(head, target)
+    assert form.module is not None
+    assert form.scorer is not None
     module = form.module(head, model.config, partial(_head_of, target))
     dtype, name = _transform_head(module, target, options)
     layers = files.layers(model.config)

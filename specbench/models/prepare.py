@@ -12,7 +12,7 @@ from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, loading
-from specbench.models.heads import TrainedHead
+from specbench.models.heads import TrainedHead, head_of
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
@@ -51,7 +51,8 @@ class LoadedDrafter:
     @property
     def training(self) -> TrainingMetadata | None:
         """The training metadata of its head; ``None`` without a head."""
-        return next((model.files.training for model in self.models if isinstance(model, TrainedHead)), None)
+        heads = (each.files if isinstance(each, TrainedHead) else head_of(each) for each in self.models)
+        return next((files.training for files in heads if files is not None), None)
 
     @property
     def weights(self) -> str:

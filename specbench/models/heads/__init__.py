@@ -7,15 +7,18 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
+from specbench.backends.torch.scorer import Scorer
 from specbench.base.progress import Progress
+from specbench.drafters.model import ModelDrafter
 from specbench.models.adapters import with_base
 from specbench.models.checkpoints import read_settings
 from specbench.models.heads.base import FORMATS, HeadFiles, TrainedHead, load_head, unsupported
 from specbench.models.hub import HubModel
+from specbench.models.load import LanguageModel
 from specbench.models.training_metadata import packaged_folder
 from specbench.specs.models import ModelSpec
 
-__all__ = ["FORMATS", "HeadFiles", "TrainedHead", "find_head", "load_head"]
+__all__ = ["FORMATS", "HeadFiles", "TrainedHead", "find_head", "head_of", "load_head", "model_drafter"]
 
 for _module in iter_modules(__path__):  # registers the formats
     import_module(f"{__name__}.{_module.name}")
@@ -47,6 +50,21 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     if kind not in FORMATS:
         raise unsupported(spec.name, kind)
     return replace(files, kind=kind)
+
+
+def head_of(model: LanguageModel) -> HeadFiles | None:
+    """Return the files of a loaded model as those of a head; ``None`` if it drafts as other models do."""
+    files = HeadFiles("", model.name, model.folder or Path(), model.model.config.to_dict())
+    whole = [form for form in FORMATS.values() if form.model_drafter is not None]
+    kind = next((form.kind for form in whole if form.claims and form.claims(files, None)), None)
+    return None if kind is None else replace(files, kind=kind)
+
+
+def model_drafter(model: LanguageModel, scorer: Scorer, name: str) -> ModelDrafter:
+    """Make the drafter of a loaded model with the target's tokens."""
+    files = head_of(model)
+    make = None if files is None else files.format.model_drafter
+    return ModelDrafter(scorer, name) if files is None or make is None else make(files, scorer, name)
 
 
 def _kind(files: HeadFiles) -> str | None:

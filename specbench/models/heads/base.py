@@ -1,7 +1,7 @@
 """What the formats of trained heads have in common: their registry, configurations and weights.
 
 A format is a file of this folder. Its docstring has its tensors; then come how its configuration is recognized and
-checked, and, with ``@register``, the function that makes its module.
+checked, and, with ``@register``, the function that makes its module, or its drafter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import torch
@@ -27,6 +27,11 @@ from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, text_config, weight_files
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import PACKED_WEIGHTS, TrainingMetadata, check_weights, read_metadata
+
+if TYPE_CHECKING:
+    from specbench.backends.torch.scorer import Scorer
+    from specbench.drafters.model import ModelDrafter
+    from specbench.models.target import Target
 
 OwnHead: TypeAlias = Callable[[], torch.Tensor]
 """Returns the weight of the target's output head, [vocab, width]."""
@@ -46,9 +51,13 @@ class HeadFormat:
     """A format of trained heads. What ``register`` is not told is as in most formats."""
 
     kind: str  # name of its heads in messages and results
+    scorer: Callable[[Any, OfTarget], AnyHeadScorer] | None = None  # wraps the module
     # Makes the module of a head, with its weights, for a target of some configuration.
-    module: Callable[[TrainedHead, PreTrainedConfig, OwnHead], nn.Module]
-    scorer: Callable[[Any, OfTarget], AnyHeadScorer]  # wraps the module
+    module: Callable[[TrainedHead, PreTrainedConfig, OwnHead], nn.Module] | None = None
+    # In place of module and scorer: makes the drafter of a head.
+    drafter: Callable[[TrainedHead, Target], ModelDrafter] | None = None
+    # For heads that are whole models, loaded as any other: makes the drafter of such a model with a name.
+    model_drafter: Callable[[HeadFiles, Scorer, str], ModelDrafter] | None = None
     # What `model_type` or `architectures` contain, in lower case; of several formats' the longest counts.
     names: Sequence[str] = ()
     # Whether a head is of this format although its configuration names another kind, or none.
@@ -72,12 +81,14 @@ FORMATS: dict[str, HeadFormat] = {}
 """Every format by its kind."""
 
 
-def register(kind: str, scorer: Callable[..., AnyHeadScorer], **more: Any) -> Callable[[Any], Any]:
-    """Register a format in ``FORMATS`` whose modules the decorated function makes; see ``HeadFormat``."""
+def register(
+    kind: str, scorer: Callable[..., AnyHeadScorer] | None = None, *, makes: str = "module", **more: Any
+) -> Callable[[Any], Any]:
+    """Register a format in ``FORMATS``; the decorated function is its field ``makes``. See ``HeadFormat``."""
 
-    def add(module: Any) -> Any:
-        FORMATS[kind] = HeadFormat(kind, module, scorer, **more)
-        return module
+    def add(make: Any) -> Any:
+        FORMATS[kind] = HeadFormat(kind, scorer, **{makes: make}, **more)
+        return make
 
     return add
 
@@ -199,6 +210,8 @@ class HeadFiles:
         text = text_config(target)
         if self.format.check is not None:
             self.format.check(self, target)
+        if self.format.model_drafter is not None:
+            return  # when it is loaded, its tokens are compared with the target's
         self.layers(target)
         width, vocab = self.width(text.hidden_size), self.number("vocab_size", text.vocab_size)
         verifier = self.part("speculators_config").get("verifier") or {}
