@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_llama, tiny_tokenizer
 
-from specbench.models.drafters import load_drafter
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.load import wrap_model
 from specbench.models.target import Target
 from specbench.options import LoadOptions
 
@@ -291,8 +292,28 @@ def few_tokens() -> Any:
     return tiny_llama(vocab_size=9, layers=3, seed=1)
 
 
+def ahead_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` for three look-ahead embeddings."""
+    return {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": vocab, **more}
+
+
+def write_model(folder: Path, model: Any, **settings: Any) -> Path:
+    """A folder with a causal language model in it, and further settings in its ``config.json``."""
+    model.config.update(settings)
+    model.save_pretrained(folder)
+    return folder
+
+
+def wrapped_pard(model: Any, target: Target) -> Any:
+    """A drafter of a model of nine tokens, the last of which is the mask."""
+    model.config.pard_token = 8
+    return wrap_drafter(wrap_model(model, None, "pard"), target)
+
+
 def few_head(folder: Path, kind: str, target: Target) -> Any:
     """A drafter of such a target, made of a folder: of one of the kinds of heads."""
+    if kind == "pard":
+        return wrapped_pard(tiny_llama(vocab_size=9, layers=1, seed=2), target)
     known: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         "medusa": (medusa_settings(9), medusa_tensors(vocab=9)),
         "mtp": (mtp_settings(9), mtp_tensors()),
@@ -305,6 +326,7 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
             parallel_tensors(vocab=9, drafted=6, layers=2),
         ),
         "eagle-1": (eagle_one_settings(9), eagle_one_tensors(vocab=9)),
+        "pass": (ahead_settings(9), {"ahead": few_tokens().get_input_embeddings().weight[:3]}),
     }
     eagle = speculators_settings((1, 2, 0), 9, draft_vocab_size=6), eagle_tensors(2, vocab=9, drafted=6)
     settings, tensors = known.get(kind, eagle)

@@ -26,7 +26,9 @@ from specbench.models.target import Target
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import StaticTreePolicy
 
-HEADS = ("eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp-3")
+HEADS = (
+    "pard", "pass", "eagle", "eagle-1", "peagle", "dflash", "dflash2", "dspark", "medusa", "mtp-3",
+)  # fmt: skip
 OTHERS = ("lookup", "ngram:top-k=2", "suffix", "self:int8", "self:layers=1", "self:skip=1",
           "lookup+self:int8", "lookup|self:layers=1")  # fmt: skip
 RULES = ("auto", "static-tree:nodes=5", "dynamic-tree:nodes=5", "fixed:gamma=3")
@@ -59,11 +61,8 @@ def cells(folder: Path, target: Target) -> list[Cell]:
     found += [(f"model {rule}", model, build_policy(rule)) for rule in RULES[1:]]
     for kind in HEADS:
         head = few_head(folder / kind, kind, target)
-        found += [
-            (kind, head, chain),
-            (f"{kind} tree", head, tree),
-            (f"{kind} auto", head, build_policy("auto")),
-        ]
+        found += [(kind, head, chain), (f"{kind} auto", head, build_policy("auto"))]
+        found += [(f"{kind} tree", head, tree)] if head.traits.trees else []
         found.append((f"lookup+{kind}", CascadeDrafter(LookupDrafter(), head), chain))
     found.append(("lookup|eagle", SeveralDrafters([LookupDrafter(), found[-4][1]]), chain))  # type: ignore[list-item]
     return found

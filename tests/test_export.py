@@ -168,6 +168,7 @@ CASES = {
     "cascade": setting("lookup+org/small"),
     "head": setting("org/head", head=TrainingMetadata(kind="eagle3")),
     "head, parallel": setting("org/head", head=TrainingMetadata(kind="peagle")),
+    "model, parallel": setting("org/small", head=TrainingMetadata(kind="pard")),
     "head, block": setting("org/head", head=TrainingMetadata(kind="dflash")),
     "head, block, drawn in turn": setting("org/head", head=TrainingMetadata(kind="dspark"), temperature=0.7),
     "head, sized by confidence": setting(

@@ -1,7 +1,7 @@
 """Drafting several tokens in one pass of a model, which reads masks after the context.
 
-The model was trained to predict the next token at each mask. So every token of a draft is drawn from a distribution that
-depends on the context and its place in the draft alone, and q of a draft is their product.
+The model was trained to predict the next token at each mask. So every token of a draft is drawn from a distribution
+that depends on the context and its place in the draft alone, and q of a draft is their product.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ParallelDrafter(ModelDrafter):
         self,
         context: Sequence[int],
         draft: Draft,
-        sampling: Sampling,  # noqa: ARG002
+        sampling: Sampling,
         limit: int,
     ) -> Decoding[torch.Tensor]:
         place = len(draft.tokens)
@@ -92,6 +92,6 @@ class LookAheadDrafter(ParallelDrafter, SelfDrafter):
         masks: The ids of these embeddings.
     """
 
-    def update(self, outcome: StepOutcome) -> None:  # noqa: ARG002
+    def update(self, outcome: StepOutcome) -> None:
         """The target rolls the cache back."""
         self._rows = None

@@ -29,6 +29,8 @@ HEAD_KINDS: Mapping[str, str] = {
     "dspark": "DSpark",
     "medusa": "Medusa",
     "mtp": "MTP",
+    "pard": "PARD",
+    "pass": "PaSS",
     "assistant": "Gemma 4 assistant",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""

@@ -32,6 +32,7 @@ class VLLM(StartedEngine):
         "dflash": HeadSupport("dflash"),
         "dflash2": HeadSupport("dflash"),
         "dspark": HeadSupport("dspark"),
+        "pard": HeadSupport("draft_model"),
         "medusa": "0.32 was the last version with Medusa heads",
         "mtp": NO_TRAINED_MTP,
     }
@@ -75,7 +76,7 @@ class VLLM(StartedEngine):
             else:
                 model = setting.draft_model
                 speculative = {"method": self.method(setting, "draft_model"), "model": location(model)}
-                if setting.head is not None and setting.head.kind == "peagle":
+                if setting.head is not None and setting.head.kind in ("peagle", "pard"):
                     speculative["parallel_drafting"] = True
                 speculative |= engine.revision(model, "revision")
             if setting.policy.word == "confidence-head":

@@ -315,9 +315,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     return SelfDrafter(scorer, str(form))
 
 
-def wrap_head(
-    head: TrainedHead, target: Target, options: LoadOptions | None = None
-) -> HeadDrafter | ModelDrafter:
+def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> ModelDrafter:
     """Make a drafter of a trained head, on its target's device.
 
     Args:

@@ -397,9 +397,10 @@ def load_engine(
 def _check_assistant(drafter: Drafter | SpecbenchError) -> None:
     """Refuse drafters that transformers cannot use."""
     from specbench.drafters.heads import HeadDrafter
+    from specbench.drafters.parallel import ParallelDrafter
     from specbench.drafters.translate import TranslatingDrafter
 
-    if isinstance(drafter, HeadDrafter):
+    if isinstance(drafter, HeadDrafter | ParallelDrafter):
         raise RunError("transformers cannot draft with a trained head.")
     if isinstance(drafter, TranslatingDrafter):
         raise RunError(

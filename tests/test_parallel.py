@@ -1,0 +1,246 @@
+"""Models and look-ahead embeddings that draft several tokens in one pass: PARD and PaSS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_files import (
+    VOCAB,
+    WIDTH,
+    ahead_settings,
+    few_head,
+    few_tokens,
+    wrapped_pard,
+    write_head,
+    write_model,
+)
+from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
+from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from specbench import GenerationRun, RunError, UsageError, load_drafter, wrap_target
+from specbench.backends.torch.caches import CACHE_KINDS
+from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
+from specbench.decoding.records import Generation
+from specbench.decoding.sampling import Multinomial, Randomness
+from specbench.drafters.cascade import CascadeDrafter
+from specbench.drafters.lookup import LookupDrafter
+from specbench.drafters.parallel import ParallelDrafter
+from specbench.generate_many import GenerationRuns
+from specbench.models.heads import find_head
+from specbench.models.target import Target
+from specbench.options import LoadOptions
+from specbench.policies import FixedLength
+from specbench.specs.models import parse_model
+
+CONTEXT = [5, 19, 2, 77, 11, 3, 140, 9]
+MASK = VOCAB - 1
+PLAIN = LoadOptions(dtype="float32")
+PROMPT = [1, 2, 0, 1, 2]
+
+
+def target(**options: Any) -> Target:
+    return wrap_target(tiny_llama(layers=3), tiny_tokenizer(), name="tiny", pack=False, **options)
+
+
+def pard_folder(folder: Path, **settings: Any) -> Path:
+    """A PARD model of the target's family, with its tokenizer."""
+    tiny_tokenizer().save_pretrained(folder)
+    return write_model(folder, tiny_llama(seed=4), **{"pard_token": MASK, "spd_type": "pard", **settings})
+
+
+def proposed(drafter: Drafter, context: Sequence[int], gamma: int) -> Draft:
+    plan = StepPlan(gamma, FixedLength(gamma), Multinomial(1.0), Randomness(0))
+    return run_to_end(drafter.propose(context, plan))
+
+
+def assert_rows(draft: Draft, expected: torch.Tensor) -> None:
+    assert (draft.passes, len(draft.tokens)) == (1, len(expected))
+    assert draft.logits is not None
+    found = torch.stack([each.values for each in draft.logits])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft.q, expected.softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+# -- the arithmetic --------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_rows_of_pard_are_those_after_its_masks(tmp_path):
+    folder = pard_folder(tmp_path)
+    drafter = load_drafter(str(folder), target(), PLAIN)
+    assert type(drafter) is ParallelDrafter
+    reference = tiny_llama(seed=4)
+    drafter.begin(CONTEXT)
+    for end, gamma in ((5, 4), (6, 1), (7, 6)):  # what was read before is not read again, and masks are gone
+        ids = torch.tensor([[*CONTEXT[:end], *[MASK] * (gamma - 1)]])
+        assert_rows(proposed(drafter, CONTEXT[:end], gamma), reference(input_ids=ids).logits[0, -gamma:])
+        drafter.update(StepOutcome(CONTEXT[: end + 1], 1, torch.empty(0)))
+        assert drafter.scorer.cached_len == end
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_tokens_of_a_cascade_are_read_before_the_masks(tmp_path, right):
+    drafter: Any = load_drafter(str(pard_folder(tmp_path)), target(), PLAIN)
+    drafter.begin(CONTEXT)
+    draft = Draft([44, 8], logits=[], passes=0)
+    plan = StepPlan(5, FixedLength(5), Multinomial(1.0), Randomness(0))
+    ids = torch.tensor([[*CONTEXT, *draft.tokens, MASK, MASK]])
+    for expected in tiny_llama(seed=4)(input_ids=ids).logits[0, -3:]:
+        assert drafter.can_read(CONTEXT, draft.tokens)
+        token, logits, _ = run_to_end(drafter.draw(CONTEXT, draft, plan, 5))
+        torch.testing.assert_close(logits.values, expected, atol=1e-4, rtol=1e-4)
+        draft.tokens.append(token)
+    assert draft.passes == 1
+    assert not drafter.can_read(CONTEXT, draft.tokens)
+    context = [*CONTEXT, *draft.tokens[:right], 7]
+    drafter.update(StepOutcome(context, right + 1, torch.empty(0), draft.tokens, [*range(right)]))
+    assert drafter.scorer.cached_len == len(CONTEXT) + right
+
+
+@torch.inference_mode()
+def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
+    ahead = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
+    own = target()
+    drafter = load_drafter(str(write_head(tmp_path, ahead_settings(), {"ahead": ahead})), own, PLAIN)
+    own.scorer.begin()
+    draft = proposed(drafter, CONTEXT, 9)  # four at most
+    model = tiny_llama(layers=3)
+    embedded = model.get_input_embeddings()(torch.tensor([CONTEXT]))
+    assert_rows(draft, model(inputs_embeds=torch.cat((embedded, ahead[None]), dim=1)).logits[0, -4:])
+    assert own.scorer.cached_len == 0  # all of it was taken back
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def decoded(own: Target, drafter: Drafter | None, prompt: Sequence[int] = PROMPT, **more: Any) -> Generation:
+    settings = {"policy": FixedLength(4), "max_new_tokens": 40, "ignore_eos": True, **more}
+    run = GenerationRun(prompt, own, drafter, **settings)
+    assert all(True for _ in run)
+    return run.result()
+
+
+def accepted(found: Generation) -> int:
+    return sum(step.accepted for step in found.steps)
+
+
+@pytest.mark.parametrize("kept", CACHE_KINDS)
+@pytest.mark.parametrize("kind", ["pard", "pass"])
+def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
+    own = wrap_target(few_tokens(), cache=kept, pack=False)
+    drafter = few_head(tmp_path, kind, own)
+    expected = decoded(own, None).token_ids
+    total = 0
+    for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
+        found = decoded(own, each)
+        assert found.token_ids == expected
+        total += accepted(found)
+    assert total > 10
+
+
+@pytest.mark.parametrize("kind", ["pard", "pass"])
+def test_requests_side_by_side_give_what_they_give_alone(tmp_path, kind):
+    own = wrap_target(few_tokens(), pack=False)
+    drafter = few_head(tmp_path, kind, own)
+    runs = [
+        GenerationRun(
+            [*PROMPT, *[number % 9] * number * 3], own, each, policy=FixedLength(3), max_new_tokens=20
+        )
+        for each in (drafter, CascadeDrafter(LookupDrafter(), drafter))
+        for number in range(4)
+    ]
+    many = GenerationRuns(runs, max_batch=4, max_tokens_per_pass=14, pool_tokens=112).results()
+    for run, found in zip(runs, many, strict=True):
+        alone = decoded(own, run.drafter, run.prompt, policy=run.policy, max_new_tokens=20, ignore_eos=False)
+        assert isinstance(found, Generation)
+        assert found.token_ids == alone.token_ids
+        assert [step.drafted for step in found.steps] == [step.drafted for step in alone.steps]
+
+
+def other_model(kind: str, seed: int) -> Any:
+    """A model whose cache has windows or recurrent states."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 9, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": None,
+        "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "windows":
+            return MistralForCausalLM(MistralConfig(**sizes, sliding_window=4)).eval()
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+
+
+@pytest.mark.parametrize("kind", ["windows", "recurrent layers"])
+def test_drafters_and_targets_whose_caches_slide_or_recur(tmp_path, kind):
+    own = wrap_target(other_model(kind, 0), pack=False)
+    expected = decoded(own, None).token_ids
+    drafters = [wrapped_pard(other_model(kind, 1), own)]
+    ahead = write_head(tmp_path / "pass", ahead_settings(9), {"ahead": torch.ones(3, WIDTH)})
+    if kind == "windows":
+        drafters.append(load_drafter(str(ahead), own))
+    else:
+        with pytest.raises(UsageError, match="recurrent"):
+            load_drafter(str(ahead), own)
+    for drafter in drafters:
+        for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
+            for new in (40, 12):
+                assert decoded(own, each, max_new_tokens=new).token_ids == expected[:new]
+
+
+# -- files and commands ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, None])
+def test_a_model_without_a_mask_is_refused(tmp_path, token):
+    folder = pard_folder(tmp_path, pard_token=token)
+    files = find_head(parse_model(str(folder)))
+    assert files is not None
+    assert files.kind == "pard"
+    with pytest.raises(RunError, match="pard_token"):
+        load_drafter(str(folder), target(), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "says"),
+    [
+        ({}, (2, WIDTH), "The tensor ahead of the head .* is 2×32, but its config.json says 3×32"),
+        ({"hidden_size": 16}, (3, 16), "was trained for another target: for hidden states of the size 16"),
+        ({"look_ahead": 0}, (3, WIDTH), "its look_ahead is missing or has an invalid value"),
+    ],
+)
+def test_embeddings_that_are_not_the_targets_are_refused(tmp_path, settings, shape, says):
+    folder = write_head(tmp_path, ahead_settings(**settings), {"ahead": torch.ones(shape)})
+    with pytest.raises((UsageError, RunError), match=says):
+        load_drafter(str(folder), target(), PLAIN)
+
+
+def test_a_model_of_another_size_drafts_for_the_target(tmp_path):
+    """Its vocabulary is padded to another size, as those of one family often are."""
+    own = tiny_language_model(layers=3)
+    wide = tiny_llama(seed=4, vocab_size=VOCAB + 7)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    folder = write_model(tmp_path, wide, pard_token=VOCAB + 2)
+    whole = wrap_target(own.model, own.tokenizer, pack=False)
+    drafter = load_drafter(str(folder), whole, PLAIN)
+    assert decoded(whole, drafter, CONTEXT).token_ids == decoded(whole, None, CONTEXT).token_ids
+
+
+@pytest.mark.smoke
+def test_on_the_command_line(cli, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_model(tmp_path / "target", tiny_llama(layers=3))
+    pard_folder(tmp_path / "pard")
+    write_head(tmp_path / "ahead", ahead_settings(), {"ahead": torch.ones(3, WIDTH)})
+    for drafter in ("pard", "ahead"):
+        found = cli(
+            "generate", "--target", tmp_path / "target", "--drafter", tmp_path / drafter, "--gamma", "3",
+            "--max-new-tokens", "8", "--compare", "the",
+        )  # fmt: skip
+        assert found.code == 0, found.err
