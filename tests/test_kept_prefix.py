@@ -136,8 +136,9 @@ def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path)
         again, steps = decoded(prompt, 12)
         fresh.append((again.result().token_ids, steps))
     parted = len(longer) - 9
-    # The last token that is alike is read again, for its state.
-    assert kept == [len(longer) - 15 - 2, parted - 1, parted - 1]
+    # The last token that is alike is read again, for its state, if the head reads states.
+    kept_less = 1 if loaded_drafter.traits.layers else 0
+    assert kept == [len(longer) - 15 - 1 - kept_less, parted - kept_less, parted - kept_less]
     assert seen == [*fresh, fresh[0]]
     assert any(drafted for _, steps in seen for drafted, _ in steps)
 

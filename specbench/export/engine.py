@@ -151,6 +151,8 @@ class ExportEngine(ABC):
         """Return how a kind of trained head is loaded, or why it is not."""
         if kind == "assistant":
             return "Gemma 4's assistant is not exported"
+        if kind == "pard":  # a whole model
+            return self.heads.get(kind, "it does not draft as PARD does")
         return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
 
     def method(self, setting: Setting, otherwise: str) -> str:
