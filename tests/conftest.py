@@ -80,8 +80,8 @@ def cli(capsys, monkeypatch) -> Cli:
     """``cli("sweep", "--gamma", 2)``: a command in this process, its exit code and what it printed. For it the machine
     is quiet, whatever runs beside the tests.
     """
+    from specbench.base.load import LoadSnapshot
     from specbench.cli import run
-    from specbench.results.load import LoadSnapshot
 
     monkeypatch.setattr(LoadSnapshot, "busy_elsewhere", lambda *_: 0.0)
     monkeypatch.setattr(LoadSnapshot, "steal_share", lambda *_: 0.0)

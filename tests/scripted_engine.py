@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from specbench.base.load import LoadSnapshot
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
@@ -28,7 +29,6 @@ from specbench.results.lines import (
     SharedTargetTimes,
     TargetTimes,
 )
-from specbench.results.load import LoadSnapshot
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
 from specbench.rows import LoadedName, Row

@@ -15,9 +15,9 @@ from scripted_engine import ScriptedEngine, make_sweep, new_store, prompts
 from stored_runs import run_json
 from tiny import save_tiny
 
+import specbench.base.load
 import specbench.bench.engines.own
 import specbench.bench.environment
-import specbench.results.load
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
 from specbench.bench.runner import SweepRun

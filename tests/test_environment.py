@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 import specbench.bench.environment as environment
+from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.base.record import Estimate, to_dict, to_json
 from specbench.bench.environment import describe_environment, reset_peak_memory
 from specbench.decoding.clocks import peak_memory
@@ -26,7 +27,6 @@ from specbench.results.advice import (
     warn_of_disturbances,
     wide_intervals,
 )
-from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Mismatch
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from scripted import Ticking
 
+from specbench.base.load import load_snapshot
 from specbench.bench.pairs import MAX_PAIRS, MIN_PAIRS, Explanation, Pairs, explain, predict, unexplained
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
 from specbench.decoding.theory import SLOPE, PassCosts
-from specbench.results.load import load_snapshot
 
 DRAFTS = 4
 

@@ -24,6 +24,7 @@ from scripted_engine import (
 from stored_runs import read_lines, run_json
 
 from specbench.base.errors import RunError, UsageError
+from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
@@ -31,7 +32,6 @@ from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.sweeps import sweep
 from specbench.options import DecodingOptions
 from specbench.results.lines import CostLine
-from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_run
 from specbench.results.summary import summarize

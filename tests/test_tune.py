@@ -18,6 +18,7 @@ from scripted_engine import ScriptedEngine, cost_lines, describe, grid_of, promp
 from stored_runs import run_json
 
 from specbench.base.errors import RunError
+from specbench.base.load import LoadSnapshot
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.config import config_from_recipe
@@ -27,7 +28,6 @@ from specbench.export.setting import RunSettings, with_replaced
 from specbench.options import CacheOptions, DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import CostLine, TreeTimes
-from specbench.results.load import LoadSnapshot
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
 from specbench.results.store import RunStore

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.base.record import Json, to_dict
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per_step
 from specbench.decoding.theory import relative_pass
 from specbench.policies.costs import MeasuredCosts, passes_of
 from specbench.results.advice import disturbances, warn_of_disturbances
-from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import BUSY_WARNINGS, RunWarning
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Generic
 
 from specbench.base.errors import RunError, UsageError
+from specbench.base.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.base.record import Json, rounded
 from specbench.bench.contexts import ContextPrompts
 from specbench.bench.engines.engine import BenchEngine, Outcome
@@ -28,7 +29,6 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
 from specbench.results.lines import CostLine, Generation, Group, Line, Measurement, RequestLine, StepLists
-from specbench.results.load import LoadSnapshot, count_stops, load_snapshot
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore

@@ -63,7 +63,7 @@ def sweep(
 
     Every configuration decodes every prompt, in random order; each generation is stored as it ends (--resume).
     """
-    from specbench.results.load import load_snapshot
+    from specbench.base.load import load_snapshot
 
     start, quiet = load_snapshot(), results.quiet
     if servers.server:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import typer
 
+    from specbench.base.load import LoadSnapshot
     from specbench.cli.options import PoliciesOptions
     from specbench.cli.sweep_options import (
         ComparedOptions,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         ServerOptions,
     )
     from specbench.options import DecodingOptions, TemplateOptions
-    from specbench.results.load import LoadSnapshot
 
 
 def sweep_engine(

@@ -28,10 +28,10 @@ from specbench.results.store import RunStore, stored_runs, write_csv
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from specbench.base.load import LoadSnapshot
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.grid import Sweep, SweepOptions
     from specbench.bench.runner import SweepRun
-    from specbench.results.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.summary import Summary

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import typer
 
+    from specbench.base.load import LoadSnapshot
     from specbench.cli.sweep_options import ComparedOptions, ExperimentOptions, ResultsOptions, ServerOptions
-    from specbench.results.load import LoadSnapshot
     from specbench.specs.servers import ServerSpec
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
@@ -22,7 +23,6 @@ from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
-from specbench.results.load import load_snapshot
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import typer
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, reason, require_writable
+from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, terminal_safe
 from specbench.bench.axes import parse_policies
@@ -27,7 +28,6 @@ from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
 from specbench.options import quantized
 from specbench.recipe import Recipe
-from specbench.results.load import load_snapshot
 from specbench.results.store import RunStore, read_run, stored_runs
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model

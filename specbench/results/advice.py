@@ -14,7 +14,7 @@ from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
 if TYPE_CHECKING:
     import pandas as pd
 
-    from specbench.results.load import LoadSnapshot
+    from specbench.base.load import LoadSnapshot
     from specbench.results.results import Results
     from specbench.results.summary import Summary
 

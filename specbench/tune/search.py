@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from specbench.base.errors import RunError
+from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep
 from specbench.bench.passes import pass_costs
 from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement
-from specbench.results.load import LoadSnapshot, load_snapshot
 from specbench.results.run import Tuning
 from specbench.tune.candidates import Probe, predict, probes_of, select
 from specbench.tune.race import Block, Race, Timing, relative_slowdown, run_race
