@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 _MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥"}
 
@@ -60,6 +61,12 @@ def excerpt(text: object, limit: int = 300) -> str:
 def counted(number: int, noun: str, plural: str | None = None, *, form: str = "") -> str:
     """Return a number with its noun, ``1 token`` or ``2 tokens``; ``form`` is the number's format."""
     return f"{number:{form}} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names in a row, and the number of those after the first ``most``."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def tokens_text(tokens: int, steps: int, per_step: float | None) -> str:

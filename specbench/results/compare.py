@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json, finite_or_none
-from specbench.base.textsafe import counted, one_line
+from specbench.base.textsafe import counted, listed, one_line
 from specbench.results import stats
 from specbench.results.pairs import paired_generations, whole_speed
 from specbench.results.results import Results
@@ -240,11 +240,11 @@ def compare_runs(
         notes += _baseline_notes(rows, run_a)
     notes += [*_difference_notes(run_a, run_b), *prompt_notes]
     if missing:
-        notes.append(f"No common finished generation: {_listed(missing)}.")
+        notes.append(f"No common finished generation: {listed(missing)}.")
     for side, run in enumerate((run_a, run_b) if a is b is None else ()):
         matched = {match[side].id for match in matches} | {config.baseline for config in run.configs}
         if only := [one_line(config.label) for config in run.configs if config.id not in matched]:
-            notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {_listed(only)}.")
+            notes.append(f"Only in {'AB'[side]} ({one_line(names[side])}): {listed(only)}.")
     notes += _interval_notes(rows)
     reasons = zip("AB", map(disturbance, (results_a, results_b)), strict=True)
     compared = Compared(one_line(names[0]), one_line(names[1]), measure, rows, notes)
@@ -446,11 +446,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "unknown" if value is None else one_line(value)[:60]
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specbench.base.textsafe import one_line
+from specbench.base.textsafe import listed, one_line
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results import stats
@@ -256,8 +256,7 @@ class _Answers:
         ties = [one_line(row.config.label) for row in measured if row is not best and self._tied(best, row)]
         if not ties:
             return "All other configurations are slower than it."
-        more = f" and {len(ties) - _TIES} more" if len(ties) > _TIES else ""
-        return f"Perhaps equally fast: {', '.join(ties[:_TIES])}{more}."
+        return f"Perhaps equally fast: {listed(ties, _TIES)}."
 
     def _tied(self, best: SummaryRow, other: SummaryRow) -> bool:
         pairs = side_by_side(self.results, best.config.id, other.config.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from markupsafe import Markup
 from specbench.base.textsafe import one_line
 
 
-def templates(folder: Path, **filters: Callable[..., Any]) -> Environment:
-    """Return a folder's templates, which escape all values and raise an error for a missing one."""
+def page(folder: Path, filters: Mapping[str, Callable[..., Any]], **values: Any) -> str:
+    """Return a folder's ``page.html.jinja`` with its ``style.css`` and ``script.js``, as ``style`` and ``script``.
+
+    The template escapes all values and raises an error for a missing one. The value ``policy`` is a content security
+    policy that allows this style, this script, images in the page itself, and nothing else.
+    """
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -25,15 +29,6 @@ def templates(folder: Path, **filters: Callable[..., Any]) -> Environment:
         loader=FileSystemLoader(folder),
     )
     environment.filters |= {"one_line": one_line, **filters}
-    return environment
-
-
-def page(environment: Environment, folder: Path, **values: Any) -> str:
-    """Return ``page.html.jinja`` with the folder's ``style.css`` and ``script.js``, as ``style`` and ``script``.
-
-    The value ``policy`` is a content security policy that allows this style, this script, images in the page itself,
-    and nothing else.
-    """
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "

@@ -97,6 +97,10 @@ class VerdictRule:
         return f"{number and f'with {number} '}from {source}"
 
 
+EventParts = tuple[str, list[Sheet], Facts]
+"""An event for a reader: its title, the table of its drafts if it has any, and facts."""
+
+
 class TraceParts:
     """Turns the events of a trace into parts of a document, for 60 columns or more, and keeps the text so far.
 
@@ -112,7 +116,7 @@ class TraceParts:
         self._width, self._growing = width, growing
         self._begin(VerdictRule())
 
-    def of(self, event: Event) -> list[Part]:
+    def of(self, event: Event) -> EventParts:
         """Return the parts of one event."""
         match event:
             case TraceHeader():
@@ -131,7 +135,7 @@ class TraceParts:
 
     # One method per kind of event.
 
-    def _header(self, event: TraceHeader) -> list[Part]:
+    def _header(self, event: TraceHeader) -> EventParts:
         self._begin(VerdictRule.of(event))
         options = {name: value for name, value in event.options.items() if value is not None}
         prompt = self._one_line(event.prompt_tail)
@@ -151,9 +155,9 @@ class TraceParts:
         ]
         legend = [self._marked(kind, kind) for kind in _MARKS]
         facts.append(("legend", [part for each in legend for part in (*each, ("  ", ""))]))
-        return [Heading("trace", 3), Facts(facts, _GUTTER)]
+        return "trace", [], Facts(facts, _GUTTER)
 
-    def _prefill(self, event: TracePrefill) -> list[Part]:
+    def _prefill(self, event: TracePrefill) -> EventParts:
         facts: list[tuple[str, Sequence[Span]]] = []
         if event.text is not None:
             facts.append(self._closing("target", event.text, self._rule.origin_from("p₁", event.probability)))
@@ -163,14 +167,14 @@ class TraceParts:
         if event.finish_reason is not None:
             facts.append(("stop", [(event.finish_reason, "")]))
         title = f"prefill · {event.prompt_tokens} tokens · {milliseconds(event.time_s)} ms"
-        return [Heading(title, 3), Facts(facts, _GUTTER)]
+        return title, [], Facts(facts, _GUTTER)
 
-    def _step(self, event: TraceStep) -> list[Part]:
+    def _step(self, event: TraceStep) -> EventParts:
         gamma, accepted, closing, texts = event.gamma, event.accepted, event.closing, event.texts
         parents = event.parents or []
         size = f"{len(parents)} nodes" if parents else f"γ {gamma}"
         kept = f"accepted {accepted}/{gamma}" if gamma else "nothing drafted"
-        total = milliseconds(sum(_seconds(event.times, part) for part in PARTS))
+        total = milliseconds(event.times.total_s)
         title = f"step {event.index + 1} · position {event.position} · {size} · {kept} · {total} ms"
         facts: list[tuple[str, Sequence[Span]]] = []
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
@@ -198,9 +202,9 @@ class TraceParts:
             self._extend(origin, text)
         facts += self._text() if self._growing else []
         drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
-        return [Heading(title, 3), *drafts, Facts(facts, _GUTTER)]
+        return title, drafts, Facts(facts, _GUTTER)
 
-    def _end(self, event: TraceEnd) -> list[Part]:
+    def _end(self, event: TraceEnd) -> EventParts:
         drafts = "none"
         if event.acceptance_rate is not None:
             drafts = f"{event.accepted} of {event.drafted} accepted ({100 * event.acceptance_rate:.1f}%)"
@@ -210,7 +214,7 @@ class TraceParts:
         if event.tokens_per_second is not None:
             facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
         facts += [] if self._growing else self._text()
-        return [Heading(f"end · {event.finish_reason or 'interrupted'}", 3), Facts(facts, _GUTTER)]
+        return f"end · {event.finish_reason or 'interrupted'}", [], Facts(facts, _GUTTER)
 
     # Parts of them.
 
@@ -299,7 +303,9 @@ class TraceView:
 
     def show(self, event: Event) -> None:
         """Print one event."""
-        console, parts = self._console, self._parts.of(event)
+        title, sheets, facts = self._parts.of(event)
+        console = self._console
+        parts: list[Part] = [Heading(title, 3), *sheets, facts]
         if console.is_terminal:
             show(console, *parts)
             console.print()
@@ -343,12 +349,7 @@ def _times(times: StepTimes) -> Iterator[str]:
     if times.mask_s:
         yield f"masks {milliseconds(times.mask_s)} of draft and accept"
     for part in PARTS[1:]:
-        yield f"{part} {milliseconds(_seconds(times, part))}{' ms' if part == PARTS[-1] else ''}"
-
-
-def _seconds(times: StepTimes, part: str) -> float:
-    seconds: float = getattr(times, f"{part}_s")
-    return seconds
+        yield f"{part} {milliseconds(getattr(times, f'{part}_s'))}{' ms' if part == PARTS[-1] else ''}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
 from specbench.base.record import NO_FIGURE, Estimate, Json
-from specbench.base.textsafe import counted, one_line
+from specbench.base.textsafe import counted, listed, one_line
 from specbench.export.output import export_fastest
 from specbench.export.registry import load_engines
 from specbench.export.setting import MeasuredSetting, RunSettings, Setting
@@ -176,14 +176,14 @@ def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str
         for name in _near_leader(race)
     ]
     if near:
-        yield f"Within 5% of {leader}: {_listed(near)}."
+        yield f"Within 5% of {leader}: {listed(near, _NAMED)}."
     unclear = [
         f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
         f" {_bound(race, name)}×, in {counted(race.num_blocks(name), 'block')})"
         for name in race.rivals
     ]
     if unclear:
-        yield f"Possibly more than 5% faster than {leader}: {_listed(unclear)}."
+        yield f"Possibly more than 5% faster than {leader}: {listed(unclear, _NAMED)}."
     if disturbed and race.verdict == "open":
         yield f"{_capitalized(disturbed)} A quiet machine needs less time."
     elif disturbed:
@@ -194,11 +194,6 @@ def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str
     if race.leader != race.plain:
         count = len(race.names) - 1
         yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _described(config: Row) -> str:
@@ -281,9 +276,8 @@ def _not_raced(answer: TuneAnswer) -> Iterator[str]:
     for each in answer.tried:
         if each.blocks is None:
             reasons.setdefault(each.outcome, []).append(each.label)
-    for reason, (first, *others) in reasons.items():
-        more = f" and {len(others)} more" if others else ""
-        yield f"Not raced: {first}{more} ({reason.rstrip('.')})."
+    for reason, labels in reasons.items():
+        yield f"Not raced: {listed(labels, 1)} ({reason.rstrip('.')})."
 
 
 def answer_parts(answer: TuneAnswer) -> list[Part]:

@@ -41,14 +41,12 @@ class Report:
         name: Name of the run.
         answers: The answers, one per temperature.
         warnings: Warnings, the gravest first.
-        summary: Metrics of all configurations.
         parts: The report as a document.
     """
 
     name: str
     answers: list[Answer]
     warnings: list[RunWarning]
-    summary: Summary
     parts: list[Part]
 
 
@@ -97,7 +95,7 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     parts += [Heading("Measured on")]
     for group, facts in _facts(results.run).items():
         parts += [Heading(group, 3), _facts_part(facts)]
-    return Report(name, answers, warnings, summary, parts)
+    return Report(name, answers, warnings, parts)
 
 
 def _facts_part(pairs: Sequence[tuple[str, str]]) -> Facts:

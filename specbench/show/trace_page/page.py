@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-
-from jinja2 import Environment
 
 from specbench.base.textsafe import terminal_safe
 from specbench.results.trace import Event, TraceEnd, TraceHeader
 from specbench.show import html
-from specbench.show.document import Facts, Heading, Part, Sheet
+from specbench.show.document import Facts, Sheet
 from specbench.show.trace import TraceParts, tokens_of
 
-_FOLDER = Path(__file__).parent
 _STRIP_HEIGHT = 40  # of the column of the step with the most tokens
 _STRIP_WIDTH = 8
 _COLUMNS = 1000  # of a line, which the browser breaks
@@ -57,19 +53,14 @@ class Trace:
 
 def to_html(events: Iterable[Event]) -> str:
     """Return the page of a trace, or of several in one file."""
-    return html.page(_templates(), _FOLDER, traces=list(_traces(events)))
-
-
-@cache
-def _templates() -> Environment:
-    return html.templates(_FOLDER, text=terminal_safe)
+    return html.page(Path(__file__).parent, {"text": terminal_safe}, traces=list(_traces(events)))
 
 
 def _traces(events: Iterable[Event]) -> Iterator[Trace]:
     trace: Trace | None = None
     parts = TraceParts(_COLUMNS, growing=False)
     for event in events:
-        title, sheets, facts = _split(parts.of(event))
+        title, sheets, facts = parts.of(event)
         if isinstance(event, TraceHeader):
             if trace is not None:
                 yield trace
@@ -87,16 +78,3 @@ def _traces(events: Iterable[Event]) -> Iterator[Trace]:
             trace.sections.append(Section(title, tokens_of(event), sheets, facts))
     if trace is not None:
         yield trace
-
-
-def _split(parts: Iterable[Part]) -> tuple[str, list[Sheet], Facts]:
-    title, facts, sheets = "", Facts([]), list[Sheet]()
-    for part in parts:
-        match part:
-            case Heading():
-                title = part.text
-            case Sheet():
-                sheets.append(part)
-            case Facts():
-                facts = part
-    return title, sheets, facts
