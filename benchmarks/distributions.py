@@ -36,7 +36,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.options import Format
 from specbench.specs import policies
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.verification import VERIFICATIONS
+from specbench.specs.policies import VERIFICATIONS
 
 NEW = 4
 """Tokens of an output, the first one by the pass over the prompt: the first step then drafts up to two."""

@@ -12,8 +12,8 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dict
 from specbench.options import TemplateOptions
 from specbench.recipe import Recipe
-from specbench.specs.arrivals import Arrivals, Closed, parse_arrivals
 from specbench.specs.policies import Fixed, PolicySpec
+from specbench.specs.sweeps import Arrivals, Closed, parse_arrivals
 
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""

@@ -25,8 +25,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength
 from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy
-from specbench.specs.policies import DynamicTree, StaticTree
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import DynamicTree, StaticTree, VerificationName
 
 TREES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2)),

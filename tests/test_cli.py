@@ -34,7 +34,7 @@ from specbench.cli.summary import Advice
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import Verification, verification_of
 from specbench.specs.drafters import DRAFTERS
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import VerificationName
 
 LOADING = (specbench.models.drafters, specbench.models.prepare, specbench.models.target)
 

@@ -26,8 +26,7 @@ from specbench.drafters.several import SeveralDrafters
 from specbench.models.heads import FORMATS
 from specbench.policies import build_policy
 from specbench.specs import drafters as specs
-from specbench.specs.policies import parse_policy
-from specbench.specs.verification import VERIFICATIONS
+from specbench.specs.policies import VERIFICATIONS, parse_policy
 
 table: Any = importlib.import_module("distributions")
 

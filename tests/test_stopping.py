@@ -23,7 +23,7 @@ from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
 from specbench.rows import Row
-from specbench.specs.stopping import parse_until
+from specbench.specs.sweeps import parse_until
 
 PROMPTS = [Prompt(f"p{i}", f"kind {i % 3}", (f"text {i}",)) for i in range(20)]
 

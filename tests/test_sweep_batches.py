@@ -33,7 +33,7 @@ from specbench.results.results import load_results
 from specbench.results.summary import categorize, summarize
 from specbench.rows import Row
 from specbench.show.answer import find_answers
-from specbench.specs.arrivals import Closed, Poisson, parse_arrivals
+from specbench.specs.sweeps import Closed, Poisson, parse_arrivals
 
 # -- what is asked for -----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Samplin
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter
 from specbench.policies.trees import StaticTreePolicy
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import VerificationName
 
 VOCAB = 6
 PROMPT = [1, 5, 2]

@@ -13,9 +13,8 @@ from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
-from specbench.specs.arrivals import Arrivals, Closed, Poisson, parse_arrivals
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
-from specbench.specs.stopping import parse_until
+from specbench.specs.sweeps import Arrivals, Closed, Poisson, parse_arrivals, parse_until
 
 if TYPE_CHECKING:
     from specbench.bench.contexts import ContextText

@@ -33,8 +33,8 @@ from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
 from specbench.rows import Condition, Row
-from specbench.specs.arrivals import Poisson
 from specbench.specs.policies import DynamicTree, StaticTree
+from specbench.specs.sweeps import Poisson
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference

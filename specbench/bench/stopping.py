@@ -21,7 +21,7 @@ from specbench.results.results import load_results
 from specbench.results.run import Stopping
 from specbench.results.stats import AT_EVERY_LOOK
 from specbench.results.summary import SummaryRow, best_by_baseline, summarize
-from specbench.specs.stopping import parse_until
+from specbench.specs.sweeps import parse_until
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Cell

@@ -19,7 +19,7 @@ from specbench.decoding.request import Request
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import VerificationName
 
 Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
 

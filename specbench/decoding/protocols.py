@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specbench.decoding.logits import DraftVocabulary
     from specbench.decoding.records import ExpertsRead, Step
     from specbench.decoding.sampling import Randomness, Sampling
-    from specbench.specs.verification import VerificationName
+    from specbench.specs.policies import VerificationName
 
 T = TypeVar("T")
 

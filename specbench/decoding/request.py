@@ -12,7 +12,7 @@ from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verdicts import METHODS
 from specbench.decoding.verify import Verification, verification_of
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import VerificationName
 
 
 @dataclass(frozen=True)

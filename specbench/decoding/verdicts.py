@@ -283,4 +283,4 @@ METHODS: Mapping[str, Method] = {
     "recursive": Method(_walked(recursive), without_replacement, several_drafters=True),
     "specinfer": Method(_walked(specinfer), with_replacement, several_drafters=True),
 }
-"""Verification methods, by their names in ``specbench.specs.verification``."""
+"""Verification methods, by their names in ``specbench.specs.policies``."""

@@ -18,7 +18,7 @@ from specbench.decoding.logits import NoTokenError
 from specbench.decoding.protocols import Drawing, top
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
-from specbench.specs.verification import VerificationName
+from specbench.specs.policies import VerificationName
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -89,7 +89,7 @@ def verification_of(
 
     Args:
         sampling: The transforms.
-        name: See ``specbench.specs.verification``; in greedy decoding all are the same.
+        name: See ``specbench.specs.policies``; in greedy decoding all are the same.
         residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
     """
     if sampling.greedy:

@@ -24,15 +24,7 @@ from specbench.specs.models import (
     ModelSpec,
     parse_model,
 )
-from specbench.specs.notation import (
-    Dashed,
-    Spec,
-    dashed,
-    option,
-    read_options,
-    split_spec,
-    with_defaults,
-)
+from specbench.specs.notation import Dashed, Spec, dashed, option, read_options, split_spec, with_defaults
 
 GROUP = "specbench.drafters"
 """The entry points by which installed packages name their drafters."""
@@ -282,10 +274,7 @@ class Cascade(DrafterSpec, word="A+B"):
     front: FreeSpec
     back: SelfForm | SmallModel
     passes: int | None = option(
-        None,
-        "passes=N",
-        "option of A: maximum number of forward passes of B in a step; A can still continue",
-        least=1,
+        None, "passes=N", "option of A: most forward passes of B in a step; A can still continue", least=1
     )
 
     def __str__(self) -> str:

@@ -91,7 +91,6 @@ def _last_part(path: str) -> str:
 _FORMS = f"Give a hub id, a model folder, a .gguf file, or {', '.join(BUILTIN_MODELS)}."
 
 CHECKPOINT_MTP = ModelSpec("mtp", "mtp")
-"""The MTP layer of the target's checkpoint."""
 
 
 def parse_model(text: str) -> ModelSpec:

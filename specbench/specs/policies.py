@@ -7,12 +7,25 @@ A class declares everything about a policy except how it decides.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from specbench.base.errors import UsageError
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Dashed, Option, Spec, dashed, option
-from specbench.specs.verification import VerificationName, verification_name
+
+VerificationName = Literal[
+    "rejection", "block", "traversal", "naive", "greedy-draft", "recursive", "specinfer"
+]
+
+VERIFICATIONS: tuple[VerificationName, ...] = get_args(VerificationName)
+
+
+def verification_name(text: str) -> VerificationName:
+    """Return a name as a verification method; raise ``ValueError`` if there is no such method."""
+    if text not in VERIFICATIONS:
+        raise ValueError(f"no verification: {text}")
+    return text
+
 
 LONGEST_DRAFT = 256
 """The longest draft, in tokens."""

@@ -1,4 +1,4 @@
-"""Arrivals of requests: a closed loop (clients wait for answers) or an open loop (requests arrive at random times)."""
+"""The notation of how requests arrive (``--arrivals``) and of when a sweep stops (``--until``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from specbench.base.errors import UsageError
 MOST_CLIENTS = 1024
 FASTEST, SLOWEST = 1000.0, 0.001
 """Limits of the rate, in requests per second."""
-
-_FORMS = "Write closed:N for N clients, or poisson:RATE for requests per second."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +56,22 @@ def parse_arrivals(text: str) -> Arrivals:
                 f"The rate of {text!r} is {rate:g} requests per second.", f"Give {SLOWEST:g} to {FASTEST:g}."
             )
         return Poisson(rate)
-    raise UsageError(f"{text!r} is not a workload.", _FORMS)
+    forms = "Write closed:N for N clients, or poisson:RATE for requests per second."
+    raise UsageError(f"{text!r} is not a workload.", forms)
+
+
+def parse_until(text: str) -> float | None:
+    """Parse ``sure``, until the fastest is known (returns ``None``), or the half-width of an interval as ``5%``.
+
+    Raises:
+        UsageError: It is neither, or not between 0.5% and 50%.
+    """
+    if text == "sure":
+        return None
+    found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?) ?%", text, re.ASCII)
+    if found is None:
+        raise UsageError(f"--until is {text!r}.", "Give sure, or a width such as 5%.")
+    share = float(found[1]) / 100
+    if not 0.005 <= share <= 0.5:
+        raise UsageError(f"--until is {text}.", "Give 0.5% to 50%.")
+    return share
