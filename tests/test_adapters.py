@@ -74,6 +74,7 @@ def test_the_weights_are_those_of_base_and_adapter(base, tmp_path, settings, fac
 def test_a_target_and_a_drafter_have_adapters_of_their_own(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
     target = load_target(str(folder), CPU)
+    assert target.name == "base:adapter=lora"
     assert target.language_model.notes == ["The adapter lora (LoRA of rank 2) was merged into base."]
     plain = speculative_generate([1, 2, 3], target, "none", max_new_tokens=12, ignore_eos=True)
     for drafter in (str(base), f"{base}:adapter={folder},dtype=float32", "self:int8"):

@@ -18,9 +18,10 @@ from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.native import Panels
 from specbench.base.errors import UsageError
 from specbench.generate import speculative_generate
-from specbench.models import quantized
+from specbench.models import stored_layers
 from specbench.models.load import load_model
-from specbench.models.quantized import Grid, stored_weights
+from specbench.models.quantized import stored_weights
+from specbench.models.stored_layers import Grid, StoredWeight
 from specbench.models.target import load_target, prepare_target
 from specbench.options import LoadOptions
 
@@ -49,7 +50,7 @@ def unpacked(
 @pytest.mark.parametrize("chunk", [1 << 20, 1])
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_to_the_bit_those_of_the_package_that_packed_them(tmp_path, monkeypatch, form, chunk):
-    monkeypatch.setattr(quantized, "_CHUNK", chunk)
+    monkeypatch.setattr(stored_layers, "_CHUNK", chunk)
     told = FORMS[form]
     parts = parts_of(form) | {"layer.bias": torch.ones(3)}
     found = unpacked(tmp_path, parts, told["settings"], getattr(torch, told["dtype"]))
@@ -92,7 +93,7 @@ def test_layers_that_can_take_the_numbers_of_the_checkpoint_do(tmp_path, form):
     assert (eight is not None) == (form in EXACT["int8"])
     assert (four is not None) == (form in EXACT["int4"])
     if eight is not None:
-        assert torch.equal(eight.quantized * eight.scales[:, None], numbers)
+        assert torch.equal(eight[0] * eight[1][:, None], numbers)
     if four is not None:
         codes, scale, least = (each.float() for each in four)
         assert torch.equal(
@@ -130,8 +131,8 @@ def test_a_model_packed_from_the_checkpoint_is_as_if_it_was_unpacked_first(packe
 def test_layers_that_share_a_product_with_others_are_unpacked(packed_model, monkeypatch):
     expected = load_target(str(packed_model), LoadOptions("int8", "cpu")).language_model.model
     filled: list[str] = []
-    fill = quantized.StoredWeight.fill
-    monkeypatch.setattr(quantized.StoredWeight, "fill", lambda self: filled.append("") or fill(self))
+    fill = StoredWeight.fill
+    monkeypatch.setattr(StoredWeight, "fill", lambda self: filled.append("") or fill(self))
     model = load_model(str(packed_model), LoadOptions("int8", "cpu"))
     del model.stored._layers["model.layers.0.self_attn.q_proj"]
     plain = load_model(str(packed_model), CPU).model.model.layers[0].self_attn.q_proj.weight

@@ -45,15 +45,15 @@ from specbench.models.checkpoints import (
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.hub import HubModel
 from specbench.models.quantized import (
-    StoredLayers,
     note_on_quantization,
     quantization_of,
     stored_weights,
     unpacked_source,
 )
+from specbench.models.stored_layers import StoredLayers
 from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
-from specbench.specs.models import PACKAGED_HEADS, ModelSpec, parse_model
+from specbench.specs.models import ADAPTED, PACKAGED_HEADS, ModelSpec, parse_model
 
 
 class WeightFiles(NamedTuple):
@@ -204,7 +204,8 @@ def _merge(loaded: LanguageModel, adapter: Adapter, name: str, *, allow_pickle: 
     def with_adapter(digest: str) -> str:
         return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
 
-    loaded.name, loaded.notes = name, [*loaded.notes, note]
+    loaded.name = name if ADAPTED in name else f"{loaded.name}{ADAPTED}{adapter.name}"
+    loaded.notes.append(note)
     loaded.fingerprint, loaded.identity = with_adapter(loaded.fingerprint), with_adapter(loaded.identity)
     if loaded.files is not None:
         place, digest, numbers = loaded.files
@@ -327,7 +328,8 @@ def _load_folder(
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     if settings := quantization_of(config, name):
         give_back_free_memory()
-        loaded.notes.append(note_on_quantization(settings, name, dtype_name(dtype)))
+        into = dtype_name(dtype) if layers is None else f"{packed} layers"
+        loaded.notes.append(note_on_quantization(settings, name, into))
         loaded.stored = layers
     loaded.folder, loaded.words = folder, words or folder
     if not pickled:

@@ -1,40 +1,28 @@
 """Quantized checkpoints: their weights are unpacked while they are read, with torch alone.
 
-A weight is told as numbers (whole ones, or floating ones of 4 or 8 bits) and a scale for each block of them, in some
-kinds a zero too. It is computed in float32, some rows at a time, and rounded once. What kind a tensor is of shows in
-the names, dtypes and shapes beside it, so that a checkpoint may have layers of several kinds.
+What form a weight has shows in the names, dtypes and shapes of its tensors, so that a checkpoint may have several.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
-from specbench.backends.torch.kernels.native import Panels
-from specbench.backends.torch.kernels.surgery import KeptLayers
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import excerpt
-from specbench.options import QuantizedName
-
-_CHUNK = 1 << 20
-"""Numbers that are unpacked at a time."""
+from specbench.models.stored_layers import Grid, StoredWeight
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats (E2M1) by their codes."""
@@ -42,9 +30,16 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the outputs of a group of eight lie in AWQ's words."""
 
-READ = ("compressed-tensors", "gptq", "auto-round", "awq", "bitsandbytes", "torchao", "modelopt")
-FLOATING = ("fp8", "fbgemm_fp8", "mxfp8", "mxfp4")
-_TORCHAO = ("Tensor", "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+_METHODS = {
+    "awq": "gemm",
+    "gptq": "gptq|gptq_v2",
+    "auto-round": "auto_round(:(auto_gptq|gptqmodel|auto_awq))?",
+    "compressed-tensors": "((int|float|naive|pack|nvfp4-pack|mxfp4-pack|mxfp8)-quantized|dense|mixed-precision)",
+    **dict.fromkeys(("bitsandbytes", "torchao", "modelopt", "fp8", "fbgemm_fp8", "mxfp8", "mxfp4"), ".*"),
+}
+"""Methods whose weights are read, and the layouts that are."""
+
+_TORCHAO = {"Tensor", "Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"}
 """Kinds of tensors of torchao whose numbers lie in the order of the weight."""
 
 _PARTS = (r"(\.weight)?\.[^.]*$", r"\.weight\..*$", "_(blocks|scales?|scale_inv|zero_point)$")
@@ -59,27 +54,37 @@ def quantization_of(config: PreTrainedConfig, name: str) -> dict[str, Any] | Non
     Raises:
         UsageError: Its weights cannot be unpacked.
     """
-    found = getattr(config, "quantization_config", None)
+    found = _told(config)
     if found is None:
         return None
     settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method = _method(settings)
-    if method not in READ + FLOATING:
+    if method not in _METHODS:
         raise UsageError(
             f"The weights of {name} are quantized in a form that is not read: {excerpt(method)!r}.", _OTHERS
         )
-    layout = _odd_layout(method, settings)
-    if layout:
-        raise UsageError(
-            f"The weights of {name} ({method}) have a layout that is not read: {excerpt(layout)}.", _OTHERS
-        )
+    odd = [each for each in _layouts(method, settings) if not re.fullmatch(_METHODS[method], each)]
+    if odd:
+        raise _odd_layout(name, method, odd[0])
     return settings
+
+
+def _told(config: PreTrainedConfig) -> Any:
+    own = getattr(config, "quantization_config", None)
+    return own or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+
+
+def _odd_layout(name: str, method: str, layout: str) -> UsageError:
+    return UsageError(
+        f"The weights of {name} ({method}) have a layout that is not read: {excerpt(layout)}.", _OTHERS
+    )
 
 
 def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, Any]) -> dict[str, Any]:
     """Return what tells `from_pretrained` of the model that a quantized checkpoint is unpacked to."""
     plain = copy.deepcopy(config)
-    del plain.quantization_config
+    for part in (plain, plain.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
     source: dict[str, Any] = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
     if (path := folder / GENERATION_CONFIG_NAME).is_file():
         source["generation_config"] = GenerationConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -88,7 +93,7 @@ def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, A
 
 def note_on_quantization(settings: Mapping[str, Any], name: str, into: str) -> str:
     """Return the sentence for the user about what becomes of a quantized checkpoint."""
-    return f"The weights of {name} are quantized ({_method(settings)}); they were unpacked to {into}."
+    return f"The weights of {name} are quantized ({_method(settings)}), and were unpacked to {into}."
 
 
 def _method(settings: Mapping[str, Any]) -> str:
@@ -97,32 +102,18 @@ def _method(settings: Mapping[str, Any]) -> str:
     return str(settings.get("quant_method"))
 
 
-def _odd_layout(method: str, settings: Mapping[str, Any]) -> str:
-    """Return what in the settings says that weights are stored in another layout than the usual; else nothing."""
-    if method == "compressed-tensors":
-        sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
-        rotated = "rotations" if settings.get("transform_config") else ""
-        formats = {settings.get("format"), *(each.get("format") for each in _groups(settings))} - {None}
-        known = r"(int|float|naive|pack|nvfp4-pack|mxfp4-pack|mxfp8)-quantized|dense|mixed-precision"
-        odd = next((str(each) for each in formats if not re.fullmatch(known, str(each))), "")
-        return odd or rotated or ("" if sparsity == "dense" else str(sparsity))
+def _layouts(method: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layouts that weights are stored in, as far as a method has several."""
     if method == "auto-round":
-        packing = _gptq_form(settings)
-        known = r"auto_round(:(auto_gptq|gptqmodel|auto_awq))?"
-        return "" if re.fullmatch(known, packing) else packing
-    if method == "gptq":
-        own = _gptq_form(settings)
-        return "marlin" if settings.get("is_marlin_format") else "" if own in ("gptq", "gptq_v2") else own
+        return [str(settings.get("packing_format", "auto_round"))]
+    if method == "compressed-tensors":
+        told = [settings, *_groups(settings), settings.get("sparsity_config") or {}]
+        rotated = ["rotations"] if settings.get("transform_config") else []
+        return rotated + [str(each.get("format") or "dense") for each in told]
     if method == "awq":
-        own = str(settings.get("version") or settings.get("format") or "gemm").lower()
-        return "" if own == "gemm" else own
-    return ""
-
-
-def _gptq_form(settings: Mapping[str, Any]) -> str:
-    if _method(settings) == "auto-round":
-        return str(settings.get("packing_format", "auto_round"))
-    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+        return [str(settings.get("version") or settings.get("format") or "gemm").lower()]
+    own = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    return ["marlin"] if settings.get("is_marlin_format") else [str(own)]
 
 
 def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -130,228 +121,6 @@ def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 # -- reading ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A weight as it is stored: ``(codes - zeros) * scales``.
-
-    Attributes:
-        codes: Returns rows of codes, [rows, columns].
-        scales: [all rows, groups of columns], float32.
-        zeros: The same shape; or one for all.
-        shape: Of the weight; ``None`` for rows and columns. Codes beyond it are left out.
-        groups: The group of each column; ``None`` if groups are equal and in order.
-        turned: Whether the last two dimensions are exchanged once it is unpacked.
-    """
-
-    codes: Callable[[slice], Tensor]
-    scales: Tensor
-    columns: int
-    zeros: Tensor | int = 0
-    shape: Sequence[int] | None = None
-    groups: Tensor | None = None
-    turned: bool = False
-
-    def unpack(self, dtype: torch.dtype) -> Tensor:
-        shape = self.shape or (len(self.scales), self.columns)
-        if shape[-1] != self.columns:  # the numbers follow each other in blocks
-            made = torch.empty(len(self.scales), self.columns, dtype=dtype)
-            self.fill(made)
-            return made.view(-1)[: math.prod(shape)].view(*shape)
-        made = torch.empty(*shape[:-2], *(shape[:-3:-1] if self.turned else shape[-2:]), dtype=dtype)
-        parts = made.transpose(-1, -2) if self.turned else made
-        for number, part in enumerate(parts.view(1, *shape) if len(shape) == 2 else parts):
-            self.fill(part, number * shape[-2])
-        return made
-
-    def outline(self, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor for a matrix with only its first and last rows, by which models are told apart; the memory of
-        the others is not touched. ``None`` if the weight is told otherwise than in rows and columns.
-        """
-        rows, shape = len(self.scales), self.shape or (len(self.scales), self.columns)
-        if tuple(shape) != (rows, self.columns) or self.turned:
-            return None
-        made, count = torch.empty(rows, self.columns, dtype=dtype), max(1, -(-64 // self.columns)) + 31 & ~31
-        last = max(0, rows - count) & ~31
-        self.fill(made[:count])
-        self.fill(made[last:], last)
-        return made
-
-    def int8(self) -> Int8Weight | None:
-        """Return the weight with a scale for each row, as int8 layers take it; ``None`` if it is not told so."""
-        if self.scales.shape[1] != 1 or self._odd_zeros():
-            return None
-        codes = self.codes(slice(0, len(self.scales)))
-        if codes.dtype == torch.uint8:
-            if self.zeros != 128:
-                return None
-            codes = (codes ^ 128).view(torch.int8)  # less 128
-        elif codes.dtype != torch.int8 or (isinstance(self.zeros, int) and self.zeros):
-            return None
-        return Int8Weight(codes, self.scales[:, 0].contiguous())
-
-    def int4(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the weight as int4 layers take it, see ``Panels.from_int4``; ``None`` if its scales are not of
-        bfloat16, or it is told otherwise.
-        """
-        rows, groups = self.scales.shape
-        width, rest = divmod(self.columns, groups)
-        if width % 32 or rest or self.groups is not None:
-            return None
-        codes = self.codes(slice(0, rows))
-        zeros = (
-            self.zeros.float() if isinstance(self.zeros, Tensor) else torch.full((1, 1), float(self.zeros))
-        )
-        if codes.dtype == torch.int8:
-            codes, zeros = codes + 8, zeros + 8
-        least = -zeros * self.scales
-        if codes.is_floating_point() or codes.min() < 0 or codes.max() > 15:
-            return None
-        if any(not torch.equal(each.bfloat16().float(), each) for each in (self.scales, least)):
-            return None
-        scales, least = (each.bfloat16().repeat_interleave(width // 32, 1) for each in (self.scales, least))
-        return codes.view(torch.uint8), scales, least
-
-    def _odd_zeros(self) -> bool:
-        return isinstance(self.zeros, Tensor) and bool(self.zeros.any())
-
-    def fill(self, part: Tensor, begin: int = 0) -> None:
-        """Unpack rows into a part of the weight, from row number ``begin`` on."""
-        step = max(32, _CHUNK // self.columns // 32 * 32)
-        for first in range(0, len(part), step):
-            last = min(first + step, len(part))
-            chunk = slice(begin + first, begin + last)
-            numbers = self.codes(chunk).float()
-            if isinstance(self.zeros, Tensor):
-                numbers = numbers - self._spread(self.zeros[chunk].float())
-            elif self.zeros:
-                numbers = numbers - self.zeros
-            part[first:last] = numbers * self._spread(self.scales[chunk])
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """Give each column the value of its group."""
-        count = values.shape[1]
-        if count == 1:
-            return values
-        if self.groups is not None:
-            return values[:, self.groups]
-        return values.repeat_interleave(-(-self.columns // count), 1)[:, : self.columns]
-
-
-class StoredWeight:
-    """A weight that is unpacked when it is read: for `from_pretrained` a slice of a safetensors file."""
-
-    _turn = threading.Lock()  # each product of torch has threads of its own
-
-    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype, *, packs: bool = False) -> None:
-        self.grid, self._dtype, self._packs = grid, dtype, packs
-        self.outline: Tensor | None = None
-
-    def __getitem__(self, _: EllipsisType) -> Tensor:
-        with self._turn:
-            grid = self.grid()
-            self.outline = grid.outline(self._dtype) if self._packs else None
-            return grid.unpack(self._dtype) if self.outline is None else self.outline
-
-    def fill(self) -> None:
-        """Unpack what was read as an outline."""
-        assert self.outline is not None
-        self.outline.copy_(self.grid().unpack(self._dtype))
-
-
-class StoredLayers:
-    """Linear layers of a quantized checkpoint that are to be quantized again: they are packed out of it one by one.
-
-    Where a layer can take the numbers of the checkpoint as they are, it does; others are rounded from float32.
-
-    Args:
-        layers: The weights by the layers' names; each layer has only an outline of it.
-
-    Attributes:
-        inner: The store of packed layers that is asked first, and is given what is packed.
-        exact: Whether all that was packed has the numbers of the checkpoint; ``None`` if nothing was.
-    """
-
-    def __init__(self, layers: dict[str, StoredWeight], kind: QuantizedName) -> None:
-        self._layers, self._kind = layers, kind
-        self.inner: KeptLayers | None = None
-        self.exact: bool | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module, weights: Iterable[Any], kind: QuantizedName) -> StoredLayers | None:
-        """Return the layers of a model just loaded whose weights are outlines.
-
-        ``None`` if a weight was changed after it was read, such as joined with others: then outlines are of no use.
-        """
-        read = [each for each in weights if isinstance(each, StoredWeight) and each.outline is not None]
-        held = {each.outline.data_ptr(): each for each in read if each.outline is not None}
-        untyped: Any = model
-        head, found = untyped.get_output_embeddings(), {}
-        for path, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                weight = None if parameter is None else held.pop(parameter.data_ptr(), None)
-                if (
-                    weight is not None
-                    and type(module) is nn.Linear
-                    and name == "weight"
-                    and module is not head
-                ):
-                    found[path] = weight
-                elif weight is not None:
-                    weight.fill()
-        return None if held else cls(found, kind)
-
-    def find(self, place: str) -> QuantizedWeight | None:
-        path, _, names = place.rpartition(".")
-        weights = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
-        told = [weight for weight in weights if weight is not None]
-        outlines = [weight.outline for weight in told if weight.outline is not None]
-        rows = [len(each) for each in outlines]
-        found = None if self.inner is None else self.inner.find(place)
-        if not told or (
-            found is not None and is_usable(found, self._kind, (sum(rows), outlines[0].shape[1]), rows)
-        ):
-            return found
-        if len(told) < len(weights) or (self._kind == "int4" and not native.is_available()):
-            for weight in told:
-                weight.fill()
-            return None
-        made = self._packed([weight.grid() for weight in told])
-        self.save(place, made)
-        return made
-
-    def _packed(self, grids: Sequence[Grid]) -> QuantizedWeight:
-        if self._kind == "int4":
-            fours = [four for grid in grids if (four := grid.int4()) is not None]
-            if len(fours) == len(grids):
-                self.exact = self.exact is not False
-                return Panels.from_int4(*(torch.cat(each) for each in zip(*fours, strict=True)))
-        else:
-            eights = [eight for grid in grids if (eight := grid.int8()) is not None]
-            if len(eights) == len(grids):
-                self.exact = self.exact is not False
-                made = Int8Weight(*(torch.cat(each) for each in zip(*eights, strict=True)))
-                return Panels.from_int8(*made) if native.is_available() else made
-        self.exact = False
-        whole = torch.empty(sum(len(grid.scales) for grid in grids), grids[0].columns)
-        for grid, part in zip(grids, whole.split([len(grid.scales) for grid in grids]), strict=True):
-            grid.fill(part)
-        return Panels.quantize_int4(whole) if self._kind == "int4" else int8_weight(whole)
-
-    def discard(self) -> None:
-        if self.inner is not None:
-            self.inner.discard()
-
-    def save(self, place: str, weight: QuantizedWeight) -> None:
-        if self.inner is not None:
-            self.inner.save(place, weight)
-
-    def finish(self) -> None:
-        """Unpack what no layer asked for."""
-        for weight in self._layers.values():
-            weight.fill()
-        self._layers = {}
 
 
 def stored_weights(
@@ -376,7 +145,11 @@ def stored_weights(
             raise UsageError(f"The weights of {name} are quantized and pickled, which is not read.", _OTHERS)
         file: Any = safe_open(path, "pt", backend="pread")  # so that what is read does not stay in memory
         parts |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
-        _check_torchao(file.metadata() or {}, name)
+        kinds = re.findall(
+            r"^{\"_type\": \"(\w+)\"", "\n".join((file.metadata() or {}).values()), re.MULTILINE
+        )
+        if odd := set(kinds) - _TORCHAO:
+            raise _odd_layout(name, "torchao", min(odd))
     stored = _Stored(parts, settings)
     found = {
         weight: StoredWeight(grid, dtype, packs=packs)
@@ -393,23 +166,13 @@ def _is_of(key: str, layers: set[str]) -> bool:
     return any(re.sub(part, "", key) in layers for part in _PARTS)
 
 
-def _check_torchao(metadata: Mapping[str, str], name: str) -> None:
-    for told in metadata.values():
-        kind = re.match(r'\{"_type": "(\w+)"', told)
-        if kind and kind[1] not in _TORCHAO:
-            raise UsageError(
-                f"The weights of {name} (torchao) have a layout that is not read: {kind[1]}.", _OTHERS
-            )
-
-
 class _Stored:
     """The tensors of a quantized checkpoint, and the weights that are told by several of them."""
 
     def __init__(self, parts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self._parts = parts
-        self._method = _method(settings)
-        own = _gptq_form(settings)
-        self._is_awq = self._method == "awq" or own.endswith("awq")
+        self._parts, method = parts, _method(settings)
+        own = _layouts(method, settings)[0]
+        self._is_awq = method == "awq" or own.endswith("awq")
         self._zeros_are_less = own in ("gptq", "auto_round:auto_gptq")
         weights = [each.get("weights") or {} for each in _groups(settings)]
         self._blocks = [
@@ -428,11 +191,11 @@ class _Stored:
             (".SCB", ".weight", self._rows),
             ("._weight_qdata", ".weight", self._torchao),
             ("_blocks", "", self._mxfp4),
-            ("_scale_inv", "", self._scaled),
-            ("_scale", "", self._scaled),
+            ("_scale_inv", "", self._bytes),
+            ("_scale", "", self._bytes),
         ):
             stem = key.removesuffix(suffix)
-            if stem != key and (read != self._scaled or self._is_narrow(stem)):
+            if stem != key and (read != self._bytes or self._is_narrow(stem)):
                 return stem + weight, partial(read, stem)
         return key, None
 
@@ -448,36 +211,29 @@ class _Stored:
 
     # Each returns the grid of the weight of a layer, or of a weight with this name.
 
-    def _scaled(self, key: str) -> Grid:
-        """Numbers in a byte each: FP8 of DeepSeek, compressed-tensors and others, whole ones, or two FP4 in NVFP4."""
-        codes = self._read(key)
+    def _bytes(self, key: str) -> Grid:
+        """FP8 of DeepSeek, compressed-tensors and others, whole numbers of 8 bits, or two of NVFP4 in a byte."""
         scale = self._find(key, "_scale_inv")
         scale = self._read(key, "_scale") if scale is None else scale
+        codes = self._read(key)
         if codes.dtype == torch.uint8:
-            grid = self._fp4(codes, scale)
-            overall = self._find(key, "_scale_2")
+            grid, overall = self._fp4(codes, scale), self._find(key, "_scale_2")
             return grid if overall is None else replace(grid, scales=grid.scales * overall.float())
-        zeros = self._find(key, "_zero_point")
-        return self._grid(codes, scale, 0 if zeros is None else zeros)
+        return self._grid(codes, scale, self._find(key, "_zero_point"))
 
     def _rows(self, layer: str) -> Grid:
         """bitsandbytes in 8 bits: a largest value for each row."""
         return self._grid(self._read(layer, ".weight"), self._read(layer, ".SCB")[:, None] / 127)
 
     def _torchao(self, layer: str) -> Grid:
-        zeros = self._find(layer, "._weight_zero_point")
-        return self._grid(
-            self._read(layer, "._weight_qdata"),
-            self._read(layer, "._weight_scale"),
-            0 if zeros is None else zeros,
-        )
+        codes, scale = (self._read(layer, f"._weight_{end}") for end in ("qdata", "scale"))
+        return self._grid(codes, scale, self._find(layer, "._weight_zero_point"))
 
     def _packed(self, layer: str) -> Grid:
         """compressed-tensors: whole numbers in words, or FP4 in bytes."""
         words, scale = self._read(layer, ".weight_packed"), self._read(layer, ".weight_scale")
         if words.dtype == torch.uint8:
-            grid = self._fp4(words, scale)
-            overall = self._find(layer, ".weight_global_scale")
+            grid, overall = self._fp4(words, scale), self._find(layer, ".weight_global_scale")
             return grid if overall is None else replace(grid, scales=grid.scales / overall.float())
         rows, columns = self._read(layer, ".weight_shape").tolist()
         width = words.shape[1]
@@ -550,20 +306,11 @@ class _Stored:
         codes, shape = self._read(key).view(torch.uint8).view(-1), told["shape"]
         codes = torch.nn.functional.pad(codes, (0, len(scales) * size // 2 - len(codes))).view(-1, size // 2)
         pairs = _pairs(table, high_first=True)
-        if shape[-1] % size == 0:  # blocks are groups of a row
-            codes, scales, size = (
-                codes.view(-1, shape[-1] // 2),
-                scales.view(-1, shape[-1] // size),
-                shape[-1],
-            )
-        else:
-            scales = scales[:, None]
-        return Grid(
-            lambda chunk: pairs[codes[chunk].int()].flatten(1),
-            scales.float(),
-            size,
-            shape=shape,
-        )
+        columns = (
+            shape[-1] if shape[-1] % size == 0 else size
+        )  # blocks are groups of a row, or go on in the next
+        codes, scales = codes.view(-1, columns // 2), scales.view(-1, columns // size).float()
+        return Grid(lambda chunk: pairs[codes[chunk].int()].flatten(1), scales, columns, shape=shape)
 
     def _mxfp4(self, key: str) -> Grid:
         """Experts of gpt-oss: blocks of 32 numbers along the inputs, which come last there and first in the model."""
@@ -573,19 +320,15 @@ class _Stored:
     def _fp4(self, codes: Tensor, scale: Tensor) -> Grid:
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         rows, pairs = codes.view(-1, codes.shape[-1]), _pairs(torch.tensor(_FP4))
-        return Grid(
-            lambda chunk: pairs[rows[chunk].int()].flatten(1),
-            self._scales(scale, shape),
-            shape[-1],
-            shape=shape,
-        )
+        scales = self._scales(scale, shape)
+        return Grid(lambda chunk: pairs[rows[chunk].int()].flatten(1), scales, shape[-1], shape=shape)
 
-    def _grid(self, codes: Tensor, scale: Tensor, zeros: Tensor | int = 0) -> Grid:
+    def _grid(self, codes: Tensor, scale: Tensor, zeros: Tensor | None = None) -> Grid:
         """Return the grid of a weight whose codes lie as the weight does."""
         rows = codes.reshape(-1, codes.shape[-1])
-        zeros = self._scales(zeros, codes.shape) if isinstance(zeros, Tensor) else zeros
+        least = 0 if zeros is None else self._scales(zeros, codes.shape)
         scales = self._scales(scale, codes.shape)
-        return Grid(lambda chunk: rows[chunk], scales, codes.shape[-1], zeros, shape=codes.shape)
+        return Grid(lambda chunk: rows[chunk], scales, codes.shape[-1], least, shape=codes.shape)
 
     def _scales(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
         """Return scales or zeros of a weight as [all its rows, groups of columns], float32.
