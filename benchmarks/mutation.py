@@ -266,7 +266,7 @@ drafters/model.py:SelfDrafter.drafting  test_decode.py
 
 sliding layers do not record their past
 backends/torch/caches.py:DynamicKVCache.after_forward  test_caches.py -k 'mistral or llama or gemma3'
-- self._cache.activate_past_recording()
+- self.held.activate_past_recording()
 + pass
 
 recurrent states are not rolled back
