@@ -47,6 +47,7 @@ from specbench.results.pairs import whole_speed
 from specbench.results.results import Results, load_results
 from specbench.results.stats import geometric_mean
 from specbench.results.summary import summarize
+from specbench.rows import conditions_of
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy
 
@@ -163,8 +164,8 @@ def measure(
     """Measure all sides, or what is missing in the folder."""
     decoding = DecodingOptions(max_new_tokens=tokens, ignore_eos=True)
     options = SweepOptions(
-        gammas=(), policies=(), decoding=decoding, repeats=given.repeats, warmup=0, turns=1, cache="none",
-        batches=() if batch is None else (batch,), servers=tuple(sides),
+        gammas=(), policies=(), decoding=decoding, repeats=given.repeats, warmup=0, turns=1,
+        conditions=conditions_of(batch=[] if batch is None else [batch]), servers=tuple(sides),
     )  # fmt: skip
     launched = LaunchedEngine(sides, folder / "servers", limit=given.servers, decoding=decoding)
     configs = tuple(server_rows(options, [(name, None) for name in sides]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal, TypeAlias
+from itertools import product
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dict
@@ -68,6 +71,29 @@ class Condition(Record, kw_only=False):
         parts += [] if self.batch is None else [batch.format(self.batch)]
         parts += [] if self.arrivals is None or self.is_closed else [self.arrivals]
         return parts if self.thinking is None else [*parts, thinking.format("on" if self.thinking else "off")]
+
+
+def conditions_of(**axes: Iterable[Any]) -> tuple[Condition, ...]:
+    """Return every combination of the values of axes, by their fields; one without values keeps its default.
+
+    Raises:
+        UsageError: A value is given twice, there are arrivals without batches, or an arrival process is none.
+    """
+    given = {name: list(axes.get(name, ())) for name in Condition.__struct_fields__}
+    given["arrivals"] = [str(parse_arrivals(each)) for each in given["arrivals"]]
+    for name, values in given.items():
+        if len(set(values)) < len(values):
+            raise UsageError(f"A value of --{name} is given twice.", "Give each once.")
+    if given["arrivals"] and not given["batch"]:
+        raise UsageError("--arrivals needs a batch.", "Add --batch N.")
+    given = {name: values for name, values in given.items() if values}
+    found = [Condition(**dict(zip(given, values, strict=True))) for values in product(*given.values())]
+    return tuple(
+        each
+        if each.batch is None or each.arrivals
+        else structs.replace(each, arrivals=str(Closed(each.batch)))
+        for each in found
+    )
 
 
 class OtherLibrary(Record, kw_only=False, tag="library"):

@@ -19,7 +19,7 @@ from specbench.bench.prompts import Prompt
 from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.serving import Workload
 from specbench.decoding.records import Step, StepTimes
-from specbench.options import CacheOptions, DecodingOptions
+from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import (
     CostLine,
@@ -31,7 +31,7 @@ from specbench.results.lines import (
 )
 from specbench.results.run import Environment, Run, TargetModel
 from specbench.results.store import RunStore
-from specbench.rows import LoadedName, Row
+from specbench.rows import Condition, LoadedName, Row, conditions_of
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 
@@ -214,9 +214,8 @@ def specs_of(*names: str) -> dict[str, DrafterSpec]:
     }
 
 
-def grid_of(options: SweepOptions, *names: str, **fingerprints: str) -> list[Row]:
+def grid_of(options: SweepOptions, *names: str, base: Recipe = BASE, **fingerprints: str) -> list[Row]:
     """The grid of drafters by their names, with fingerprints of models."""
-    base = replace(BASE, caching=CacheOptions(cache=options.cache))
     drafters = [
         (LoadedName(name, fingerprint=fingerprints.get(name)), replace(base, drafter=spec))
         for name, spec in specs_of(*names).items()
@@ -227,10 +226,11 @@ def grid_of(options: SweepOptions, *names: str, **fingerprints: str) -> list[Row
 def make_sweep(
     asked: Sequence[Prompt] | None = None, drafters: Sequence[str] = ("d",), **options: Any
 ) -> Sweep:
-    """A small sweep; for ``options`` see ``SweepOptions``."""
+    """A small sweep; for ``options`` see ``SweepOptions`` and ``conditions_of``."""
+    axes = {name: options.pop(name) for name in Condition.__struct_fields__ if name in options}
     defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1}
     options.setdefault("decoding", DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 5)))
-    made = SweepOptions(**{**defaults, **options})
+    made = SweepOptions(conditions_of(**axes), **{**defaults, **options})
     return Sweep(made, tuple(asked or prompts()), tuple(grid_of(made, *drafters)))
 
 

@@ -32,6 +32,7 @@ from specbench.results.lines import DrafterTimes, ReadingTimes
 from specbench.results.requests import context_curves
 from specbench.results.results import load_results
 from specbench.results.summary import summarize
+from specbench.rows import conditions_of
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 
@@ -44,7 +45,7 @@ def words(prompt: Prompt) -> int:
 
 def context_sweep(contexts: tuple[int, ...] = (16, 64), count: int = 4, **options: object) -> Sweep:
     made = SweepOptions(
-        gammas=(1, 2), repeats=2, warmup=1, turns=1, contexts=contexts,
+        conditions_of(context=contexts), gammas=(1, 2), repeats=2, warmup=1, turns=1,
         decoding=DecodingOptions(max_new_tokens=5), **options,
     )  # fmt: skip
     return Sweep(made, prompts(count), tuple(grid_of(made, "d")), text=TEXT)
@@ -89,14 +90,16 @@ def test_lengths_that_cannot_be_are_refused():
     assert parse_contexts("256,1024, 64") == [64, 256, 1024]
     with pytest.raises(UsageError, match="--context is 0"):
         parse_contexts("0")
-    options = SweepOptions(contexts=(256, 8000), turns=1, decoding=DecodingOptions(max_new_tokens=200))
+    options = SweepOptions(
+        conditions_of(context=(256, 8000)), turns=1, decoding=DecodingOptions(max_new_tokens=200)
+    )
     check_contexts(options, 8200)
     check_contexts(options, None)
     with pytest.raises(UsageError, match=r"8,000 of context leave no room for 200"):
         check_contexts(options, 8199)
-    for wrong in ({"turns": None}, {"turns": 1, "batches": (2,)}):
+    for turns, batch in ((None, ()), (1, (2,))):
         with pytest.raises(UsageError, match="--context"):
-            SweepOptions(contexts=(8,), **wrong)
+            SweepOptions(conditions_of(context=(8,), batch=batch), turns=turns)
 
 
 # -- the plan ----------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ def test_every_length_has_its_own_baseline():
     assert configs["d@2,c=64"].label == "d γ=2, context 64"
     assert configs["d@2,c=64"].condition.context == 64
     servers = server_rows(
-        SweepOptions(contexts=(1024,), turns=1, servers=("a", "b")), [("a", None), ("b", None)]
+        SweepOptions(conditions_of(context=(1024,)), turns=1, servers=("a", "b")), [("a", None), ("b", None)]
     )
     assert [(each.id, each.label, each.baseline) for each in servers] == [
         ("a,c=1024", "a, context 1,024", "a,c=1024"),

@@ -27,7 +27,7 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import DrafterTimes, ReadingTimes, TreeTimes
-from specbench.rows import Row
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -59,7 +59,8 @@ def engine_of(**asked: Any) -> ModelEngine:
 
 
 def grid(temperature: float = 0.0, others: Sequence[str] = ("transformers", "assisted")) -> list[Row]:
-    made = SweepOptions(gammas=(3,), temperatures=(temperature,), others=parse_baselines(others))
+    at = conditions_of(temperature=[temperature])
+    made = SweepOptions(at, gammas=(3,), others=parse_baselines(others))
     return grid_of(made, "lookup", "self:int8", "small", small="f")
 
 

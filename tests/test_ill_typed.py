@@ -34,6 +34,7 @@ from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_lines, read_run
 from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
+from specbench.rows import Row
 from specbench.show.document import to_markdown
 from specbench.show.report import content
 from specbench.show.report.content import make_report
@@ -207,6 +208,9 @@ def spoiled(value: Any) -> Iterator[tuple[float, Any]]:
             for number, changed in spoiled(part):
                 with suppress(ValueError):  # no such record can be made
                     yield number, structs.replace(value, **{name: changed})
+    elif isinstance(value, Row):
+        for number, changed in spoiled(value.condition):
+            yield number, Row(value.decoder, changed, value.loaded)
     elif isinstance(value, dict):
         yield from ((number, {**value, key: each}) for key in value for number, each in spoiled(value[key]))
     elif isinstance(value, list) and value:
@@ -240,7 +244,7 @@ def test_whatever_is_stored_is_read_back(stored):
             line = structs.replace(measured.line, repeat=repeat)
             found = store.append(replace(measured, line=line, result=result))
             assert (found.result == result) or (found.result is None and number != 0)
-        assert count > 200
+        assert count >= 200
         assert len([*store.measurements()]) > 100
     assert load_results(folder).problems == []
 

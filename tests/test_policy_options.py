@@ -29,7 +29,7 @@ from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.results.results import load_results
-from specbench.rows import Row
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
 from specbench.specs.policies import LONGEST_DRAFT, POLICIES, parse_policy
 
@@ -158,7 +158,8 @@ def decode(engine: ModelEngine, config: Row, **changed: Any) -> Outcome:
 
 
 def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Row:
-    options = SweepOptions(policies=(rule,), gammas=(3,), temperatures=(temperature,))
+    at = conditions_of(temperature=[temperature])
+    options = SweepOptions(at, policies=(rule,), gammas=(3,))
     return grid_of(options, drafter)[1]
 
 

@@ -33,7 +33,7 @@ from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, 
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
 from specbench.results.run import TargetModel
-from specbench.rows import Row
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.tune.engine_answer import schedule, start_command
@@ -333,10 +333,10 @@ def search(
     prompts = tuple(load_prompts(("all",), 40))
     base = {
         "gammas": (), "policies": (), "decoding": DecodingOptions(max_new_tokens=48), "repeats": 2, "warmup": 0,
-        "turns": 1, "seed": seed, "cache": "none", "servers": tuple(each.name for each in made),
+        "turns": 1, "seed": seed, "servers": tuple(each.name for each in made),
     }  # fmt: skip
     configs = engine_configs(SweepOptions(**base), made)
-    options = SweepOptions(**base, batches=batches)
+    options = SweepOptions(conditions_of(batch=batches), **base)
     sweep = Sweep(options, prompts, tuple(configs + (engine_configs(options, made) if batches else [])))
     settings = {each.name: each for each in made}
     clock = FakeClock()

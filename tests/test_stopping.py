@@ -132,7 +132,7 @@ def test_intervals_of_speedups_are_those_of_every_look_and_a_note_says_so(tmp_pa
 
 
 def test_not_with_batches():
-    assert "--batch" in refusal(make_sweep, until="sure", batches=(2,), turns=1, kind=UsageError)
+    assert "--batch" in refusal(make_sweep, until="sure", batch=(2,), turns=1, kind=UsageError)
 
 
 def test_the_order_of_prompts_depends_on_the_seed_alone():

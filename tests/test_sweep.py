@@ -6,11 +6,13 @@ import os
 import random
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pytest
 from scripted_engine import (
+    BASE,
     ScriptedEngine,
     cost_lines,
     describe,
@@ -30,12 +32,12 @@ from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
 from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.sweeps import sweep
-from specbench.options import DecodingOptions
+from specbench.options import CacheOptions, DecodingOptions
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_run
 from specbench.results.summary import summarize
-from specbench.rows import OtherLibrary
+from specbench.rows import OtherLibrary, conditions_of
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -79,13 +81,27 @@ def test_ranges_of_gamma_that_are_none(text, message):
         ({"decoding": DecodingOptions(max_new_tokens=1)}, "new tokens is 1"),
         ({"warmup": -1}, "warm-ups is -1"),
         ({"turns": 0}, "turns is 0"),
-        ({"temperatures": (0.0, 0.0)}, "temperature is given twice"),
-        ({"temperatures": (0.5,), "others": parse_baselines(["beam:4"])}, "Beam search needs temperature 0"),
+        (
+            {"conditions": conditions_of(temperature=[0.5]), "others": parse_baselines(["beam:4"])},
+            "Beam search needs temperature 0",
+        ),
     ],
 )
 def test_options_outside_their_range(options, message):
     with pytest.raises(UsageError, match=message):
         SweepOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"temperature": [0.0, 0.0]}, "--temperature is given twice"),
+        ({"arrivals": ["closed:2"]}, "needs a batch"),
+    ],
+)
+def test_conditions_that_are_none(axes, message):
+    with pytest.raises(UsageError, match=message):
+        conditions_of(**axes)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +116,12 @@ def test_a_sweep_takes_names_and_no_objects(tmp_path, given, what):
 
 def test_the_grid_has_plain_decoding_at_every_temperature():
     options = SweepOptions(
+        conditions_of(temperature=(0.0, 0.7)),
         gammas=(2, 4),
-        temperatures=(0.0, 0.7),
         others=parse_baselines(["transformers", "assisted"]),
-        cache="preallocated",
     )
-    configs = grid_of(options, "none", "lookup", "small (int8)", **{"small (int8)": "f1"})
+    base = replace(BASE, caching=CacheOptions(cache="preallocated"))
+    configs = grid_of(options, "none", "lookup", "small (int8)", base=base, **{"small (int8)": "f1"})
     assert [config.id for config in configs[:8]] == [
         "plain", "lookup@2", "lookup@4", "small (int8)@2", "small (int8)@4", "transformers", "transformers:lookup",
         "transformers:small (int8)",
@@ -339,7 +355,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
 
 @pytest.mark.parametrize(("tie", "severity"), [(True, "info"), (False, "error"), (None, "warning")])
 def test_outputs_that_differ_from_plain_decoding_are_told(tmp_path, tie, severity):
-    sweep = make_sweep(prompts(1, conversations=1), temperatures=(0.0, 0.7))
+    sweep = make_sweep(prompts(1, conversations=1), temperature=(0.0, 0.7))
     engine = ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=tie)
     result = measure(tmp_path, sweep, engine)
     differences = run_json(tmp_path)["differences"]

@@ -63,12 +63,12 @@ def test_bad_ways_for_requests_to_come(text, fragment):
 
 
 def batched(count: int = 4, **options: Any) -> Sweep:
-    defaults: dict[str, Any] = {"batches": (1, 2), "turns": 1, "gammas": (2,)}
+    defaults: dict[str, Any] = {"batch": (1, 2), "turns": 1, "gammas": (2,)}
     return make_sweep(prompts(count), **{**defaults, **options})
 
 
 def test_every_batch_has_its_own_baseline():
-    configs = batched(temperatures=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
+    configs = batched(temperature=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
     assert len(configs) == 2 * 2 * 2 * 2
     ids = {config.id for config in configs}
     assert len(ids) == len(configs)
@@ -198,7 +198,7 @@ def falling(config: Row, prompt: Sequence[int]) -> float:
 
 
 def write_batches(folder: Path, **options: Any) -> Path:
-    usual = {"count": 16, "batches": (1, 2, 4, 8), "gammas": (1, 3), "max_new_tokens": 9, "warmup": 0}
+    usual = {"count": 16, "batch": (1, 2, 4, 8), "gammas": (1, 3), "max_new_tokens": 9, "warmup": 0}
     sweep = batched(**{**usual, **options})
     measure(folder, sweep, ScriptedEngine(slower=falling))
     return folder
@@ -230,7 +230,7 @@ def test_a_group_is_a_line_with_its_requests(falls):
 
 
 def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
-    sweep = batched(6, arrivals=("poisson:2",), batches=(2,), repeats=2, warmup=0)
+    sweep = batched(6, arrivals=("poisson:2",), batch=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
     measure(tmp_path, sweep, engine)
     assert len(engine.workloads) == 4
@@ -272,7 +272,7 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path):
 
 
 def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
-    sweep = batched(4, batches=(2,), repeats=1, warmup=0)
+    sweep = batched(4, batch=(2,), repeats=1, warmup=0)
     errors = iter([None, RuntimeError("no room")])
 
     def fails(config: Row, prompt: Sequence[int]) -> Exception | None:
@@ -287,7 +287,7 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
 
 
 def test_outputs_that_differ_are_found_within_groups(tmp_path):
-    sweep = batched(4, batches=(2,), repeats=1, warmup=0)
+    sweep = batched(4, batch=(2,), repeats=1, warmup=0)
     engine = ScriptedEngine(spoils=lambda config: config.kind == "speculative", tie=True)
     measure(tmp_path, sweep, engine)
     differences = run_json(tmp_path)["differences"]
@@ -353,7 +353,7 @@ def test_speedups_are_ratios_of_throughputs_over_groups(falls):
 
 
 def test_percentiles_are_those_of_all_requests(tmp_path):
-    folder = write_batches(tmp_path / "run", batches=(4,), repeats=3)
+    folder = write_batches(tmp_path / "run", batch=(4,), repeats=3)
     frame = load_results(folder)
     requests = request_rows(frame, summarize(frame))
     assert [row.requests for row in requests] == [48, 48, 48]
@@ -367,7 +367,7 @@ def test_percentiles_are_those_of_all_requests(tmp_path):
         }.items():
             for percent in (50, 95, 99):
                 assert getattr(row, name)[f"p{percent}"] == pytest.approx(np.percentile(values, percent))
-    alone = load_results(write_batches(tmp_path / "none", batches=(), turns=None))
+    alone = load_results(write_batches(tmp_path / "none", batch=(), turns=None))
     assert request_rows(alone, summarize(alone)) == []
 
 

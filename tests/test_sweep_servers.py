@@ -466,7 +466,9 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     """The rows of a sweep over servers whose times are scripted."""
     asked = tuple(Prompt(f"p{i}", "x", (f"Question {i}",)) for i in range(prompts))
     decoding = DecodingOptions(max_new_tokens=9)
-    options = SweepOptions((), (), turns=1, servers=names, repeats=2, warmup=0, decoding=decoding)
+    options = SweepOptions(
+        gammas=(), policies=(), turns=1, servers=names, repeats=2, warmup=0, decoding=decoding
+    )
     sweep = Sweep(options, asked, tuple(server_rows(options, [(name, None) for name in names])))
     with closing(timed.engine(*names)) as engine:
         target = engine.describe_target(decoding)

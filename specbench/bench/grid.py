@@ -42,18 +42,14 @@ class SweepOptions:
     """The options of a sweep, stored in ``run.json``.
 
     Attributes:
+        conditions: What everything is measured under.
         policies: Draft policies by name; ``fixed`` is measured with each of ``gammas``.
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
         others: What is measured of ``transformers`` too: its own ``generate``; its assisted generation, with each
             drafter that is a model, and prompt lookup; beam searches, at temperature 0.
-        batches: Batch sizes; empty for one prompt after the other.
-        arrivals: How requests arrive, in the notation of ``parse_arrivals``; empty for as many clients as the batch
-            size.
-        contexts: Lengths of prompts in tokens, ascending; empty for the prompts as they are.
         context_text: Name and hash of the text in front of longer prompts.
-        thinking: Whether chat templates are told to think, each in turn; empty for what ``template`` says.
         template: What chat templates are told of all prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided; if they are kept, how earlier conversations are.
@@ -64,21 +60,16 @@ class SweepOptions:
         UsageError: A value is out of range, or not possible with batches.
     """
 
+    conditions: tuple[Condition, ...] = (Condition(),)
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     policies: tuple[str, ...] = ("fixed",)
-    temperatures: tuple[float, ...] = (0.0,)
     decoding: DecodingOptions = field(default_factory=lambda: DecodingOptions(max_new_tokens=64))
     repeats: int = 3
     warmup: int = 1
     turns: int | None = None
     seed: int = 0
-    cache: str = "dynamic"
     others: tuple[OtherLibrary, ...] = ()
-    batches: tuple[int, ...] = ()
-    arrivals: tuple[str, ...] = ()
-    contexts: tuple[int, ...] = ()
     context_text: str | None = None
-    thinking: tuple[bool, ...] = ()
     template: TemplateOptions = NO_OPTIONS
     servers: tuple[str, ...] = ()
     api: Literal["chat", "completions"] = "chat"
@@ -95,13 +86,7 @@ class SweepOptions:
         ):
             if value < least:
                 raise UsageError(f"The {what} is {value}.", f"Give at least {least}.")
-        for what, values in (
-            ("γ", self.gammas),
-            ("temperature", self.temperatures),
-            ("value of --thinking", self.thinking),
-            ("draft policy", self.policies),
-            ("arrival process", tuple(str(parse_arrivals(each)) for each in self.arrivals)),
-        ):
+        for what, values in (("γ", self.gammas), ("draft policy", self.policies)):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
         if self.until is not None:
@@ -109,11 +94,10 @@ class SweepOptions:
         no_batch = "Leave it out, or leave --batch out."
         for wrong, what, hint in (
             (
-                any(each.beams for each in self.others) and 0.0 not in self.temperatures,
+                any(each.beams for each in self.others) and all(at.temperature for at in self.conditions),
                 "Beam search needs temperature 0, which is not among the temperatures.",
                 "Leave beam out, or add --temperature 0.",
             ),
-            (self.arrivals and not self.batches, "--arrivals needs a batch.", "Add --batch N."),
             (
                 (self.batches or self.contexts) and self.turns != 1,
                 f"With {'--batch' if self.batches else '--context'} only the first turn of a conversation is decoded.",
@@ -144,22 +128,19 @@ class SweepOptions:
         return tuple(map(parse_policy, self.policies))
 
     @property
-    def workloads(self) -> list[tuple[int, str]]:
-        """Every batch size with every arrival process."""
-        return [
-            (batch, str(arrivals))
-            for batch in self.batches
-            for arrivals in (map(parse_arrivals, self.arrivals) if self.arrivals else [Closed(batch)])
-        ]
+    def batches(self) -> list[int]:
+        """Batch sizes; empty for one prompt after the other."""
+        return [*dict.fromkeys(at.batch for at in self.conditions if at.batch is not None)]
 
+    @property
+    def contexts(self) -> list[int]:
+        """Lengths of prompts in tokens, ascending; empty for the prompts as they are."""
+        return sorted({at.context for at in self.conditions if at.context is not None})
 
-def conditions(options: SweepOptions) -> Iterator[Condition]:
-    """Yield every temperature with every workload, context and kind of thinking."""
-    for temperature in options.temperatures:
-        for batch, arrivals in options.workloads or ((None, None),):
-            for context in options.contexts or (None,):
-                for thinking in options.thinking or (None,):
-                    yield Condition(temperature, batch, arrivals, context, thinking)
+    @property
+    def hottest(self) -> float:
+        """The highest temperature."""
+        return max(at.temperature for at in self.conditions)
 
 
 def build_rows(
@@ -194,7 +175,7 @@ def build_rows(
         ]
     return [
         Row(decoder, at, name)
-        for at in conditions(options)
+        for at in options.conditions
         for decoder, name in decoders
         if not (isinstance(decoder, OtherLibrary) and decoder.beams and at.temperature)
     ]
@@ -209,7 +190,7 @@ def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]
     of the others.
     """
     return [
-        Row(Server(name, servers[0][0], gamma), at) for at in conditions(options) for name, gamma in servers
+        Row(Server(name, servers[0][0], gamma), at) for at in options.conditions for name, gamma in servers
     ]
 
 
@@ -250,8 +231,8 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
     Raises:
         UsageError: There are fewer, so that a prompt would be decoded twice at the same time.
     """
-    arrivals = [parse_arrivals(each) for _, each in options.workloads]
-    clients = max((each.clients for each in arrivals if isinstance(each, Closed)), default=0)
+    loads = [at.workload for at in options.conditions]
+    clients = max((each.clients for each in loads if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
             f"There are only {prompts} prompts for {clients} requests at a time.",
@@ -349,7 +330,7 @@ class Sweep:
             shuffle = random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle
             shuffle(order)
             if options.contexts:
-                contexts = list(options.contexts)
+                contexts = options.contexts
                 shuffle(contexts)
                 at = {config.id: contexts.index(config.condition.context or 0) for config in configs}
                 order.sort(key=at.__getitem__)

@@ -83,7 +83,8 @@ def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
     """Return the options of a sweep as JSON data, with the decoding options at the same level."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
-    return {**values.pop("decoding"), **values}
+    conditions = [at.ending.removeprefix(",") or "t=0" for at in options.conditions]
+    return {**values.pop("decoding"), **values, "conditions": conditions}
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:

@@ -14,6 +14,7 @@ from specbench.bench.prompts import load_prompts
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore
+from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
@@ -95,15 +96,13 @@ def sweep(
     )
     specs = [spec for spec in map(parse_drafter, dict.fromkeys(drafters)) if not spec.is_plain]
     options = SweepOptions(
+        conditions_of(temperature=temperatures, batch=batches),
         gammas=tuple(gammas),
         policies=tuple(map(str, parse_policies([*policies, *(["fixed"] if gammas else [])]))),
-        temperatures=tuple(temperatures),
         decoding=base.decoding,
         repeats=repeats,
         warmup=warmup,
         seed=seed,
-        cache=base.caching.cache,
-        batches=tuple(batches),
         turns=1 if batches else None,
     )
     chosen = tuple(load_prompts(prompts, limit))

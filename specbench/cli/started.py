@@ -165,7 +165,6 @@ class EngineServers:
             policies=(),
             decoding=self.decoding,
             warmup=0,  # every server warms up when it starts
-            cache="none",
             servers=tuple(each.name for each in self.settings),
             api=self.requests.api,
             **measured,

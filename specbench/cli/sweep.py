@@ -123,9 +123,8 @@ def _compared_models(
     from specbench.bench.grid import SweepOptions
 
     axes = compared.axes(experiment, base.template)
-    usual = (
-        ["auto", "fixed"] if 0.0 in axes["temperatures"] else ["fixed"]
-    )  # `generate` takes auto at temperature 0
+    # `generate` takes auto at temperature 0.
+    usual = ["fixed"] if all(at.temperature for at in axes["conditions"]) else ["auto", "fixed"]
     policies = parse_policies(drafting.draft_policy or usual)
     for policy in policies:
         replace(base, policy=policy).check()
@@ -141,19 +140,16 @@ def _compared_models(
                 f"Add --draft-policy fixed, or {other}.",
             )
         gammas = []
-    if axes["batches"] and base.caching.cache in ("static", "compiled"):
+    if compared.batch is not None and base.caching.cache in ("static", "compiled"):
         raise UsageError(
             "Forward passes of fixed shapes (--cache static and compiled) serve one prompt at a time.",
             "Choose another cache, or leave --batch out.",
         )
-    if axes["turns"] is None and (axes["batches"] or axes["contexts"]):
-        axes["turns"] = 1
     options = SweepOptions(
         gammas=tuple(gammas),
         policies=tuple(map(str, policies)),
         decoding=base.decoding,
         warmup=experiment.warmup,
-        cache=base.caching.cache,
         others=parse_baselines(compared.baseline),
         **axes,
     )

@@ -53,7 +53,7 @@ def sweep_engine(
         servers,
         arguments,
         decoding,
-        max(axes["temperatures"]),
+        max(at.temperature for at in axes["conditions"]),
         usual=not compared.drafter,
         gammas=parse_gammas(drafting.gamma or "") if given(ctx, "gamma") else None,
         policies=parse_policies(drafting.draft_policy or ["fixed"]),

@@ -67,19 +67,23 @@ class ComparedOptions:
         """
         from specbench.bench.axes import parse_batches, parse_contexts, parse_thinking
         from specbench.decoding.sampling import Sampling
+        from specbench.rows import conditions_of
 
-        temperatures = tuple(self.temperature or [0.0])
-        for value in temperatures:
+        for value in self.temperature:
             Sampling(temperature=value)
+        conditions = conditions_of(
+            temperature=self.temperature,
+            batch=[] if self.batch is None else parse_batches(self.batch),
+            arrivals=self.arrivals,
+            context=[] if self.context is None else parse_contexts(self.context),
+            thinking=[] if self.thinking is None else parse_thinking(self.thinking),
+        )
+        one_turn = experiment.turns is None and not (self.batch is None and self.context is None)
         return {
-            "temperatures": temperatures,
+            "conditions": conditions,
             "repeats": experiment.repeats,
-            "turns": experiment.turns,
+            "turns": 1 if one_turn else experiment.turns,
             "seed": experiment.seed,
-            "batches": () if self.batch is None else tuple(parse_batches(self.batch)),
-            "arrivals": self.arrivals,
-            "contexts": () if self.context is None else tuple(parse_contexts(self.context)),
-            "thinking": () if self.thinking is None else tuple(parse_thinking(self.thinking)),
             "template": template,
             "until": experiment.until,
         }

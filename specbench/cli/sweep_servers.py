@@ -46,14 +46,13 @@ def sweep_servers(
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
     axes = compared.axes(experiment, template)
-    if axes["turns"] is None and (servers.prompt_cache != "keep" or axes["batches"]):
+    if axes["turns"] is None and servers.prompt_cache != "keep":
         axes["turns"] = 1
     options = SweepOptions(
         gammas=(),
         policies=(),
         decoding=decoding,
         warmup=experiment.warmup,
-        cache="none",
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
         prompt_cache=servers.prompt_cache,
@@ -73,7 +72,7 @@ def sweep_servers(
         tokenizer=tokenizer,
         timeout_s=servers.timeout,
         decoding=decoding,
-        temperature=max(options.temperatures),
+        temperature=options.hottest,
         template=template,
         prompt_cache=servers.prompt_cache,
     )

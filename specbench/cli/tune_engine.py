@@ -24,6 +24,7 @@ from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
 from specbench.results.store import RunStore
+from specbench.rows import conditions_of
 
 if TYPE_CHECKING:
     from specbench.bench.engines.launched import LaunchedEngine
@@ -59,11 +60,16 @@ def tune_engine(
             target, search.drafter, engines, servers, arguments, decoding, search.temperature, usual=True
         )
     options = planned.sweep_options(
-        temperatures=(search.temperature,), repeats=_REPEATS, turns=1, seed=search.seed, template=template
+        conditions=conditions_of(temperature=[search.temperature]),
+        repeats=_REPEATS,
+        turns=1,
+        seed=search.seed,
+        template=template,
     )
     configs = engine_configs(options, planned.settings)
-    if search.batch is not None:
-        options = replace(options, batches=tuple(batch for batch in parse_batches(search.batch) if batch > 1))
+    batches = [batch for batch in parse_batches(search.batch or "1") if batch > 1]
+    if batches:
+        options = replace(options, conditions=conditions_of(temperature=[search.temperature], batch=batches))
         check_batches(options, len(prompts))
         configs += engine_configs(options, planned.settings)
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)

@@ -29,6 +29,7 @@ from specbench.decoding.clocks import WallClock
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore, read_run, stored_runs
+from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, rules_to_try
@@ -81,9 +82,9 @@ def run_tune(
         rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
     )
     options = SweepOptions(
+        conditions_of(temperature=[search.temperature]),
         gammas=GAMMAS,
         policies=tuple(map(str, policies)),
-        temperatures=(search.temperature,),
         decoding=decoding,
         repeats=_REPEATS,
         warmup=0,
@@ -105,7 +106,6 @@ def run_tune(
         loaded = load_candidates(
             base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
         )
-    options = replace(options, cache=loaded.cache)
     base = replace(base, caching=replace(base.caching, cache=loaded.cache))
     configs = tuple(configurations(options, loaded.engine, base))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)

@@ -40,7 +40,6 @@ _SOFTWARE = ("os", "python", "torch", "transformers", "specbench", "git_commit",
 _OPTIONS = {
     "max_new_tokens": "new tokens",
     "ignore_eos": "ignore end tokens",
-    "cache": "cache",
     "turns": "turns",
 }
 
@@ -419,6 +418,7 @@ def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
     ]
     ours, theirs = ({config.drafter: config.fingerprint for config in run.configs} for run in runs)
     pairs += [(f"weights of {one_line(name)}", ours[name], theirs[name]) for name in ours if name in theirs]
+    pairs.append(("cache", *(sorted({config.cache for config in run.configs}) for run in runs)))
     differing = [f"{what}: {_shown(a)} / {_shown(b)}" for what, a, b in pairs if _differ(a, b)]
     if differing:
         yield f"Also different, A / B: {'; '.join(differing)}."

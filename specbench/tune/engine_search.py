@@ -190,7 +190,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         }
         names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
         found: dict[int, dict[int, float]] = {}
-        for batch, _ in self._sweep.options.workloads:
+        for batch in self._sweep.options.batches:
             configs = {
                 gamma: config
                 for gamma, name in names.items()
