@@ -22,26 +22,45 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from specbench.backends.torch.caches import make_cache
+from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.generate import GenerationRun
 from specbench.models.checkpoints import check_config
-from specbench.models.drafters import load_drafter
+from specbench.models.composites import without_timm
+from specbench.models.drafters import load_drafter, wrap_drafter
+from specbench.models.load import LanguageModel, load_model
 from specbench.models.target import Target, wrap_target
-from specbench.options import CacheKind
+from specbench.options import CacheKind, LoadOptions
 from specbench.policies import FixedLength
+
+UNDECLARED: dict[str, dict[str, Any]] = {
+    **{kind: {"vision_start_token_id": 62} for kind in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+    "timm_wrapper": {"hidden_size": 32, "model_args": {"embed_dim": 32}},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+    },
+}  # fmt: skip
+"""Settings that configurations have without declaring them."""
 
 VOCABULARY, WINDOW, PROMPT, NEW = 64, 8, 24, 40
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated")
@@ -126,6 +145,63 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What other types need; ``...`` leaves a setting at its default. Many time steps are beyond their bounds."""
 
+TEXTS = ("text_config", "llm_config", "decoder")
+SEEING: dict[str, Any] = {
+    "depth": 2, "embed_dim": 32, "out_hidden_size": 32, "image_size": 32, "patch_size": 8, "num_channels": 3,
+    "projection_dim": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}  # fmt: skip
+"""Settings of parts that see or hear, where they differ from those of texts."""
+AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+"""Positions of several axes, for heads of 8 numbers."""
+
+OTHERWISE |= {
+    **{kind: {"rope_parameters": AXES} for kind in (
+        "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm_ocr_text",
+        "cosmos3_edge_text", "hunyuan_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text",
+    )},
+    "qwen3_omni_moe_text": {"rope_parameters": AXES, "sliding_window": ...},
+    "glm4v_moe_text": {"rope_parameters": {**AXES, "mrope_section": [1, 1, 0]}},
+    **{kind: {"head_dim": ..., "num_key_value_heads": 4} for kind in ("mistral4", "mistral_large4_text")},
+    **{kind: {"pad_token_id": 0} for kind in ("gemma4_text", "gemma4_unified_text", "step3p5")},
+    **{kind: {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} for kind in ("emu3_text_model", "evolla")},
+    "chameleon": {"vocabulary_map": {"<image>": 60}, "pad_token_id": 0},
+    "clip_vision_model": {"hidden_size": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": AXES}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots3_note_text": {
+        "num_key_value_heads": 4, "head_dim": 16, "layer_types": ["indexed_attention", "sliding_attention"],
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense"] * 2},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "emu3": {"vocabulary_map": {"<image>": 60}},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "attn_resolutions": (1,)},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32], "rope_parameters": {**AXES, "mrope_section": [1, 1, 2]},
+    },
+    "glm5_next_text": {
+        "num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": ..., "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"],
+    },
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [], "downsample_rate": "1/2"},
+    "inkling2_vision": {"text_hidden_size": 32},
+    **{kind: {"layers": 2, "embed_dim": 32, "ffn_dim": 48, "attention_heads": 4, "pad_token_id": 1} for kind in (
+        "kosmos_2_text_model", "kosmos_2_5_text_model",
+    )},
+    "mllama_text_model": {
+        "num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    },
+    "molmo2_vision": {"image_size": [32, 32]},
+    "molmo2_adapter": {"vision_feature_layer": [0, 1], "text_hidden_size": 32},
+    "muse_spark_audio": {
+        "num_hidden_layers": 2, "patch_sizes": [2, 2], "hidden_sizes": [16, 32], "depths": [1, 1],
+    },
+    "radio": {"video_temporal_patch_size": 2},
+    **{kind: {"encoder_attention_heads": 4, "encoder_layers": 2, "encoder_ffn_dim": 32, "output_dim": 32} for kind in (
+        "qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder",
+    )},
+}  # fmt: skip
+
 
 class Guesses(Drafter):
     """Drafts what `generate` answered, with every few tokens a wrong one, so that steps end everywhere."""
@@ -143,17 +219,35 @@ class Guesses(Drafter):
 
 def tiny_config(config_class: Any) -> Any:
     """Return a small configuration of this class, from the settings above that it has."""
+    return config_class(**tiny_settings(config_class))
+
+
+def tiny_settings(config_class: Any, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the settings above, and ``more``, that a class of configurations has."""
     known = set(inspect.signature(config_class.__init__).parameters)
     for each in config_class.__mro__:
         known |= set(getattr(each, "__annotations__", {}))
-    settings = {**SMALL, **OTHERWISE.get(config_class.model_type, {})}
+    settings = {**SMALL, **more, **OTHERWISE.get(config_class.model_type, {})}
     other_names = getattr(config_class, "attribute_map", {})
-    chosen = {
+    return {
         name: value
         for name, value in settings.items()
         if name in known and value is not ... and other_names.get(name) not in settings
-    }
-    return config_class(**chosen)
+    } | UNDECLARED.get(config_class.model_type, {})
+
+
+def tiny_composite(config_class: Any) -> Any:
+    """Return a small configuration of a model with several parts, each with its default class."""
+
+    def settings(own: Any, kind: Any, is_text: bool) -> dict[str, Any]:
+        parts = {name: getattr(own, name, None) for name in kind.sub_configs}
+        return tiny_settings(kind, {} if is_text else SEEING) | {
+            name: {**settings(part, type(part), name in TEXTS), "model_type": part.model_type}
+            for name, part in parts.items()
+            if isinstance(part, PreTrainedConfig)
+        }
+
+    return config_class(**settings(config_class(), config_class, not config_class.sub_configs))
 
 
 def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
@@ -192,6 +286,71 @@ def examine(config_class: Any, model_class: Any) -> tuple[str, str]:
     except Exception as error:
         return "wrong", first_line(error)
     return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join([f"{attention} attention", *notes]))
+
+
+def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
+    """Return the verdict on the text part of a model with several parts, which is saved and loaded as a folder."""
+    kind = config_class.model_type
+    try:
+        check_config(config_class(), kind)
+        config = tiny_composite(config_class)
+        with torch.device("meta"), without_timm():
+            size = sum(parameter.numel() for parameter in whole_class(config).parameters())
+    except SpecbenchError as error:
+        return "refused", error.message
+    except Exception as error:
+        return "not tried", f"no small configuration: {first_line(error)}"
+    if size > 4 * LARGEST:
+        return "not tried", f"no small configuration: {size} parameters"
+    ids = Random(1).choices(range(3, VOCABULARY), k=PROMPT)
+    with TemporaryDirectory() as place:
+        loaded = []
+        for seed in range(2):
+            folder = str(Path(place) / f"tiny-{seed}")
+            torch.manual_seed(seed)
+            try:
+                with without_timm():
+                    whole = whole_class(config).eval().requires_grad_(False)
+                whole.generation_config = GenerationConfig()
+                whole.save_pretrained(folder)
+                loaded.append(load_model(folder, LoadOptions("float32"), tokenizer=False))
+                if not seed:
+                    expected, whose = own_answer(whole, ids)
+            except SpecbenchError as error:
+                return "refused", error.message
+            except Exception as error:
+                return "not tried", f"the random model does not run: {first_line(error)}"
+        target, sibling = loaded
+        read = sum(tensor.numel() for tensor in target.model.state_dict().values())
+        kinds, notes = [], [f"as {type(target.model).__name__}{whose}"]
+        if target.files is not None and target.files.numbers != read:
+            return "wrong", f"{target.files.numbers} weights are counted, and {read} loaded"
+        for cache in CACHES:
+            try:
+                make_cache(cache, target.model.config)
+                kinds.append(cache)
+            except SpecbenchError as error:
+                notes.append(error.message)
+        try:
+            said = [
+                *cause(target.model, ids),
+                *([] if bounds_prompts(target.model.config) else cached(target.model, ids, kinds)),
+                *greedy(target.model, ids, kinds, expected, sibling),
+            ]
+        except SpecbenchError as error:
+            return "refused", error.message
+        except Exception as error:
+            return "wrong", first_line(error)
+    return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join(notes))
+
+
+def own_answer(whole: Any, ids: list[int]) -> tuple[list[int], str]:
+    """Return what the `generate` of a whole model answers, or that of its text part if it insists on a picture."""
+    try:
+        return generated(whole, ids), ""
+    except Exception:
+        part = next(each for each in whole.modules() if each is not whole and hasattr(each, "generate"))
+        return generated(part, ids), " (the whole model needs a picture)"
 
 
 def first_line(error: Exception) -> str:
@@ -267,10 +426,16 @@ def generated(model: Any, ids: list[int], new: int = NEW) -> list[int]:
     return answer
 
 
-def greedy(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> list[str]:
-    expected = generated(model, ids)
+def greedy(
+    model: Any,
+    ids: list[int],
+    kinds: Sequence[CacheKind] = CACHES,
+    expected: Sequence[int] = (),
+    sibling: LanguageModel | None = None,
+) -> list[str]:
+    expected = [*expected] or generated(model, ids)
     said = []
-    for packed in (False, True):
+    for packed in (False, True) if sibling is None else (True,):
         for kind in kinds:
             target = wrap_target(model, name="tiny", cache=kind, pack=packed)
             for word, gamma in (
@@ -279,8 +444,16 @@ def greedy(model: Any, ids: list[int], kinds: Sequence[CacheKind] = CACHES) -> l
                 ("guesses", 5),
                 ("self:layers=1", 3),
                 ("self:int8", 4),
+                *([("lookup", 3), ("sibling", 2)] if sibling else []),
             ):
-                drafter = Guesses(ids, expected, gamma) if word == "guesses" else build(word, target)
+                drafter: Any
+                if word == "guesses":
+                    drafter = Guesses(ids, expected, gamma)
+                elif word == "sibling":
+                    assert sibling is not None
+                    drafter = wrap_drafter(sibling, target, cache=kind)
+                else:
+                    drafter = build(word, target)
                 try:
                     tokens = decoded(ids, target, drafter, gamma)
                 except Exception as error:
@@ -317,11 +490,15 @@ def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     found: dict[str, tuple[str, str]] = {}
-    for config_class, model_class in MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        kind = config_class.model_type
-        if kind not in found and (not wanted or kind in wanted):
-            found[kind] = examine(config_class, model_class)
-            print(f"{kind:24} {found[kind][0]:10} {found[kind][1]}", flush=True)
+    for mapping, look in (
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, examine_composite),
+        (MODEL_FOR_CAUSAL_LM_MAPPING, examine),
+    ):
+        for config_class, model_class in mapping.items():
+            kind = config_class.model_type
+            if kind not in found and (not wanted or kind in wanted):
+                found[kind] = look(config_class, model_class)
+                print(f"{kind:24} {found[kind][0]:10} {found[kind][1]}", flush=True)
     counts = Counter(verdict for verdict, _ in found.values())
     print(json.dumps({"transformers": transformers.__version__, **counts}))
     return int(counts["wrong"] > 0)

@@ -21,7 +21,7 @@ import msgspec
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.record import wrong_field
-from specbench.base.textsafe import encodable
+from specbench.base.textsafe import encodable, excerpt
 from specbench.options import NO_OPTIONS, TemplateOptions
 
 ALL_SETS = "all"
@@ -193,9 +193,24 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     return [(n, _parsed(line, f"Line {n} of {name}", stem, n)) for n, line in numbered if line.strip()]
 
 
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
 class _Message(msgspec.Struct):
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | list[_Part]
+
+    @property
+    def text(self) -> str:
+        """What it says; raise ``ValueError`` if part of it is no text."""
+        if isinstance(self.content, str):
+            return self.content
+        other = next((part.type for part in self.content if part.type != "text"), None)
+        if other is not None:
+            raise ValueError(other)
+        return "".join(part.text for part in self.content)
 
 
 class _Line(msgspec.Struct):
@@ -231,8 +246,14 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
         raise UsageError(f'{where}: "{wrong_field(error)}" has the wrong form.', _FORM) from None
     turns, system = found.turns, found.system
     if "turns" not in fields:
-        said = [message.content for message in found.messages if message.role == "system"]
-        turns = [message.content for message in found.messages if message.role == "user"]
+        try:
+            said = [message.text for message in found.messages if message.role == "system"]
+            turns = [message.text for message in found.messages if message.role == "user"]
+        except ValueError as error:
+            raise UsageError(
+                f"{where}: a message has a part of type {excerpt(error)!r}, and only text is read.",
+                "Take the part or the line out.",
+            ) from None
         system = "\n\n".join(said) if said else system
     if not turns:
         raise UsageError(f'{where} has no "turns".', _FORM)

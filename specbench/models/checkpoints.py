@@ -7,7 +7,6 @@ import json
 import math
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -18,10 +17,7 @@ from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specbench.backends.torch.kernels.linear import bytes_per_weight
 from specbench.backends.torch.recurrent import can_keep_states
@@ -30,6 +26,7 @@ from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
+from specbench.models.composites import causal_class, composite_class
 from specbench.models.devices import available_memory
 from specbench.models.quantized import quantization_of
 from specbench.options import QuantizedName
@@ -91,6 +88,9 @@ def read_config(folder: Path, name: str) -> PreTrainedConfig:
     """
     config = read_any_config(folder, name)
     check_config(config, name)
+    whole, causal = composite_class(config), causal_class(text_config(config))
+    if whole is not None and causal is not None:  # heads may name either as what they were trained for
+        config.architectures = [whole.__name__, causal.__name__]
     quantization_of(config, name)  # refuses what cannot be unpacked
     return config
 
@@ -169,9 +169,15 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _encoder_decoder(kind, name)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    whole = composite_class(config)
+    if whole is not None:
+        _check_type(kind, name)
+        text = text_config(config)
+        check_class(causal_class(text) or whole, text, name)
+        return
+    model_class = causal_class(config)
+    if model_class is None:
         raise _not_causal(kind, name)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     causal = ("forcausallm", "lmheadmodel", model_class.__name__.lower())
     named = [str(architecture).lower() for architecture in config.architectures or ()]
     if named and not any(architecture.endswith(causal) for architecture in named):
@@ -188,6 +194,10 @@ UNSUITABLE = {
     "gemma4_assistant": _OF_GEMMA,
     "gemma4_unified_assistant": _OF_GEMMA,
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
+    "idefics": "it writes nothing without a picture",
+    "paligemma": "tokens of its prompts attend to later ones",
+    "unlimited_ocr": "its attention keeps the prompt and a window after it, which cannot be rolled back",
+    "kosmos-2": "its masks know nothing of caches with room to grow",
     "qwen4_exp": "it keeps states of n-grams, which cannot be rolled back",
     "qwen4_exp_text": "it keeps states of n-grams, which cannot be rolled back",
     "reformer": "it keeps hash buckets in a cache of its own",
@@ -205,16 +215,20 @@ def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in UNLISTED_ENCODERS
     if encoder and not getattr(config, "is_decoder", True):
         raise _not_causal(kind, name)  # an encoder of the BERT family: it would look at what comes after
-    if kind in UNSUITABLE:
-        raise UsageError(
-            f"The model {name} (type {kind!r}) cannot be decoded speculatively: {UNSUITABLE[kind]}.",
-            "Choose a transformer with attention caches.",
-        )
+    _check_type(kind, name)
     if getattr(model_class, "_is_stateful", False) and not can_keep_states(model_class):
         raise UsageError(
             f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
             " draft is rejected.",
             "Choose a model of a family that docs/models.md lists.",
+        )
+
+
+def _check_type(kind: str, name: str) -> None:
+    if kind in UNSUITABLE:
+        raise UsageError(
+            f"The model {name} (type {kind!r}) cannot be decoded speculatively: {UNSUITABLE[kind]}.",
+            "Choose a transformer with attention caches.",
         )
 
 
@@ -294,20 +308,22 @@ def plain_name(file: str, name: str) -> str:
     return file
 
 
-def safetensors_elements(path: Path) -> Counter[torch.dtype]:
-    """Return the number of weights of each dtype, from a safetensors header; raise ``RunError`` if it is damaged."""
-    counts = Counter[torch.dtype]()
+def safetensors_elements(path: Path) -> dict[str, tuple[torch.dtype, int]]:
+    """Return dtype and number of weights of each tensor, from a safetensors header; raise ``RunError`` if it is
+    damaged.
+    """
+    found = {}
     try:
         with safe_open(path, "np") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dict
                 part = file.get_slice(key)
                 dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
-                counts[dtype] += math.prod(part.get_shape())
+                found[key] = dtype, math.prod(part.get_shape())
     except OSError as error:
         raise RunError(f"The file {str(path)!r} cannot be read ({reason(error)}).") from error
     except SafetensorError as error:
         raise RunError(f"The file {str(path)!r} is damaged or truncated.", "Fetch it again.") from error
-    return counts
+    return found
 
 
 def headers_digest(folder: Path, files: Sequence[Path]) -> str:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
@@ -42,6 +41,7 @@ from specbench.models.checkpoints import (
     weight_files,
     weight_memory,
 )
+from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.hub import HubModel
 from specbench.models.quantized import (
@@ -177,7 +177,7 @@ def load_model(
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
                 unpacked = _unpacked(config, spec.name)
-                numbers = unpacked or total // config.dtype.itemsize
+                numbers = unpacked or _weights_of_part(config) or total // config.dtype.itemsize
                 packs = unpacked is not None and quantized(options.dtype) is not None and adapter is None
                 _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
 
@@ -233,6 +233,8 @@ def wrap_model(
         UsageError: The model cannot be decoded speculatively.
     """
     name = name or _name_of(model)
+    if composite_class(model.config) is not None:
+        model = text_model(model)
     check_class(type(model), model.config, name)
     untyped: Any = model
     untyped.eval().requires_grad_(False)
@@ -299,9 +301,13 @@ def _load_folder(
     config = read_config(folder, name)
     files = weight_files(folder, name, config, allow_pickle)
     pickled = files[0].suffix != ".safetensors"
-    counts = Counter[torch.dtype]()
+    tensors: dict[str, tuple[torch.dtype, int]] = {}
     for file in files if not pickled else []:
-        counts.update(safetensors_elements(file))
+        tensors |= safetensors_elements(file)
+    counts = Counter[torch.dtype]()
+    for tensor in tensors.keys() - unread_weights(config, tensors):
+        kind, numbers = tensors[tensor]
+        counts[kind] += numbers
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     unpacked, packed = _unpacked(config, name), quantized(options.dtype)
@@ -356,12 +362,13 @@ def _read_weights(
         RunError: They are damaged, incomplete or too large.
     """
     weights: dict[str, Any] = {}
-    loader: Any = AutoModelForCausalLM  # typed as if it returned no loading report
+    whole = composite_class(config)
+    loader: Any = AutoModelForCausalLM if whole is None else text_only(whole)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
     with quiet_transformers(progress, f"loading {name}"):
         try:
             if settings := quantization_of(config, name):
-                loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                loader = causal_class(config) if whole is None else loader
                 weights = stored_weights(files, settings, dtype, name, packs=packs)
                 source = unpacked_source(folder, config, weights)
             model, report = loader.from_pretrained(
@@ -401,10 +408,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _unpacked(config: PreTrainedConfig, name: str) -> int | None:
     """Return the number of weights of a quantized checkpoint, which are unpacked on loading; ``None`` of others."""
-    if quantization_of(config, name) is None:
-        return None
+    return None if quantization_of(config, name) is None else weights_of(config)
+
+
+def _weights_of_part(config: PreTrainedConfig) -> int | None:
+    """Return the number of weights of a model's text part if it has others."""
+    return None if composite_class(config) is None else weights_of(config)
+
+
+def weights_of(config: PreTrainedConfig) -> int:
+    """Return the number of weights of a model's text part, without tensors."""
+    whole = composite_class(config)
     with torch.device("meta"), quiet_transformers():
-        return sum(int(each.numel()) for each in AutoModelForCausalLM.from_config(config).parameters())
+        model = AutoModelForCausalLM.from_config(config) if whole is None else text_only(whole)(config)
+    return sum(int(each.numel()) for each in model.parameters())
 
 
 def resolve_dtype(

@@ -183,6 +183,16 @@ class _Part(BaseModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "not_text", "only text is read, and no {kind}", {"kind": excerpt(kind, MAX_NAME)}
+            )
+        return data
+
 
 class _CalledFunction(BaseModel):
     name: str

@@ -76,8 +76,10 @@ class HFForward(Forward):
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._limits_logits = takes_logits_to_keep(model)
-        self._recurrent = keep_states(model)
         text = model.config.get_text_config(decoder=True)
+        # Bamba does not count what its cache holds, and models with pictures may count from those of another context.
+        counts = not keep_states(model) and text is model.config
+        self._gives_positions = not counts and "position_ids" in inspect.signature(model.forward).parameters
         self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
 
     def _kept_logits(self, rows: int, ids: Tensor) -> int | Tensor:
@@ -94,8 +96,8 @@ class HFForward(Forward):
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         arguments = self._cache.model_kwargs()
-        if positions is None and self._recurrent and "past_key_values" in arguments:
-            past = self._cache.length  # Bamba does not count what its cache holds
+        if positions is None and self._gives_positions:
+            past = self._cache.length
             positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
         if positions is not None:
             arguments["position_ids"] = positions

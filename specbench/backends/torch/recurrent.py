@@ -29,7 +29,10 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, RecurrentLayers, running
@@ -73,9 +76,9 @@ def takes_any_cache(config: PreTrainedConfig) -> bool:
 
 
 def _classes(config: PreTrainedConfig) -> list[type]:
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     kinds = {type(config), type(config.get_text_config(decoder=True))}
-    return [mapping[kind] for kind in kinds if kind in mapping]
+    return [mapping[kind] for mapping in mappings for kind in kinds if kind in mapping]
 
 
 def keep_states(model: Any) -> bool:
