@@ -1,7 +1,7 @@
-"""Check every causal language model class of the installed transformers, tiny and random, for lossless decoding.
+"""Check every language model class of the installed transformers, tiny and random, for lossless decoding.
 
-    python benchmarks/architectures.py                  # all of them, about two minutes
-    python benchmarks/architectures.py llama gemma3_text phi3
+    python benchmarks/architectures.py                  # all of them, about twenty minutes; writes the table
+    python benchmarks/architectures.py llama gemma3_text qwen3_5
 
 For each model type, in float32 and with contexts beyond a sliding window of 8 tokens:
 
@@ -10,7 +10,8 @@ For each model type, in float32 and with contexts beyond a sliding window of 8 t
 - greedy: do partly wrong drafts, both caches, ordinary and packed layers, and the model's first layer and int8 form
   as drafters reproduce the tokens of `transformers`' own `generate`?
 
-Prints a line per type and one line of JSON at the end. Exit code 1 if a type that is not refused is wrong.
+Models that also see or hear are saved as a folder, and their text part is loaded from it; `generate` is that of the
+whole model. Prints a line per type and one line of JSON at the end. Exit code 1 if a type that is not refused is wrong.
 docs/models.md has the results.
 """
 
@@ -34,7 +35,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
 from specbench.backends.torch.caches import make_cache
@@ -152,6 +153,8 @@ SEEING: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }  # fmt: skip
 """Settings of parts that see or hear, where they differ from those of texts."""
+PARTS = ("with a causal class of their text", "with the class of the whole model, by token ids")
+NEEDS = "with a causal class; compared with its `generate`, for that of the whole model takes no text alone"
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 """Positions of several axes, for heads of 8 numbers."""
 
@@ -198,8 +201,9 @@ OTHERWISE |= {
     },
     "radio": {"video_temporal_patch_size": 2},
     **{kind: {"encoder_attention_heads": 4, "encoder_layers": 2, "encoder_ffn_dim": 32, "output_dim": 32} for kind in (
-        "qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder",
+        "qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder", "qwen2_audio_encoder",
     )},
+    "qwen3_asr": {"eos_token_id": 2, "pad_token_id": 0},
 }  # fmt: skip
 
 
@@ -300,7 +304,7 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
         return "refused", error.message
     except Exception as error:
         return "not tried", f"no small configuration: {first_line(error)}"
-    if size > 4 * LARGEST:
+    if size > 8 * LARGEST:
         return "not tried", f"no small configuration: {size} parameters"
     ids = Random(1).choices(range(3, VOCABULARY), k=PROMPT)
     with TemporaryDirectory() as place:
@@ -315,14 +319,14 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
                 whole.save_pretrained(folder)
                 loaded.append(load_model(folder, LoadOptions("float32"), tokenizer=False))
                 if not seed:
-                    expected, whose = own_answer(whole, ids)
+                    expected, alone = own_answer(whole, ids)
             except SpecbenchError as error:
                 return "refused", error.message
             except Exception as error:
                 return "not tried", f"the random model does not run: {first_line(error)}"
         target, sibling = loaded
         read = sum(tensor.numel() for tensor in target.model.state_dict().values())
-        kinds, notes = [], [f"as {type(target.model).__name__}{whose}"]
+        kinds, notes = [], [PARTS[type(target.model) is whole_class] if alone else NEEDS]
         if target.files is not None and target.files.numbers != read:
             return "wrong", f"{target.files.numbers} weights are counted, and {read} loaded"
         for cache in CACHES:
@@ -344,13 +348,15 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
     return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join(notes))
 
 
-def own_answer(whole: Any, ids: list[int]) -> tuple[list[int], str]:
-    """Return what the `generate` of a whole model answers, or that of its text part if it insists on a picture."""
+def own_answer(whole: Any, ids: list[int]) -> tuple[list[int], bool]:
+    """Return what the `generate` of a whole model answers, or that of its text part, if it takes no text alone; and
+    whether it does.
+    """
     try:
-        return generated(whole, ids), ""
+        return generated(whole, ids), True
     except Exception:
         part = next(each for each in whole.modules() if each is not whole and hasattr(each, "generate"))
-        return generated(part, ids), " (the whole model needs a picture)"
+        return generated(part, ids), False
 
 
 def first_line(error: Exception) -> str:
@@ -482,6 +488,31 @@ def build(word: str, target: Target) -> Any:
         return None
 
 
+def write_table(found: Mapping[str, tuple[str, str]]) -> None:
+    """Write what was found of models that also see or hear into docs/models.md."""
+    groups: dict[str, list[str]] = {
+        each: [] for each in (*PARTS, NEEDS, "refused", "not tried here", "wrong")
+    }
+    for kind, (verdict, reason) in sorted(found.items()):
+        if verdict == "lossless":
+            groups[reason.partition("; ")[0]].append(f"`{kind}`")
+        elif verdict == "refused":
+            why = reason.rstrip(".").partition("speculatively: ")[2] or reason.rstrip(".").partition(") ")[2]
+            groups[verdict].append(f"`{kind}`: {why}")
+        else:
+            groups["not tried here" if verdict == "not tried" else verdict].append(f"`{kind}`")
+    rows = [
+        f"| {name} | {len(kinds)} | {('; ' if name == 'refused' else ', ').join(kinds)} |"
+        for name, kinds in groups.items()
+        if kinds
+    ]
+    page = Path(__file__).parents[1] / "docs/models.md"
+    start, end = "<!-- benchmarks/architectures.py writes this -->\n", "<!-- end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(start)
+    table = "\n".join(["", "| loaded | | types |", "|---|---|---|", *rows, "", ""])
+    page.write_text(f"{before}{start}{table}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def main() -> int:
     """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -491,7 +522,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     found: dict[str, tuple[str, str]] = {}
     for mapping, look in (
-        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, examine_composite),
+        (MODEL_FOR_MULTIMODAL_LM_MAPPING, examine_composite),
         (MODEL_FOR_CAUSAL_LM_MAPPING, examine),
     ):
         for config_class, model_class in mapping.items():
@@ -499,6 +530,10 @@ def main() -> int:
             if kind not in found and (not wanted or kind in wanted):
                 found[kind] = look(config_class, model_class)
                 print(f"{kind:24} {found[kind][0]:10} {found[kind][1]}", flush=True)
+    if not wanted:
+        write_table(
+            {config.model_type: found[config.model_type] for config in MODEL_FOR_MULTIMODAL_LM_MAPPING}
+        )
     counts = Counter(verdict for verdict, _ in found.values())
     print(json.dumps({"transformers": transformers.__version__, **counts}))
     return int(counts["wrong"] > 0)

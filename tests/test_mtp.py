@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from cli_runs import refusal
 from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
-from safetensors.torch import load_file
-from tiny import save_tiny, tiny_language_model
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -82,6 +83,31 @@ SEVERAL = [
 def test_rows_of_every_layout_are_those_of_the_formula(folder, family, layers):
     made = checkpoint(family, folder, layers)
     scorer = prepared(made, CONTEXT)
+    found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
+    torch.testing.assert_close(found, formula(made, CONTEXT + DRAFT, len(DRAFT)), atol=1e-4, rtol=1e-4)
+
+
+def test_layers_in_the_folder_of_a_model_that_sees_draft_for_its_text(folder, tmp_path):
+    """As Qwen3.5 is published: the configuration and the tensors of its text are parts of larger ones."""
+    made = checkpoint("qwen3.5", folder)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(made.folder / "model.safetensors").items()
+    }
+    save_file(
+        tensors | {"model.visual.merger.norm.weight": torch.ones(4)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    text = json.loads((made.folder / "config.json").read_text())
+    whole = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    scorer = prepared(made._replace(folder=tmp_path), CONTEXT)
     found = scorer.score(ForwardRequest(scorer, CONTEXT, DRAFT)).logits
     torch.testing.assert_close(found, formula(made, CONTEXT + DRAFT, len(DRAFT)), atol=1e-4, rtol=1e-4)
 

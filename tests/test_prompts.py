@@ -88,7 +88,8 @@ def test_turns_alone_and_messages_are_read_too(tmp_path):
     """As DeepSpec and SPEED-Bench have them."""
     said = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One"},
-        {"role": "assistant", "content": "left out"}, {"role": "user", "content": "Two"},
+        {"role": "assistant", "content": "left out"},
+        {"role": "user", "content": [{"type": "text", "text": "Tw"}, {"type": "text", "text": "o"}]},
     ]  # fmt: skip
     path = write(
         tmp_path / "mt.jsonl", {"turns": ["Hello"]}, {"question_id": "x", "messages": said, "category": "qa"}
@@ -212,6 +213,10 @@ def test_files_that_are_not_utf8_or_hold_no_prompts_are_refused(content, message
         ('{"messages": [{"role": "tool", "content": "x"}]}', ': "messages[0].role" '),
         ('{"messages": [{"role": "user", "content": 1}]}', ': "messages[0].content" '),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', ' has no "turns".'),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            ": a message has a part of type 'image_url'",
+        ),
         ('{"id": null, "turns": ["x"]}', ': "id" '),
         ('{"id": true, "turns": ["x"]}', ': "id" '),
         ('{"id": " ", "turns": ["x"]}', ': "id" is empty'),

@@ -97,7 +97,7 @@ WRONG: list[tuple[type[BaseRequest], bytes | dict[str, Any], str]] = [
     (ChatRequest, {"messages": []}, "messages: "),
     (ChatRequest, {"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role: "),
     (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0: a message has no content"),
-    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content."),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "and no image_url"),
     (ChatRequest, {"messages": SAID, "temprature": 1}, "temprature: "),
     (ChatRequest, {"messages": SAID, "n": 2}, "n can only be 1"),
     (ChatRequest, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),

@@ -114,6 +114,7 @@ def read_any_config(folder: Path, name: str) -> PreTrainedConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 copy, trust_remote_code=False, local_files_only=True
             )
+            config = getattr(config, "thinker_config", config)  # of Qwen's models that also speak
             text = text_config(config)
             read = {name: getattr(text, name, None) for name in _Facts.__struct_fields__} | {
                 "architectures": config.architectures

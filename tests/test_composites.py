@@ -1,0 +1,148 @@
+"""Models that also see: their text part gives what the whole model's `generate` does, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import architectures as survey
+import pytest
+import torch
+from head_files import DRAFTED, eagle_tensors, speculators_settings, write_head
+from transformers import Gemma3Config, GenerationConfig, core_model_loading
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from specbench.base.errors import UsageError
+from specbench.models.checkpoints import check_config, read_config
+from specbench.models.composites import unread_weights
+from specbench.models.drafters import load_drafter
+from specbench.models.hub import HubModel
+from specbench.models.load import load_model, weights_of
+from specbench.models.target import prepare_target, wrap_target
+from specbench.options import LoadOptions
+
+WHOLE = {each.model_type: each for each in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+FAMILIES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",  # a causal class of its own
+    "mistral3": "MistralForCausalLM",  # that of its text part
+    "llama4": "Llama4ForCausalLM",  # which the whole model contains
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",  # none: positions of three axes
+    "gemma3n": "Gemma3nForCausalLM",  # needs timm to see
+}
+PLAIN = LoadOptions("float32")
+IDS = Random(1).choices(range(3, survey.VOCABULARY), k=survey.PROMPT)
+
+
+def whole_model(kind: str, seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]), survey.without_timm():
+        torch.manual_seed(seed)
+        model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[WHOLE[kind]](survey.tiny_composite(WHOLE[kind]))
+    model.generation_config = GenerationConfig()
+    return model.eval().requires_grad_(False)
+
+
+@cache
+def saved(kind: str, place: Path, seed: int = 0, **options: Any) -> str:
+    folder = place / f"{kind}-{seed}-{len(options)}"
+    whole_model(kind, seed).save_pretrained(folder, **options)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    made: Path = tmp_path_factory.mktemp("wholes")
+    return made
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_outputs_are_those_of_the_whole_models_generate(place, kind):
+    expected = survey.generated(whole_model(kind), IDS)
+    target, sibling = (load_model(saved(kind, place, seed), PLAIN, tokenizer=False) for seed in range(2))
+    assert type(target.model).__name__ == FAMILIES[kind]
+    assert not survey.greedy(target.model, IDS, ("dynamic",), expected, sibling)
+
+
+def test_other_parts_are_neither_counted_nor_read(place, monkeypatch):
+    folder, read = saved("mistral3", place, max_shard_size="20KB"), []
+    own = core_model_loading.spawn_materialize
+
+    def note(pool: Any, tensor: Any, *rest: Any, **more: Any) -> Any:
+        read.append(tensor)
+        return own(pool, tensor, *rest, **more)
+
+    monkeypatch.setattr(core_model_loading, "spawn_materialize", note)
+    loaded = load_model(folder, PLAIN, tokenizer=False)
+    tensors = loaded.model.state_dict()
+    assert len(read) == len(tensors)
+    assert loaded.files is not None
+    config = read_config(Path(folder), "x")
+    assert loaded.files.numbers == weights_of(config) == sum(each.numel() for each in tensors.values())
+    names = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+    parts = {name.split(".")[0] for name in unread_weights(config, names)}
+    assert parts == {"vision_tower", "multi_modal_projector"}
+
+
+def test_memory_before_a_download_is_that_of_the_text(place, monkeypatch, tmp_path):
+    folder, asked = Path(saved("mistral3", place, max_shard_size="20KB")), []
+
+    class Hub(HubModel):
+        def __init__(self, *_: Any) -> None:
+            self.folder = folder
+
+        def fetch_weights(self, *_: Any, check_size: Any, **__: Any) -> None:
+            check_size(10**15)
+
+    monkeypatch.setattr("specbench.models.load.HubModel", Hub)
+    monkeypatch.setattr("specbench.models.load.check_memory", lambda needed, **_: asked.append(needed))
+    load_model("some/whole", PLAIN, tokenizer=False)
+    assert asked[0] == asked[1] < 10**6
+
+
+def test_loaded_objects_of_whole_models_are_targets():
+    whole = whole_model("mistral3")
+    expected = survey.generated(whole, IDS)
+    target = wrap_target(whole, name="whole")
+    assert type(target.language_model.model).__name__ == "MistralForCausalLM"
+    assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+def test_heads_of_whole_models_draft_for_their_text(place, kind, tmp_path):
+    folder = saved(kind, place)
+    target = prepare_target(load_model(folder, PLAIN, tokenizer=False), "dynamic")
+    tensors = eagle_tensors(vocab=survey.VOCABULARY, drafted=DRAFTED)
+    expected = survey.generated(whole_model(kind), IDS)
+    for named in target.language_model.model.config.architectures:
+        verifier = {"speculators_config": {"verifier": {"architectures": [named]}}}
+        settings = speculators_settings((0, 1, 1), vocab=survey.VOCABULARY, **verifier)
+        drafter = load_drafter(str(write_head(tmp_path / named, settings, tensors)), target, PLAIN)
+        assert survey.decoded(IDS, target, drafter, 3) == expected
+    verifier = {"speculators_config": {"verifier": {"architectures": ["LlamaForCausalLM"]}}}
+    other = write_head(
+        tmp_path / "other", speculators_settings((0, 1, 1), vocab=survey.VOCABULARY, **verifier), tensors
+    )
+    with pytest.raises(UsageError, match="for a LlamaForCausalLM"):
+        load_drafter(str(other), target, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("paligemma", "attend to later ones"),
+        ("idefics", "without a picture"),
+        ("qwen4_exp", "cannot be rolled back"),
+        ("udop", "encoder-decoder"),
+        ("unlimited_ocr", "a window after it"),
+    ],
+)
+def test_refusals_say_why(kind, said):
+    with pytest.raises(UsageError, match=said):
+        check_config(WHOLE[kind](), "x")
+
+
+def test_classifiers_of_pictures_are_refused():
+    with pytest.raises(UsageError, match="no causal language model"):
+        check_config(Gemma3Config(architectures=["Gemma3ForSequenceClassification"]), "x")
