@@ -11,6 +11,7 @@ from typing import Any
 import architectures as survey
 import pytest
 import torch
+from accelerate import dispatch_model
 from head_files import DRAFTED, eagle_tensors, speculators_settings, write_head
 from transformers import Gemma3Config, GenerationConfig, core_model_loading
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -106,6 +107,15 @@ def test_loaded_objects_of_whole_models_are_targets():
     expected = survey.generated(whole, IDS)
     target = wrap_target(whole, name="whole")
     assert type(target.language_model.model).__name__ == "MistralForCausalLM"
+    assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
+
+
+def test_a_whole_model_that_is_spread_over_devices_stays_so():
+    whole = whole_model("mistral3")
+    expected = survey.generated(whole, IDS)
+    spread = dispatch_model(whole, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    target = wrap_target(spread, name="whole")
+    assert target.language_model.model.hf_device_map == spread.hf_device_map
     assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, TimmWrapperModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -135,6 +136,9 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
             return model
         setattr(causal, causal.base_model_prefix, decoder)
         causal.set_output_embeddings(whole.get_output_embeddings())
+    if "_hf_hook" in vars(whole):  # accelerate has spread it over devices
+        add_hook_to_module(causal, whole._hf_hook)
+        causal.hf_device_map = whole.hf_device_map
     causal.generation_config = whole.generation_config
     causal.config.architectures = whole.config.architectures
     made: PreTrainedModel = causal

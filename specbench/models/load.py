@@ -398,7 +398,7 @@ def _read_weights(
     for parameter in model.parameters():  # what was unpacked may have another dtype, some layers keep float32
         if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
             parameter.data = parameter.data.to(dtype)
-    return cast("PreTrainedModel", model), weights.values()
+    return model if whole is None else text_model(model), weights.values()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
