@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from head_files import DRAFTED, eagle_tensors, speculators_settings, write_head
+from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, GenerationConfig, core_model_loading
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -84,6 +85,33 @@ def test_other_parts_are_neither_counted_nor_read(place, monkeypatch):
     names = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
     parts = {name.split(".")[0] for name in unread_weights(config, names)}
     assert parts == {"vision_tower", "multi_modal_projector"}
+
+
+@pytest.mark.parametrize("section", [None, "text_config"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_quantized_texts_are_unpacked(place, tmp_path, section, dtype):
+    whole = whole_model("mistral3")
+    whole.save_pretrained(tmp_path)
+    tensors, unpacked = load_file(tmp_path / "model.safetensors"), {}
+    for name, weight in [*tensors.items()]:
+        if name.startswith("language_model.model.layers") and name.endswith("proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+            unpacked[name.removeprefix("language_model.")] = tensors[name] * scale
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}
+    (config if section is None else config[section])["quantization_config"] = settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_model(str(tmp_path), LoadOptions(dtype), tokenizer=False)
+    target = prepare_target(loaded, "dynamic")
+    assert target.language_model.notes[0].endswith("unpacked to float32.")
+    if dtype == "float32":
+        state = loaded.model.state_dict()
+        assert len(unpacked) == 14
+        assert all(torch.equal(state[name], weight) for name, weight in unpacked.items())
+    survey.decoded(IDS, target, load_drafter("lookup", target), 3)
 
 
 def test_memory_before_a_download_is_that_of_the_text(place, monkeypatch, tmp_path):

@@ -116,6 +116,9 @@ def read_any_config(folder: Path, name: str) -> PreTrainedConfig:
             )
             config = getattr(config, "thinker_config", config)  # of Qwen's models that also speak
             text = text_config(config)
+            if text is not config and getattr(text, "quantization_config", None) is not None:  # Kimi K2.5's
+                config.quantization_config = text.quantization_config
+                del text.quantization_config
             read = {name: getattr(text, name, None) for name in _Facts.__struct_fields__} | {
                 "architectures": config.architectures
             }
