@@ -389,7 +389,8 @@ def weight_memory(
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
     linear = loaded.itemsize if quantize is None else bytes_per_weight(quantize, loaded.itemsize)
-    head = int(words * width * linear) if text.tie_word_embeddings else 0  # packed, beside the embeddings
+    tied = getattr(config, "tie_word_embeddings", False)
+    head = int(words * width * linear) if tied else 0  # packed, beside the embeddings
     kept = int(numbers * linear + words * width * (loaded.itemsize - linear)) + head
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else loaded.itemsize)

@@ -141,5 +141,7 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
         causal.hf_device_map = whole.hf_device_map
     causal.generation_config = whole.generation_config
     causal.config.architectures = whole.config.architectures
+    head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
+    causal.config.tie_word_embeddings = head.weight is embeddings.weight
     made: PreTrainedModel = causal
     return made

@@ -373,7 +373,7 @@ def _head_of(target: Target) -> torch.Tensor:
     """Return the weight of a target's output head, [vocab, width]."""
     model: Any = target.language_model.model
     weight: torch.Tensor = model.get_output_embeddings().weight
-    if weight.shape[1] == 0 and text_config(model.config).tie_word_embeddings:  # quantized
+    if weight.shape[1] == 0 and getattr(model.config, "tie_word_embeddings", False):  # quantized
         weight = model.get_input_embeddings().weight
     if weight.shape[1] == 0:
         raise UsageError(
