@@ -24,7 +24,7 @@ from specbench.decoding.sampling import Greedy
 from specbench.drafters.free import make_free
 from specbench.predict.answers import Answer
 from specbench.predict.forecast import forecast
-from specbench.predict.law import Chances, expected_steps, room_before
+from specbench.predict.law import Chances, expected_steps
 from specbench.specs.drafters import FreeSpec, parse_drafter
 
 DRAFTERS = ("lookup", "suffix")
@@ -46,9 +46,9 @@ def by_law(emitted: Sequence[int], gammas: Sequence[int]) -> tuple[int, np.ndarr
     accept = np.zeros((n, longest))
     for i, count in enumerate(emitted, 1):
         accept[i, : count - 1] = 1.0
-    chances = Chances(accept, np.full(n, longest), np.zeros(accept.shape, np.bool_), room_before(n, None))
-    law = expected_steps(chances, gammas)
-    return law.tokens, law.steps
+    room = Answer([], range(n), Greedy()).room()
+    law = expected_steps(Chances(accept, np.full(n, longest)), room, gammas)
+    return n - 1, np.array([each.steps for each in law])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -187,7 +187,7 @@ class PassCosts(
             later_s={name: moved(seconds, slopes.get(name, 0.0)) for name, seconds in self.later_s.items()},
         )
 
-    def target_pass_s(self, n: int) -> float:
+    def target_pass_s(self, n: float) -> float:
         """Return the seconds of a target's pass with ``n`` tokens, by linear interpolation.
 
         Beyond the widest it follows the last two, never falling, or ``SLOPE`` after a single one.

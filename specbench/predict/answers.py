@@ -1,19 +1,20 @@
-"""An answer of the target, and what a drafter's model has read of it."""
+"""An answer of the target, what a drafter's model has read of it, and counts of the steps that give it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
-
-from specbench.decoding.logits import Logits
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
+
     from specbench.decoding.sampling import Sampling
-    from specbench.predict.law import Floats
+
+Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,24 +41,11 @@ class Answer:
     category: str = ""
     pass_s: float | None = None
 
-
-class KnownLogits(Logits):
-    """What policies read of logits, without the logits: those of a whole answer may not fit into memory.
-
-    Args:
-        size: Their number.
-        entropy: Of their softmax, in nats.
-        choice: The most likely token.
-        log_chances: Log probabilities, at least of this one and of the answer's.
-    """
-
-    def __init__(self, size: int, entropy: float, choice: int, log_chances: Mapping[int, float]) -> None:
-        super().__init__(torch.empty(0))
-        self.size, self.entropy, self.choice = size, entropy, choice
-        self._log_chances = log_chances
-
-    def log_chance(self, token: int) -> float:
-        return self._log_chances.get(token, -math.inf)
+    def room(self) -> NDArray[np.int64]:
+        """Return how many tokens a draft after the first i tokens can have: one more token ends its step."""
+        n = len(self.tokens)
+        longest = np.iinfo(np.int64).max if self.limit is None else self.limit
+        return np.maximum(longest - 1 - np.arange(n), 0)
 
 
 class ReadAnswer(NamedTuple):
@@ -66,9 +54,25 @@ class ReadAnswer(NamedTuple):
     Attributes:
         chances: The chance that each token is accepted where the model drafts it, [n].
         readable: How many of the tokens it can draft, from the first: its context may be too short for others.
-        known: What draft policies read of its logits, for each token; empty if it was not wanted.
+        logits: The logits that each of these is drafted by, [readable, vocab]; ``None`` if they were not kept.
     """
 
     chances: Floats
     readable: int
-    known: Sequence[KnownLogits] = ()
+    logits: torch.Tensor | None = None
+
+
+class Counts(NamedTuple):
+    """Counts of the steps that give an answer, or what is expected of them.
+
+    Attributes:
+        steps, drafted: Steps, and tokens drafted in them.
+        passes: Forward passes of the drafter.
+        tested, accepted: Tokens by their place in the draft, [longest draft].
+    """
+
+    steps: float
+    drafted: float
+    passes: float
+    tested: Floats
+    accepted: Floats

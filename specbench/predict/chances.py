@@ -20,8 +20,8 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import FreeDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.policies import FixedLength
-from specbench.predict.answers import Answer, KnownLogits, ReadAnswer
-from specbench.predict.law import Chances, room_before
+from specbench.predict.answers import Answer, ReadAnswer
+from specbench.predict.law import Chances
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -52,18 +52,18 @@ def chances_of(drafter: Drafter, answer: Answer, longest: int, read: ReadAnswer 
     if isinstance(drafter, CascadeDrafter):
         return _of_cascade(drafter, answer, longest, read)
     drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
-    return Chances.by_position(read.chances, drafts, longest, answer.limit)
+    return Chances.by_position(read.chances, drafts, longest)
 
 
 # -- models ----------------------------------------------------------------------------------------
 
 
-def read_answer(drafter: Drafter, answer: Answer, *, known: bool = False) -> ReadAnswer:
+def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> ReadAnswer:
     """Return the chances of a small model's drafts along an answer. Its cache holds the answer afterwards.
 
     Args:
         drafter, answer: The drafter and the answer.
-        known: Whether draft policies will be run along the answer.
+        keep: Whether to keep the logits, for a replay.
 
     Raises:
         UsageError: See ``chances_of``.
@@ -82,7 +82,7 @@ def read_answer(drafter: Drafter, answer: Answer, *, known: bool = False) -> Rea
     text = [*answer.prompt, *answer.tokens]
     limit = drafter.context_limit
     readable = n if limit is None else max(0, min(n, limit - prompt + 1))
-    chances, facts = np.zeros(n), list[KnownLogits]()
+    chances, kept = np.zeros(n), list[torch.Tensor]()
     drafter.begin(answer.prompt)
     for first in range(0, readable, _ROWS):
         last = min(first + _ROWS, readable)
@@ -97,19 +97,9 @@ def read_answer(drafter: Drafter, answer: Answer, *, known: bool = False) -> Rea
             places = torch.tensor(after, device=q.device)[:, None]
             of_tokens = q.gather(-1, places)[:, 0].double().cpu().numpy()
             chances[first:last] = np.minimum(1.0, of_tokens / answer.probabilities[first:last])
-        if known:
-            facts += _known(logits, after)
-    return ReadAnswer(chances, readable, facts)
-
-
-def _known(logits: torch.Tensor, tokens: Sequence[int]) -> Iterator[KnownLogits]:
-    """Yield what policies read of each row."""
-    scores = logits.float().log_softmax(dim=-1)
-    entropies = torch.special.entr(scores.exp()).sum(dim=-1).clamp_min(0.0).tolist()
-    choices = scores.argmax(dim=-1).tolist()
-    for row, entropy, choice, token in zip(scores, entropies, choices, tokens, strict=True):
-        log_chances = {each: float(row[each]) for each in (choice, token)}
-        yield KnownLogits(len(row), entropy, choice, log_chances)
+        if keep:
+            kept.append(logits)
+    return ReadAnswer(chances, readable, torch.cat(kept) if kept else None)
 
 
 # -- drafters without a model ----------------------------------------------------------------------
@@ -137,7 +127,7 @@ def _of_free(drafter: FreeDrafter, answer: Answer, longest: int) -> Chances:
             if not chance:  # None: the draft ends
                 break
             accept[i, j] = chance
-    return Chances(accept, drafts, np.zeros(accept.shape, np.bool_), room_before(n, answer.limit))
+    return Chances(accept, drafts)
 
 
 def _guesses(
@@ -166,20 +156,15 @@ def _guesses(
 def _of_cascade(drafter: CascadeDrafter, answer: Answer, longest: int, read: ReadAnswer) -> Chances:
     """Return the chances where copied tokens and a model's alternate as the guesses have it."""
     n = len(answer.tokens)
-    accept, drawn = np.zeros((n, longest)), np.zeros((n, longest), np.bool_)
-    drafts = np.full(n, longest)
+    accept, drafts = np.zeros((n, longest)), np.full(n, longest)
     most = longest if drafter.max_passes is None else drafter.max_passes
     for i, context in _contexts(drafter.free, answer):
         passes = 0
         drafter.free.read(context)
         for j, chance in enumerate(_guesses(drafter.free, answer, i, context, longest)):
-            if chance is not None:
-                accept[i, j] = chance
-                continue
-            if passes == most or i + j >= read.readable:
+            if chance is None and (passes == most or i + j >= read.readable):
                 drafts[i] = j
                 break
-            passes += 1
-            drawn[i, j] = True
-            accept[i, j] = read.chances[i + j]
-    return Chances(accept, drafts, drawn, room_before(n, answer.limit))
+            passes += chance is None
+            accept[i, j] = read.chances[i + j] if chance is None else chance
+    return Chances(accept, drafts)

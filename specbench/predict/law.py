@@ -23,12 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats: TypeAlias = NDArray[np.float64]
+from specbench.predict.answers import Counts, Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,77 +38,40 @@ class Chances:
         accept: At [i, j] the chance that token j (from 0) of a draft after the first i tokens is accepted, if those
             before it are; 0 where there is no such token. Shape [n, longest draft].
         drafts: How many tokens a draft after the first i tokens has, if it is as long as it can be, [n].
-        drawn: Whether token j of that draft takes a forward pass, if those before it are accepted, like ``accept``.
-        room: The longest draft after the first i tokens that fits before the longest output, [n].
     """
 
     accept: Floats
     drafts: NDArray[np.int64]
-    drawn: NDArray[np.bool_]
-    room: NDArray[np.int64]
 
     @classmethod
-    def by_position(
-        cls, chances: Floats, drafts: NDArray[np.int64], longest: int, limit: int | None
-    ) -> Chances:
-        """Return those of a drafter whose token depends on the tokens before it alone, and takes a forward pass.
+    def by_position(cls, chances: Floats, drafts: NDArray[np.int64], longest: int) -> Chances:
+        """Return those of a drafter whose token depends on the tokens before it alone.
 
         Args:
             chances: a of each token of the answer, [n].
             drafts: See the class.
             longest: The longest draft.
-            limit: The longest output, in tokens; ``None`` for none.
         """
         padded = np.concatenate([chances, np.zeros(longest)])
-        accept = np.lib.stride_tricks.sliding_window_view(padded, longest)[: len(chances)]
-        return cls(accept, drafts, np.ones(accept.shape, np.bool_), room_before(len(chances), limit))
+        return cls(np.lib.stride_tricks.sliding_window_view(padded, longest)[: len(chances)], drafts)
 
 
-def room_before(tokens: int, limit: int | None) -> NDArray[np.int64]:
-    """Return ``Chances.room`` of an answer with so many tokens; a step ends with a token that is not drafted."""
-    if limit is None:
-        return np.full(tokens, np.iinfo(np.int64).max)
-    return np.maximum(limit - 1 - np.arange(tokens), 0)
+def expected_steps(chances: Chances, room: NDArray[np.int64], gammas: Sequence[int]) -> list[Counts]:
+    """Return the expected counts with each of these draft lengths, every drafted token taking a pass.
 
-
-@dataclass(frozen=True, eq=False)
-class ExpectedSteps:
-    """Expected counts of an answer's steps, a row for each draft length.
-
-    Attributes:
-        tokens: Tokens that the steps emit: all of the answer but the first.
-        begins: The chance that a step begins after the first i tokens, [lengths, n].
-        drafted: Drafted tokens, [lengths].
-        passes: Forward passes of the drafter, [lengths]. Behind a rejected token they are counted as if it had been
-            accepted: what is drafted there is not in the answer.
-        tested, accepted: Tokens by their place in the draft, [lengths, longest draft].
+    Args:
+        chances: What the drafter does.
+        room: The longest draft after the first i tokens that fits (``Answer.room``), [n].
+        gammas: Draft lengths, at most the longest of ``chances``.
     """
-
-    tokens: int
-    begins: Floats
-    drafted: Floats
-    passes: Floats
-    tested: Floats
-    accepted: Floats
-
-    @property
-    def steps(self) -> Floats:
-        """[lengths]."""
-        found: Floats = self.begins.sum(axis=1)
-        return found
-
-
-def expected_steps(chances: Chances, gammas: Sequence[int]) -> ExpectedSteps:
-    """Return the expected steps with each of these draft lengths, at most the longest of ``chances``."""
     n, longest = chances.accept.shape
-    places = np.arange(longest)
     survival = np.concatenate([np.ones((n, 1)), np.cumprod(chances.accept, axis=1)], axis=1)
-    drafted = np.minimum(np.minimum(chances.drafts, chances.room), np.asarray(gammas)[:, None])
-    reached = np.minimum(
-        drafted, n - np.arange(n)
-    )  # of a draft that goes beyond the answer, its part within it
-    within = places < reached[:, :, None]
-    begins = np.zeros((len(gammas), n + 1))  # after all n tokens no step begins
+    drafted = np.minimum(np.minimum(chances.drafts, room), np.asarray(gammas)[:, None])
+    reached = np.minimum(drafted, n - np.arange(n))  # of a draft that goes beyond the answer, what is within
+    within = np.arange(longest) < reached[:, :, None]
+    begins = np.zeros(
+        (len(gammas), n + 1)
+    )  # the chance that a step begins after i tokens; after all none does
     begins[:, min(1, n)] = 1.0
     rows = np.arange(len(gammas))
     for i in range(1, n):
@@ -122,12 +84,6 @@ def expected_steps(chances: Chances, gammas: Sequence[int]) -> ExpectedSteps:
         begins[rows, np.minimum(i + 1 + drafted[:, i], n)] += here * survival[i, reached[:, i]]
     begins = begins[:, :n]
     weights = begins[:, :, None] * within
-    passes = np.concatenate([np.zeros((n, 1)), np.cumsum(chances.drawn, axis=1)], axis=1)
-    return ExpectedSteps(
-        tokens=n - 1,
-        begins=begins,
-        drafted=(begins * drafted).sum(axis=1),
-        passes=(begins * passes[np.arange(n), drafted]).sum(axis=1),
-        tested=(weights * survival[:, :-1]).sum(axis=1),
-        accepted=(weights * survival[:, 1:]).sum(axis=1),
-    )
+    steps, tokens = begins.sum(axis=1).tolist(), (begins * drafted).sum(axis=1).tolist()
+    tested, accepted = (weights * survival[:, :-1]).sum(axis=1), (weights * survival[:, 1:]).sum(axis=1)
+    return list(map(Counts, steps, tokens, tokens, tested, accepted))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specbench.base.record import Json
-    from specbench.predict.law import Floats
+    from specbench.predict.answers import Floats
 
 LogprobKind = Literal["raw", "processed"]
 
@@ -79,13 +79,11 @@ class Log:
     Attributes:
         answers: Those that can be used.
         left_out: Numbers of the lines that cannot, from 1, by the key of ``REASONS``.
-        lines: Lines that were read.
         unread: Whether there are more, beyond the limit.
     """
 
     answers: list[Answer] = field(default_factory=list)
     left_out: dict[str, list[int]] = field(default_factory=dict)
-    lines: int = 0
     unread: bool = False
 
     def notes(self) -> list[str]:
@@ -123,16 +121,23 @@ def read_log(
         if limit is not None and len(log.answers) >= limit:
             log.unread = True
             break
-        log.lines += 1
         try:
-            log.answers += _Reader(_parsed(line), vocabulary, sampling or {}, logprobs, number).answers()
+            log.answers += _Reader(json.loads(line), vocabulary, sampling or {}, logprobs, number).answers()
         except UnusableError as error:
             log.left_out.setdefault(error.args[0], []).append(number)
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # no JSON, or of another shape
+            log.left_out.setdefault("form", []).append(number)
     return log
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, by their bytes."""
+    """The tokens of a tokenizer, by their texts and bytes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -144,13 +149,13 @@ class Vocabulary:
         turn = end_of_turn(tokenizer)
         self.end: int | None = tokenizer.eos_token_id if turn is None else turn
 
-    def token(self, entry: Entry) -> int:
-        """Return the id of a token whose text is known."""
-        if entry.text.startswith("token_id:"):
-            return int(entry.text.removeprefix("token_id:"))
-        if (special := self._special.get(entry.text)) is not None:
-            return special
-        found = self._by_bytes.get(entry.text.encode() if entry.bytes is None else bytes(entry.bytes))
+    def token(self, text: str, written: Sequence[int] | None) -> int:
+        """Return the id of a token by its text, and its bytes if they are known."""
+        if text.startswith("token_id:"):
+            return int(text.removeprefix("token_id:"))
+        found = self._special.get(
+            text, self._by_bytes.get(bytes(text.encode() if written is None else written))
+        )
         if found is None:
             raise UnusableError("tokenizer")
         return found
@@ -174,22 +179,8 @@ class Entry(NamedTuple):
     processed: bool = False
 
 
-def _parsed(line: bytes) -> Json:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UnusableError("form") from None
-    if not isinstance(found, dict):
-        raise UnusableError("form")
-    return found
-
-
-def _objects(*values: Any) -> Iterator[Json]:
-    yield from (value for value in values if isinstance(value, dict))
-
-
 class _Reader:
-    """Reads one line."""
+    """Reads one line; for the arguments see ``read_log``."""
 
     def __init__(
         self,
@@ -199,146 +190,129 @@ class _Reader:
         logprobs: LogprobKind | None,
         number: int,
     ) -> None:
-        self.vocabulary, self.logprobs, self.number = vocabulary, logprobs, number
-        self.default_sampling = sampling
-        answer = record.get("response", record)
-        if isinstance(answer, str):
-            record, answer = {**record, "answer": answer}, record
-        body = answer.get("body", answer) if isinstance(answer, dict) else {}
-        self.response: Json = body if isinstance(body, dict) else {}
-        request: Json = {}
-        for part in _objects(record, record.get("model_parameters"), record.get("request")):
-            request |= part
-            for inner in _objects(part.get("body")):
-                request |= inner
-        for inner in _objects(self.response.get("generation_settings")):
-            request |= inner
-        self.request, self.record = request, record
+        self.record, self.logprobs, self.number = record, logprobs, number
+        self._vocabulary, self._default_sampling = vocabulary, sampling
+        response = record.get("response", record)
+        if isinstance(response, str):
+            response = {"answer": response}
+        self.response: Json = response.get("body", response)
+        outer = record.get("request") or {}
+        settings = (
+            record.get("model_parameters"),
+            outer,
+            outer.get("body"),
+            response.get("generation_settings"),
+        )
+        self.request: Json = dict(record)
+        for part in settings:
+            self.request |= part or {}
 
     def answers(self) -> list[Answer]:
         """Return the answers of the line: of several choices each is one."""
-        choices = self.response.get("choices")
-        if not isinstance(choices, list):
-            choices = [self.response if self.response is not self.record else self.record]
-        sampling = self._sampling()
-        prompt = self._prompt(choices[0] if choices and isinstance(choices[0], dict) else {})
-        found = [self._answer(choice, prompt, sampling) for choice in _objects(*choices)]
-        if not found:
+        choices = self.response.get("choices", [self.response])
+        if not choices:
             raise UnusableError("form")
-        return found
+        sampling, prompt = self._sampling(), self._prompt(choices[0])
+        return [self._answer(choice, prompt, sampling) for choice in choices]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        if self._vocabulary is None:
+            raise UnusableError("no tokenizer")
+        return self._vocabulary
 
     # -- the request -------------------------------------------------------------------------------
 
     def _sampling(self) -> Sampling:
         request = self.request
-        for name, off in _UNSET.items():
-            if request.get(name) is not None and request[name] not in off:
-                raise UnusableError("settings")
+        if any(request.get(name) is not None and request[name] not in off for name, off in _UNSET.items()):
+            raise UnusableError("settings")
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: request[name] for name in names if isinstance(request.get(name), int | float)}
-        given = {**self.default_sampling, **given}
+        given = {name: request[name] for name in names if request.get(name) is not None}
+        given = {**self._default_sampling, **given}
         if "temperature" not in given:
             raise UnusableError("temperature")
-        if given.get("top_k") == -1:
-            given["top_k"] = 0
         if given["temperature"] <= 0:  # what is cut away then does not matter
             given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty", 1.0)}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
         try:
             return Sampling(**given)
         except UsageError:
             raise UnusableError("settings") from None
 
     def _prompt(self, choice: Json) -> list[int]:
-        for holder in (choice, self.response, self.request):
-            for name in ("prompt_token_ids", "prompt"):
-                ids = _ids(holder.get(name))
-                if ids:
-                    return ids
+        holders = (choice, self.response, self.request)
+        ids = _first_ids(*(each.get(name) for each in holders for name in ("prompt_token_ids", "prompt")))
+        if ids is not None:
+            return ids
         messages, text = self.request.get("messages"), self.request.get("prompt", self.response.get("prompt"))
-        if messages is None and text is None:
+        if not (messages or text):
             raise UnusableError("prompt")
-        if self.vocabulary is None:
-            raise UnusableError("no tokenizer")
         tokenizer = self.vocabulary.tokenizer
         try:
-            if isinstance(messages, list) and messages:
-                told = next(_objects(self.request.get("chat_template_kwargs")), {})
-                template = TemplateOptions.of(told, self.request.get("reasoning_effort"))
-                tools = self.request.get("tools") or ()
-                return encode_messages(tokenizer, list(map(_message, messages)), tools, template)
-            if isinstance(text, str) and text:
-                return encode_prompt(tokenizer, text, chat=False)
+            if not messages:
+                return encode_prompt(tokenizer, str(text), chat=False)
+            told = self.request.get("chat_template_kwargs") or {}
+            template = TemplateOptions.of(told, self.request.get("reasoning_effort"))
+            tools = self.request.get("tools") or ()
+            return encode_messages(tokenizer, list(map(_message, messages)), tools, template)
         except UsageError:
             raise UnusableError("template") from None
-        raise UnusableError("prompt")
 
     # -- the response ------------------------------------------------------------------------------
 
     def _answer(self, choice: Json, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        finish, response = choice.get("finish_reason") or self.response.get("stop_type"), self.response
-        if finish in _CUT:
-            raise UnusableError("cut")
-        usage = next(_objects(response.get("usage")), {})
-        count = usage.get("completion_tokens", response.get("tokens_predicted"))
+        response = self.response
+        finish = choice.get("finish_reason") or response.get("stop_type")
+        count = (response.get("usage") or response).get("completion_tokens", response.get("tokens_predicted"))
         entries = list(_entries(choice, response))
-        tokens = next(filter(None, map(_ids, (
-            choice.get("token_ids"), response.get("tokens"), self.record.get("token_ids"),
-        ))), None)  # fmt: skip
+        tokens = _first_ids(choice.get("token_ids"), response.get("tokens"), self.record.get("token_ids"))
         if tokens is None and entries:
-            tokens = list(map(self._token, entries))
+            tokens = [
+                self.vocabulary.token(each.text, each.bytes) if each.token is None else each.token
+                for each in entries
+            ]
         elif tokens is None:
-            tokens = self._encoded(choice, count)
-        assert tokens is not None
-        if self.vocabulary is not None and max(*prompt, *tokens) >= self.vocabulary.size:
+            tokens = self._encoded(choice.get("message", choice), count)
+        known = self._vocabulary
+        if known is not None and max((*prompt, *tokens), default=0) >= known.size:
             raise UnusableError("tokenizer")
-        if isinstance(count, int) and len(tokens) < count - 1:
+        if finish in _CUT or (count is not None and len(tokens) < count - 1):
             raise UnusableError("cut")
-        ends = finish in ("stop", "eos") and count == len(tokens) + 1
-        if ends and sampling.greedy and self.vocabulary is not None and self.vocabulary.end is not None:
-            tokens = [*tokens, self.vocabulary.end]
+        ended = finish in ("stop", "eos") and count == len(tokens) + 1  # by a token that is not listed
+        if ended and sampling.greedy and known is not None and known.end is not None:
+            tokens = [*tokens, known.end]
+        if len(tokens) < 2:
+            raise UnusableError("short")
         probabilities = None
         if entries and not sampling.greedy:
             if len(entries) < len(tokens):
                 raise UnusableError("cut")
             probabilities = self._probabilities(entries[: len(tokens)], sampling)
-        if len(tokens) < 2:
-            raise UnusableError("short")
-        limit = next((value for name in ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict")
-                      if isinstance(value := self.request.get(name), int) and value > 0), None)  # fmt: skip
-        if finish in ("length", "limit"):
-            limit = len(tokens)
+        asked = (self.request.get(name) for name in ("max_completion_tokens", "max_tokens", "n_predict"))
+        limit = next((max(each, len(tokens)) for each in asked if each is not None and each > 0), None)
+        timings = response.get("timings") or {}  # llama.cpp's
+        took = None if timings.get("draft_n") else timings.get("predicted_per_token_ms")
         return Answer(
             prompt, tokens, sampling, probabilities,
-            None if limit is None else max(limit, len(tokens)),
+            len(tokens) if finish in ("length", "limit") else limit,
             str(self.record.get("id", self.record.get("custom_id", self.number))),
             str(self.record.get("category") or ""),
-            _pass_seconds(self.record, response, len(tokens)),
+            took / 1000 if took else None,
         )  # fmt: skip
 
-    def _token(self, entry: Entry) -> int:
-        if entry.token is not None:
-            return entry.token
-        if self.vocabulary is None:
-            raise UnusableError("no tokenizer")
-        return self.vocabulary.token(entry)
-
-    def _encoded(self, choice: Json, count: Any) -> list[int]:
+    def _encoded(self, message: Json, count: int | None) -> list[int]:
         """Return the tokens of an answer that is text alone."""
-        message = next(_objects(choice.get("message"), choice))
         if message.get("tool_calls"):
             raise UnusableError("tools")
         if message.get("reasoning_content") or message.get("reasoning"):
             raise UnusableError("thinking")
-        texts = (message.get(name) for name in ("content", "text", "answer"))
-        text = next((each for each in texts if isinstance(each, str)), None)
+        text = next((message[name] for name in ("content", "text", "answer") if message.get(name)), None)
         if text is None:
             raise UnusableError("form")
-        if self.vocabulary is None:
-            raise UnusableError("no tokenizer")
-        tokens = [
-            int(each) for each in self.vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ]
-        if isinstance(count, int) and abs(len(tokens) - count) > max(2, count // 20):
+        tokens = list(self.vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if count is not None and abs(len(tokens) - count) > max(2, count // 20):
             raise UnusableError("tokenizer")
         return tokens
 
@@ -346,8 +320,8 @@ class _Reader:
         """Return the probabilities of tokens after the transforms."""
         if any(each.logprob <= -9999.0 for each in entries):  # stands for "not known"
             raise UnusableError("raw")
-        untouched = sampling == Sampling(temperature=1.0)
-        if untouched or all(each.processed for each in entries) or self.logprobs == "processed":
+        same = sampling == Sampling(temperature=1.0) or all(each.processed for each in entries)
+        if same or self.logprobs == "processed":
             return np.exp([min(0.0, each.logprob) for each in entries])
         if self.logprobs is None:
             raise UnusableError("kind")
@@ -397,64 +371,41 @@ def processed(entry: Entry, sampling: Sampling, vocabulary: int = 200_000) -> tu
     return own / (total + rest[1]), min(1.0, own / (total + rest[0]))
 
 
-def _ids(value: Any) -> list[int] | None:
-    """Return a list of token ids; ``None`` for anything else."""
-    right = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-    return value if right else None
+def _first_ids(*values: Any) -> list[int] | None:
+    """Return the first list of token ids; ``None`` if there is none."""
+    right = (each for each in values if isinstance(each, list) and each)
+    return next((each for each in right if all(type(token) is int and token >= 0 for token in each)), None)
 
 
-def _message(message: Any) -> Json:
-    """Return a message as chat templates take it."""
-    if not isinstance(message, dict):
-        raise UnusableError("prompt")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in content):
+def _message(message: Json) -> Json:
+    """Return a message as chat templates take it: with text, and the arguments of calls as objects."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if any("text" not in each for each in content):
             raise UnusableError("parts")
         content = "".join(each["text"] for each in content)
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, dict) and isinstance(call.get("function"), dict)
-    ]
-    return {**message, "content": content or "", **({"tool_calls": calls} if calls else {})}
-
-
-def _arguments(written: Any) -> Any:
-    try:
-        return json.loads(written) if isinstance(written, str) else written
-    except ValueError:
-        return written
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _entries(choice: Json, response: Json) -> Iterator[Entry]:
     """Yield the tokens of an answer with their log probabilities, if it has any."""
-    try:
-        said = choice.get("logprobs") or {}
-        if listed := said.get("tokens"):  # the completions' own form
-            tops = said.get("top_logprobs") or [{}] * len(listed)
-            for text, logprob, top in zip(listed, said["token_logprobs"], tops, strict=True):
-                yield Entry(
-                    text, None, None, -9999.0 if logprob is None else logprob, list((top or {}).values())
-                )
-            return
-        for each in said.get("content") or response.get("completion_probabilities") or ():
-            post = "prob" in each
-            tops = each.get("top_probs" if post else "top_logprobs") or ()
-            value = math.log(max(each["prob"], 1e-30)) if post else each["logprob"]
-            top = [math.log(max(one["prob"], 1e-30)) if post else one["logprob"] for one in tops]
-            yield Entry(each.get("token", ""), each.get("bytes"), each.get("id"), value, top, processed=post)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-        raise UnusableError("form") from None
+    said = choice.get("logprobs") or {}
+    if listed := said.get("tokens"):  # the completions' own form
+        tops = said.get("top_logprobs") or [None] * len(listed)
+        for text, logprob, top in zip(listed, said["token_logprobs"], tops, strict=True):
+            yield Entry(text, None, None, -9999.0 if logprob is None else logprob, list((top or {}).values()))
+        return
+    for each in said.get("content") or response.get("completion_probabilities") or ():
+        post = "prob" in each  # llama.cpp's post_sampling_probs
+        top = [_logprob(one) for one in each.get("top_probs" if post else "top_logprobs") or ()]
+        yield Entry(each.get("token", ""), each.get("bytes"), each.get("id"), _logprob(each), top, post)
 
 
-def _pass_seconds(record: Json, response: Json, tokens: int) -> float | None:
-    """Return what a token took, if the server or the client that stored the line says it and nothing was drafted."""
-    timings = response.get("timings")
-    if isinstance(timings, dict) and not timings.get("draft_n"):
-        milliseconds = timings.get("predicted_per_token_ms")
-        return milliseconds / 1000 if isinstance(milliseconds, int | float) and milliseconds > 0 else None
-    first, end = record.get("completionStartTime"), record.get("endTime")  # LiteLLM's, of a stream
-    if isinstance(first, int | float) and isinstance(end, int | float) and end > first:
-        return (end - first) / (tokens - 1)
-    return None
+def _logprob(entry: Json) -> float:
+    return math.log(max(entry["prob"], 1e-30)) if "prob" in entry else float(entry["logprob"])

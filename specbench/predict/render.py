@@ -32,7 +32,7 @@ def prediction_parts(
     """
     for each in forecasts:
         yield Heading(each.drafter)
-        if not each.tokens:
+        if not each.answers:
             yield Paragraph("No answer can be used with it.")
             continue
         yield _sheet(each, costs)
@@ -79,7 +79,7 @@ def answer_text(forecast: Forecast, costs: PassCosts) -> str:
 def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
     rows = []
     for row in forecast.rows:
-        drafted, _ = forecast.per_step(row)
+        drafted, _ = row.per_step()
         places = " ".join(f"{rate:.0%}" for rate in row.by_place[:_PLACES] if not math.isnan(rate))
         speedup = [stats.ratio_text(forecast.speedup(row, costs))] if costs.target_s else []
         tokens = stats.ratio_text(forecast.tokens_per_step(row), "")
@@ -103,11 +103,11 @@ def _sheet(forecast: Forecast, costs: PassCosts) -> Sheet:
 
 def _by_category(forecast: Forecast, row: PredictedRow) -> Sheet | None:
     """Return a table of tokens per step by category; ``None`` for a single one."""
-    kinds = sorted({*forecast.categories})
+    kinds = forecast.categories()
     if len(kinds) < 2:
         return None
     cells = [
-        [kind or "other", str(forecast.categories.count(kind)),
+        [kind or "other", str(sum(each.category == kind for each in forecast.answers)),
          stats.ratio_text(forecast.tokens_per_step(row, kind), "")]
         for kind in kinds
     ]  # fmt: skip

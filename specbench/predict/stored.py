@@ -63,7 +63,6 @@ def stored_answers(folder: Path, tokenizer: PreTrainedTokenizerBase, limit: int 
         if limit is not None and len(log.answers) >= limit:
             log.unread = True
             break
-        log.lines += 1
         try:
             prompt = prompts[line.prompt].told(recipe.template)
             tokens = _encoded(tokenizer, prompt, history[:-1], found.prompt_tokens)
