@@ -207,7 +207,7 @@ def quantize_checkpoint(folder: Path, method: str) -> None:
     for key, tensor in load_file(folder / "model.safetensors").items():
         weights[key] = tensor
         if method == "fp8" and key.endswith("proj.weight"):
-            scales = torch.full([size // 16 for size in tensor.shape], 0.01)
+            scales = torch.full([-(-size // 16) for size in tensor.shape], 0.01)
             weights[key] = (tensor * 100).to(torch.float8_e4m3fn)
             weights[f"{key}_scale_inv"] = scales
         elif method == "mxfp4" and key.endswith("experts.down_proj"):

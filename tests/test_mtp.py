@@ -16,6 +16,7 @@ from cli_runs import refusal
 from head_files import VOCAB, mtp_settings, mtp_tensors, write_head
 from mtp_files import FAMILIES, LAYERS, Made, formula, make_checkpoint
 from safetensors.torch import load_file, save_file
+from test_models import quantize_checkpoint
 from tiny import save_tiny, tiny_language_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
@@ -27,6 +28,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.heads import find_head, load_head
+from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.mtp_layouts import find_mtp_tensors
 from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
@@ -200,6 +202,23 @@ def test_a_checkpoints_own_layer_on_the_command_line(cli, folder, family, option
     found = cli(*words, *options, "--json").json()
     assert found["token_ids"] == plain["token_ids"]
     assert found["drafted"] > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+def test_layers_of_a_quantized_checkpoint_are_unpacked(tmp_path, family):
+    made = make_checkpoint(tmp_path / "m", family)
+    quantize_checkpoint(made.folder, "fp8")
+    target = load_target(str(made.folder), PLAIN)
+    drafter = load_drafter("mtp", target, PLAIN)
+    stored = load_file(made.folder / "model.safetensors")
+    name = next(key for key in stored if key.endswith(("eh_proj.weight", "input_proj.weight")))
+    expected = stored[name].float() * 0.01
+    head = load_head(checkpoint_files(made.folder, target.language_model.model.config, "m"), LAYERS)
+    assert torch.equal(head.tensors[name], expected)
+    assert not any("scale" in name for name in head.tensors)
+    result = GenerationRun(CONTEXT, target, drafter, max_new_tokens=8)
+    assert all(True for _ in result)
+    assert default_drafter(str(made.folder)) == "mtp"
 
 
 def test_a_target_without_the_layers_is_refused_in_a_sentence(tmp_path):

@@ -190,14 +190,15 @@ def has_mtp_layers(target: ModelSpec) -> bool:
 
             folder = HubModel(target.source, target.revision, target.name, None).folder
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        layers = (config.get("text_config") or config)["num_hidden_layers"]
+        text = config.get("text_config") or config
+        layers, quantized = text["num_hidden_layers"], "quantization_config" in {**config, **text}
         headers = _headers(folder)
         if target.kind == "hub" and not headers:
             headers = _fetch_headers(target)
         found = _find(headers, layers)
     except Exception:  # what networks, damaged files and odd configurations raise
         return False
-    return found is not None and found.plain
+    return found is not None and (found.plain or quantized)
 
 
 def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:

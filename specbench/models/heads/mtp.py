@@ -26,9 +26,10 @@ from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import check_memory, text_config
+from specbench.models.checkpoints import check_memory, read_settings, text_config
 from specbench.models.heads.base import HeadFiles, OwnHead, Tensors, TrainedHead, register, without_maps
 from specbench.models.mtp_layouts import BLOCK, JOINED, LAYOUTS, MtpTensors, find_mtp_tensors
+from specbench.models.quantized import stored_weights
 
 _OTHER = "Choose another drafter."
 _FAMILIES = ", ".join(layout.families for layout in LAYOUTS)
@@ -61,9 +62,16 @@ def _tensors_of(files: HeadFiles, target_layers: int) -> MtpTensors:
 def _read(files: HeadFiles, target_layers: int) -> Tensors:
     """Read MTP layers, from safetensors files only, and of these no other tensors."""
     found = _tensors_of(files, target_layers)
-    if not found.plain:
-        raise UsageError(f"The MTP layers of {files.name} are quantized, which is not supported.", _OTHER)
     check_memory(4 * found.weights, name=files.name)
+    if not found.plain:
+        settings = read_settings(files.folder, files.name)
+        told = settings.get("quantization_config") or (settings.get("text_config") or {}).get(
+            "quantization_config"
+        )
+        if told is None:
+            raise UsageError(f"The MTP layers of {files.name} are quantized, and it is not told how.", _OTHER)
+        weights = stored_weights(sorted({*found.files.values()}), told, torch.float32, files.name)
+        return {name: weights[name][...] for name in found.places if name in weights}
     by_file: defaultdict[Path, list[str]] = defaultdict(list)
     for name, path in found.files.items():
         by_file[path].append(name)
