@@ -549,7 +549,20 @@ def outputs(
 def on_caches() -> Iterator[Any]:
     """A head that reads states on every kind of cache; the others on one in turn."""
     for (row, kind), (column, kept) in itertools.product(
-        enumerate(("eagle", "eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa")),
+        enumerate(
+            (
+                "eagle",
+                "eagle-1",
+                "mtp",
+                "mtp-3",
+                "peagle",
+                "dflash",
+                "dflash2",
+                "lilicorr",
+                "dspark",
+                "medusa",
+            )
+        ),
         enumerate(CACHE_KINDS),
     ):
         quick = row < 1 or row % len(CACHE_KINDS) == column
@@ -718,7 +731,9 @@ class Flattering(HeadDrafter):
         return draft
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "dflash2", "dspark", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", "mtp", "peagle", "dflash", "dflash2", "lilicorr", "dspark", "medusa"]
+)
 def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         drafting = drafter(small_scorer(kind), kind)

@@ -28,7 +28,19 @@ from specbench.specs.drafters import Cascade, Lookup, SmallModel
 DRAFTERS = (
     "none", "lookup", "suffix", "model", "self:int8", "self:layers=1", "lookup+model", "lookup|self:layers=1",
 )  # fmt: skip
-HEADS = ("eagle", "eagle-1", "peagle", "dflash", "dspark", "medusa", "mtp", "mtp-3", "pard", "pass")
+HEADS = (
+    "eagle",
+    "eagle-1",
+    "peagle",
+    "dflash",
+    "dspark",
+    "lilicorr",
+    "medusa",
+    "mtp",
+    "mtp-3",
+    "pard",
+    "pass",
+)
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
 NEW = 10
 

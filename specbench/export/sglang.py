@@ -29,6 +29,7 @@ class SGLang(StartedEngine):
         "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
         "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
+        "lilicorr": HeadSupport("DFLASH"),
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
         "mtp": NO_TRAINED_MTP,
     }
@@ -78,7 +79,7 @@ class SGLang(StartedEngine):
             export.differs.append(engine.GREEDY_DRAFTS)
         else:
             steps: Json = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
-            if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "dspark"):
+            if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "lilicorr", "dspark"):
                 steps = {}  # all in one pass
                 if setting.head.kind == "dspark":
                     steps["--speculative-dspark-block-size"] = setting.gamma

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.block_heads import DFlashHead
+from specbench.backends.torch.block_heads import Block, DFlashHead
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
@@ -24,13 +24,7 @@ class BlockInput(NamedTuple):
     last: int  # the context's last token
     position: int  # its position
     caches: Sequence[Any]  # keys and values of the context, by layer
-
-
-class Block(NamedTuple):
-    """A block after its forward pass."""
-
-    hidden: Tensor  # [block, hidden]
-    logits: Tensor  # before they are conditioned on draft tokens, [drafted, vocab]
+    states: Tensor  # the target's at the position before it, [states, width]
 
 
 class PathsInput(NamedTuple):
@@ -54,8 +48,8 @@ BlockFound: TypeAlias = Block | BlockLogits
 class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     """A block drafter with keys and values of the context.
 
-    The logits of DFlash depend on the depth in the draft alone; those of DSpark and DFlash 2 also on the draft tokens
-    before. The layers run once for a context, and these logits are computed when they are wanted.
+    The logits of DFlash depend on the depth in the draft alone; those of others also on the draft tokens before. The
+    layers run once for a context, and these logits are computed when they are wanted.
     """
 
     def __init__(self, head: DFlashHead, target: OfTarget) -> None:
@@ -66,6 +60,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def _reset(self) -> None:
         super()._reset()
         self._block: Block | None = None
+        self._last = torch.empty(0)  # the target's states at the last known position
 
     def resume(self, cached_tokens: int) -> None:
         super().resume(cached_tokens)
@@ -80,14 +75,14 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         added = self.head.keys_values(fresh[None], positions[None])
         for cache, entries in zip(self._caches, added, strict=True):
             cache.update(*entries)
-        self._known, self._block = length, None
+        self._known, self._block, self._last = length, None, fresh[-1]
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._block = None
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockStep, BlockFound]:
         if self._block is None:
-            found = yield BlockInput(request.context[-1], self._known, self._caches)
+            found = yield BlockInput(request.context[-1], self._known, self._caches, self._last)
             assert isinstance(found, Block)
             self._block = found
         if not self.head.conditional:
@@ -112,7 +107,10 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         positions = torch.tensor(ranges, device=self.device)
         attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in self._layers]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
-        return [Block(*each) for each in zip(hidden, self.head.logits(hidden[:, shape.first :]), strict=True)]
+        blocks: list[Block] = self.head.blocks(
+            hidden, torch.stack([each.states for each in inputs]), self._embed
+        )
+        return blocks
 
     @property
     def _layers(self) -> range:
@@ -126,9 +124,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         for depth in {len(path) for _, path in wanted}:
             same = [i for i, (_, path) in enumerate(wanted) if len(path) == depth]
             tokens = torch.tensor([[*wanted[i][1]] for i in same], device=self.device)
-            hidden = torch.stack([wanted[i][0].hidden[: self.head.block.first + depth] for i in same])
-            known = torch.stack([wanted[i][0].logits[depth - 1] for i in same])
-            conditioned, accepted = self.head.condition(known, hidden, tokens)
+            conditioned, accepted = self.head.condition([wanted[i][0] for i in same], tokens)
             for place, i in enumerate(same):
                 logits[i] = conditioned[place]
                 acceptance[i] = None if accepted is None else accepted[place]

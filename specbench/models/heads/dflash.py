@@ -25,6 +25,7 @@ from torch import nn
 from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.heads import EagleShape
+from specbench.base.record import Count
 from specbench.models.heads import llama
 from specbench.models.heads.base import HeadFiles, unsupported
 from specbench.models.heads.llama import Make, check_layers
@@ -32,11 +33,11 @@ from specbench.models.heads.llama import Make, check_layers
 _Factor = Annotated[float, Meta(gt=0, lt=1e300)]
 
 
-def register(kind: str) -> Callable[[Make], Make]:
+def register(kind: str, **more: Any) -> Callable[[Make], Make]:
     """Register a format of block drafters, whose layers are Llama's; see ``llama.register``."""
     check = partial(check_layers, windows=True)
     return llama.register(
-        kind, BlockScorer, names=(kind,), check=check, layers=_layers, section="dflash_config"
+        kind, BlockScorer, names=(kind,), check=check, layers=_layers, section="dflash_config", **more
     )
 
 
@@ -95,6 +96,14 @@ def _windows(files: HeadFiles) -> list[int | None]:
     return [window if each else None for each in windowed]
 
 
+def conv_group(files: HeadFiles, hidden: int, default: int = 0) -> int:
+    """Return how many channels share a kernel of convolutions; 0 without these."""
+    group = int(files.setting("conv_group_size", Count, default))
+    if group and hidden % group:
+        raise files.damaged(f"its conv_group_size does not divide the hidden size, {hidden}")
+    return group
+
+
 @register("dflash")
 def _dflash(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return DFlashHead(shape, block_shape(files))
@@ -102,16 +111,13 @@ def _dflash(files: HeadFiles, shape: EagleShape) -> nn.Module:
 
 @register("dflash2")
 def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
-    group, hidden = files.number("conv_group_size", 16), shape.layer.hidden_size
-    if hidden % group:
-        raise files.damaged(f"its conv_group_size does not divide the hidden size, {hidden}")
     if shape.vocab != shape.layer.vocab_size:
         raise files.damaged("its draft_vocab_size is not the target's, as DFlash 2 needs")
     block = block_shape(
         files,
         non_causal="speculators_model_type" in files.settings,
         kernel=files.number("conv_kernel_size", 2),
-        group=group,
+        group=conv_group(files, shape.layer.hidden_size, 16),
         rank=files.number("selector_rank", 256),
         selected=min(files.number("selector_top_k", 16), shape.vocab),
     )
