@@ -138,6 +138,7 @@ def edit_adapter(folder: Path, **changes: Any) -> None:
         ({"init_lora_weights": "pissa"}, "pissa"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
         ({"some_new_option": 1}, "some_new_option"),
+        ({"alpha_pattern": {"(a+)+": 1}}, "alpha_pattern"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(base, tmp_path, settings, says):

@@ -128,9 +128,13 @@ class Adapter:
         weight.data = (weight.data.float() + (delta.t() if turned else delta)).to(weight.dtype)
 
     def _alpha(self, path: str) -> float:
-        patterns = self.settings.alpha_pattern or {}
-        own = (value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", path))
-        return next(own, self.settings.lora_alpha)
+        for key, value in (self.settings.alpha_pattern or {}).items():
+            name = key.replace("\\.", ".").strip("^$")
+            if not re.fullmatch(r"[\w.]+", name):
+                raise self._refused(f"its alpha_pattern {excerpt(key)} is no name of layers")
+            if path == name or path.endswith(f".{name}"):
+                return value
+        return self.settings.lora_alpha
 
     def _restore(self, model: PreTrainedModel, base: str, path: str, kind: str, tensor: Tensor) -> None:
         """Replace a weight that was trained as a whole (``modules_to_save``)."""

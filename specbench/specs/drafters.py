@@ -232,8 +232,8 @@ class SelfForm(DrafterSpec, word="self", trees=True):
 @dataclass(frozen=True)
 class SmallModel(DrafterSpec, word="MODEL", trees=True):
     """A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one it
-    drafts the tokens that both have. Or a head trained for the target: EAGLE, P-EAGLE, DFlash or Medusa;
-    smollm2-135m-head comes with specbench.
+    drafts the tokens that both have. With adapter=FOLDER a LoRA adapter is merged into it. Or a head trained for the
+    target: EAGLE, P-EAGLE, DFlash or Medusa; smollm2-135m-head comes with specbench.
     """
 
     model: ModelSpec
