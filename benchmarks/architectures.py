@@ -326,7 +326,7 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
                 return "not tried", f"the random model does not run: {first_line(error)}"
         target, sibling = loaded
         read = sum(tensor.numel() for tensor in target.model.state_dict().values())
-        kinds, notes = [], [PARTS[type(target.model) is whole_class] if alone else NEEDS]
+        kinds, notes = [], [PARTS[isinstance(target.model, whole_class)] if alone else NEEDS]
         if target.files is not None and target.files.numbers != read:
             return "wrong", f"{target.files.numbers} weights are counted, and {read} loaded"
         for cache in CACHES:

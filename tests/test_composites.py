@@ -174,6 +174,7 @@ def test_heads_of_whole_models_draft_for_their_text(place, kind, tmp_path):
         ("idefics", "without a picture"),
         ("qwen4_exp", "cannot be rolled back"),
         ("udop", "encoder-decoder"),
+        ("pi0", "no causal language model"),
         ("unlimited_ocr", "a window after it"),
     ],
 )

@@ -175,6 +175,8 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
         raise _encoder_decoder(kind, name)
     whole = composite_class(config)
     if whole is not None:
+        if not whole.can_generate():
+            raise _not_causal(kind, name)
         _check_type(kind, name)
         text = text_config(config)
         check_class(causal_class(text) or whole, text, name)
@@ -198,6 +200,9 @@ UNSUITABLE = {
     "gemma4_assistant": _OF_GEMMA,
     "gemma4_unified_assistant": _OF_GEMMA,
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
+    "diffusion_gemma": "it writes blocks by diffusion",
+    "evolla": "it reads proteins",
+    "shieldgemma2": "it says of pictures whether they are harmless",
     "idefics": "it writes nothing without a picture",
     "paligemma": "tokens of its prompts attend to later ones",
     "unlimited_ocr": "its attention keeps the prompt and a window after it, which cannot be rolled back",
