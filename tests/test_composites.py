@@ -14,9 +14,19 @@ import torch
 from accelerate import dispatch_model
 from head_files import DRAFTED, eagle_tensors, speculators_settings, write_head
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, GenerationConfig, core_model_loading
+from tiny import letter_tokenizer
+from transformers import (
+    Gemma3Config,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    core_model_loading,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from specbench.backends.torch.forward import NativeForward
+from specbench.backends.torch.kernels import native
 from specbench.base.errors import UsageError
 from specbench.models.checkpoints import check_config, read_config
 from specbench.models.composites import unread_weights
@@ -139,6 +149,19 @@ def test_loaded_objects_of_whole_models_are_targets():
     assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
 
 
+@pytest.mark.skipif(not native.is_available(), reason="no native passes here")
+def test_texts_get_the_native_passes_of_their_class():
+    text = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    sight = survey.tiny_composite(LlavaConfig).vision_config
+    model = (
+        LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=sight)).bfloat16().eval()
+    )
+    assert isinstance(wrap_target(model, name="whole").scorer.forward, NativeForward)
+
+
 def test_a_whole_model_that_is_spread_over_devices_stays_so():
     whole = whole_model("mistral3")
     expected = survey.generated(whole, IDS)
@@ -186,3 +209,19 @@ def test_refusals_say_why(kind, said):
 def test_classifiers_of_pictures_are_refused():
     with pytest.raises(UsageError, match="no causal language model"):
         check_config(Gemma3Config(architectures=["Gemma3ForSequenceClassification"]), "x")
+
+
+def test_commands_take_folders_of_whole_models_as_target_and_drafter(place, tmp_path, cli):
+    folders = [Path(saved("qwen2_5_vl", tmp_path, seed)) for seed in range(2)]
+    for folder in folders:
+        letter_tokenizer("".join(map(chr, range(ord("A"), ord("A") + 50)))).save_pretrained(folder)
+        template = (
+            "{% for each in messages %}{% for part in each.content %}{{ part.text }}{% endfor %}{% endfor %}"
+        )
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    outputs = [
+        cli("generate", "--target", str(folders[0]), "--drafter", drafter, "--max-new-tokens", "12", "ABCAB")
+        for drafter in ("none", str(folders[1]), "self:layers=1")
+    ]
+    assert all(output.code == 0 for output in outputs), outputs[0].err
+    assert len({output.out for output in outputs}) == 1

@@ -55,7 +55,7 @@ class HubModel:
     def __init__(self, repository: str, revision: str | None, name: str, progress: Progress | None) -> None:
         self.repository, self.revision, self.name, self.progress = repository, revision, name, progress
         config = self._file("config.json")
-        if config is None and self._optional_file(ADAPTER):
+        if config is None and self.optional_file(ADAPTER):
             raise UsageError(
                 f"The hub's {name} is an adapter.",
                 f"Fetch it with `hf download {repository} --local-dir DIR`, and name DIR.",
@@ -72,7 +72,7 @@ class HubModel:
 
         If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
-        if self._optional_file(ADAPTER):
+        if self.optional_file(ADAPTER):
             read_settings(self.folder, self.name)  # refuses it
         not_cached: _NotCachedError | None = None
         for candidate in weight_candidates(config, allow_pickle):
@@ -86,7 +86,7 @@ class HubModel:
             if found.suffix == ".json":
                 self._fetch_shards(found, check_size)
             for file in _SMALL_FILES:
-                self._optional_file(file)
+                self.optional_file(file)
             self._mend()
             return
         if not_cached is not None:
@@ -98,7 +98,7 @@ class HubModel:
 
     def has_tokenizer(self) -> bool:
         """Whether the repository has a tokenizer; if the hub cannot be reached, whether the cache has one."""
-        return any(self._optional_file(file) for file in ("tokenizer.json", "tokenizer_config.json"))
+        return any(self.optional_file(file) for file in ("tokenizer.json", "tokenizer_config.json"))
 
     def _fetch_shards(self, index: Path, check_size: Callable[[int], None]) -> None:
         shards = shard_names(index, self.name)
@@ -109,7 +109,8 @@ class HubModel:
             if self._file(shard) is None:
                 raise RunError(f"The weights of {self.name} are incomplete: the hub has no {shard!r}.")
 
-    def _optional_file(self, file: str) -> Path | None:
+    def optional_file(self, file: str) -> Path | None:
+        """Return a file in the cache, fetched if missing; ``None`` if there is none, or the hub cannot be reached."""
         try:
             return self._file(file)
         except _NotCachedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,20 @@ def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedT
     if not isinstance(tokenizer.model_max_length, int | float):
         raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
+    tokenizer.chat_template = tokenizer.chat_template or _processor_template(folder, hub)
     if tokenizer.chat_template:
         start_renderer()
     return tokenizer
+
+
+def _processor_template(folder: Path, hub: HubModel | None) -> str | None:
+    """Return the chat template that some models with pictures have beside their tokenizer."""
+    path = folder / "chat_template.json" if hub is None else hub.optional_file("chat_template.json")
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"] if path else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
