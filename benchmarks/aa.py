@@ -32,7 +32,6 @@ from specbench.base.errors import RunError
 from specbench.base.record import Estimate
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.engines.own import ModelEngine, load_engine
-from specbench.bench.environment import describe_environment
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
@@ -181,7 +180,7 @@ def run_one(
     if RunStore.exists(folder):
         store = RunStore.open(folder)
     else:
-        run = describe_run(sweep, target=target, environment=describe_environment(), sources={})
+        run = describe_run(sweep, target, {})
         store = RunStore.create(folder, run)
     with store:
         measuring = SweepRun(sweep, store, WithoutCosts(engine), retry_failed=True)

@@ -34,8 +34,9 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate
 from specbench.bench.contexts import load_context_text
 from specbench.bench.engines.launched import LaunchedEngine
+from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
-from specbench.bench.manifest import open_run
+from specbench.bench.manifest import describe_run, open_run
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.bench.runner import run_sweep
 from specbench.cli.started import engine_drafters, placed, started_engine
@@ -167,7 +168,12 @@ def measure(
         gammas=(), policies=(), decoding=decoding, repeats=given.repeats, warmup=0, turns=1,
         conditions=conditions_of(batch=[] if batch is None else [batch]), servers=tuple(sides),
     )  # fmt: skip
-    launched = LaunchedEngine(sides, folder / "servers", limit=given.servers, decoding=decoding)
+    launched = LaunchedEngine(
+        sides,
+        folder / "servers",
+        lambda spec: ServerEngine([spec], keys={}, decoding=decoding),
+        limit=given.servers,
+    )
     configs = tuple(server_rows(options, [(name, None) for name in sides]))
     try:
         together = None if launched.fits([*sides]) else launched.limit or launched.capacity
@@ -178,7 +184,7 @@ def measure(
             "prompts": ["race"],
             "limit": None,
         }
-        with open_run(folder, sweep, target=target, sources=sources, advice="Give another --out.") as store:
+        with open_run(folder, describe_run(sweep, target, sources), "Give another --out.") as store:
             run_sweep(sweep, store, launched, retry_failed=True)
         for name, start in launched.starts.items():
             starts[name] = {"seconds": round(start.seconds, 1), "memory_gb": round(start.memory / 1e9, 2)}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specbench.models.prepare import LoadedDrafter
     from specbench.models.target import Target
     from specbench.recipe import Recipe
+    from specbench.specs.drafters import DrafterSpec
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,15 @@ def transforms_of(recipe: Recipe, model: LanguageModel) -> Sampling:
     return model.transforms(Sampling(**recipe.sampling.transforms), recipe.decoding)
 
 
+def load_models(
+    recipe: Recipe, drafters: Sequence[DrafterSpec], progress: Progress | None = None, **more: Any
+) -> tuple[Target, list[LoadedDrafter]]:
+    """Load the target of a recipe, and these drafters; see ``prepare``."""
+    caching = recipe.caching
+    more |= {"cache": caching.cache, "bit_exact": caching.bit_exact, "progress": progress}
+    return prepare(recipe.target, drafters, recipe.models, **more)
+
+
 def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:
     """Load the models of a recipe; what cannot work is refused before.
 
@@ -107,14 +117,7 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none
     recipe.check()
-    target, (drafter,) = prepare(
-        recipe.target,
-        [recipe.drafter],
-        recipe.models,
-        cache=recipe.caching.cache,
-        bit_exact=recipe.caching.bit_exact,
-        progress=progress,
-    )
+    target, (drafter,) = load_models(recipe, [recipe.drafter], progress)
     loaded = LoadedRecipe.of(recipe, target, drafter)
     weights = {target.name: target.language_model.fingerprint, drafter.name: drafter.weights}
     pairs = zip(weights, weights.values(), recipe.measured_with, strict=False)

@@ -236,7 +236,7 @@ def make_sweep(
 
 def describe(sweep: Sweep, **changed: Any) -> Run:
     """The ``run.json`` of a sweep over the scripted engine."""
-    run = describe_run(sweep, target=TARGET, environment=ENVIRONMENT, sources={"target": "scripted"})
+    run = describe_run(sweep, TARGET, {"target": "scripted"}, environment=ENVIRONMENT)
     return msgspec.structs.replace(run, **changed)
 
 

@@ -24,8 +24,9 @@ from specbench.bench.engines import guard
 from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
+from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.manifest import command_line, open_run
+from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
 from specbench.cli.started import engine_configs, engine_drafters, started_engine
@@ -151,7 +152,8 @@ def limited(lock: Path | None, *names: str, limit: int | None = None, **more: st
             str(port),
         ]
 
-    return LaunchedEngine({name: command(name) for name in names}, Path("logs"), limit=limit)
+    commands = {name: command(name) for name in names}
+    return LaunchedEngine(commands, Path("logs"), lambda spec: ServerEngine([spec], keys={}), limit=limit)
 
 
 def test_a_server_that_does_not_fit_beside_another_is_tried_alone(models, tmp_path):
@@ -341,7 +343,8 @@ def search(
     settings = {each.name: each for each in made}
     clock = FakeClock()
     timed = TimedEngine(clock, settings, seed=seed, **more)
-    with open_run(folder, sweep, target=TargetModel(name="t"), sources={"engine": "x"}, advice="") as store:
+    run = describe_run(sweep, TargetModel(name="t"), {"engine": "x"})
+    with open_run(folder, run, "") as store:
         found = EngineSearch(
             sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
             snapshot=quiet,

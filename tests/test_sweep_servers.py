@@ -472,7 +472,7 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
     sweep = Sweep(options, asked, tuple(server_rows(options, [(name, None) for name in names])))
     with closing(timed.engine(*names)) as engine:
         target = engine.describe_target(decoding)
-        run = describe_run(sweep, target=target, environment=ENVIRONMENT, sources={})
+        run = describe_run(sweep, target, {}, environment=ENVIRONMENT)
         with RunStore.create(path, run) as store:
             run_sweep(sweep, store, engine)
     return load_results(path)

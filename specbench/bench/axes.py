@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
@@ -33,47 +34,12 @@ def parse_baselines(names: Sequence[str]) -> tuple[OtherLibrary, ...]:
     return (*words, *(OtherLibrary("beam", count) for count in sorted(beams)))
 
 
-def parse_gammas(text: str) -> list[int]:
-    """Parse draft lengths: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
+def _parse_range(what: str, most: int, otherwise: str, text: str) -> list[int]:
+    """Parse numbers: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
 
     Raises:
-        UsageError: The text has none of these forms, or a length is outside 1 to 256.
+        UsageError: The text has none of these forms, or a number is outside 1 to ``most``.
     """
-    return _parse_range(text, "γ", LONGEST_DRAFT, "plain decoding is always measured.")
-
-
-def parse_batches(text: str) -> list[int]:
-    """Parse batch sizes, in the notation of draft lengths (``parse_gammas``).
-
-    Raises:
-        UsageError: The text does not have that form, or a batch size is outside 1 to 256.
-    """
-    return _parse_range(text, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
-
-
-def parse_contexts(text: str) -> list[int]:
-    """Parse lengths of context, in the notation of draft lengths (``parse_gammas``).
-
-    Raises:
-        UsageError: The text does not have that form, or a length is 0 or too long.
-    """
-    return _parse_range(text, "--context", MAX_CONTEXT, "without --context, prompts are taken as they are.")
-
-
-def parse_thinking(text: str) -> list[bool]:
-    """Parse ``on``, ``off`` or both, separated by a comma.
-
-    Raises:
-        UsageError: There is another word.
-    """
-    values = {"on": True, "off": False}
-    words = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in words if word not in values]:
-        raise UsageError(f"--thinking is on or off, not {wrong[0]!r}.", "Write on, off or on,off.")
-    return [values[word] for word in words]
-
-
-def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
     numbers: set[int] = set()
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
@@ -94,6 +60,31 @@ def _parse_range(text: str, what: str, most: int, otherwise: str) -> list[int]:
             )
         numbers.update(range(first, last + 1, step))
     return sorted(numbers)
+
+
+parse_gammas = partial(_parse_range, "γ", LONGEST_DRAFT, "plain decoding is always measured.")
+"""Parses draft lengths."""
+
+parse_batches = partial(_parse_range, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
+"""Parses batch sizes."""
+
+parse_contexts = partial(
+    _parse_range, "--context", MAX_CONTEXT, "without --context, prompts are taken as they are."
+)
+"""Parses lengths of context in tokens."""
+
+
+def parse_thinking(text: str) -> list[bool]:
+    """Parse ``on``, ``off`` or both, separated by a comma.
+
+    Raises:
+        UsageError: There is another word.
+    """
+    values = {"on": True, "off": False}
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if word not in values]:
+        raise UsageError(f"--thinking is on or off, not {wrong[0]!r}.", "Write on, off or on,off.")
+    return [values[word] for word in words]
 
 
 def parse_policies(specs: Sequence[str]) -> tuple[PolicySpec, ...]:

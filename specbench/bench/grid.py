@@ -314,59 +314,59 @@ class Sweep:
         return list(self._cells())
 
     def _cells(self) -> Iterator[Cell]:
-        options, prompts, configs = self.options, self.prompts, self.configs
-
-        def block(
-            name: str,
-            turn: int,
-            repeat: int,
-            warmup: bool,
-            configs: Sequence[Row],
-            group: PromptGroup | None = None,
-        ) -> Iterator[Cell]:
-            reverse = bool(options.servers) and repeat % 2 == 1
-            begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
-            order = [config.id for config in configs]
-            shuffle = random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle
-            shuffle(order)
-            if options.contexts:
-                contexts = options.contexts
-                shuffle(contexts)
-                at = {config.id: contexts.index(config.condition.context or 0) for config in configs}
-                order.sort(key=at.__getitem__)
-            if reverse:
-                order.reverse()
-            if options.prompt_cache == "keep":
-                end = name  # one seed for a conversation, which its first line is made of
-            seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
-            for number, config in enumerate(order):
-                yield Cell(config, name, turn, repeat, number, warmup, seed, group)
-
-        if options.batches:
-            at: dict[tuple[int | None, str | None], list[Row]] = {}
-            for config in configs:
-                at.setdefault((config.condition.batch, config.condition.arrivals), []).append(config)
-            groups = {each: make_groups(prompts, parse_arrivals(each[1] or "")) for each in at}
-            for repeat in range(options.warmup):
-                for each in at:
-                    group = groups[each][repeat % len(groups[each])]
-                    yield from block(group.id, 0, repeat, True, at[each], group)
-            for repeat in range(options.repeats):
-                blocks = [(each, group) for each in at for group in groups[each]]
-                random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
-                for part in self._parts(repeat):
-                    for each, group in blocks:
-                        some = [config for config in at[each] if config.drafter in part]
-                        yield from block(group.id, 0, repeat, False, some, group)
-            return
+        options = self.options
+        at: dict[tuple[int | None, str | None], list[Row]] = {}
+        for config in self.configs:
+            at.setdefault((config.condition.batch, config.condition.arrivals), []).append(config)
+        units = {load: self._units(load[1]) for load in at}
         for repeat in range(options.warmup):
-            yield from block(prompts[repeat % len(prompts)].id, 0, repeat, True, configs)
+            for load, configs in at.items():
+                name, _, group = units[load][repeat % len(units[load])]
+                yield from self._block(configs, name, 0, repeat, group, warmup=True)
         for repeat in range(options.repeats):
+            blocks = [(load, unit) for load in at for unit in units[load]]
+            if options.batches:
+                random.Random(f"blocks/{options.seed}/{repeat}").shuffle(blocks)
             for part in self._parts(repeat):
-                some = [config for config in configs if config.drafter in part]
-                for prompt in prompts:
-                    for turn in range(num_turns(prompt, options)):
-                        yield from block(prompt.id, turn, repeat, False, some)
+                for load, (name, turns, group) in blocks:
+                    some = [config for config in at[load] if config.drafter in part]
+                    for turn in range(turns):
+                        yield from self._block(some, name, turn, repeat, group)
+
+    def _units(self, arrivals: str | None) -> list[tuple[str, int, PromptGroup | None]]:
+        """Return prompts with their numbers of turns, or groups, by name."""
+        if arrivals is None:
+            return [(prompt.id, num_turns(prompt, self.options), None) for prompt in self.prompts]
+        return [(group.id, 1, group) for group in make_groups(self.prompts, parse_arrivals(arrivals))]
+
+    def _block(
+        self,
+        configs: Sequence[Row],
+        name: str,
+        turn: int,
+        repeat: int,
+        group: PromptGroup | None,
+        *,
+        warmup: bool = False,
+    ) -> Iterator[Cell]:
+        """Yield what all configurations decode one after the other."""
+        options = self.options
+        reverse = bool(options.servers) and repeat % 2 == 1
+        begin, end = f"{options.seed}/{'warmup' if warmup else 'repeat'}", f"{name}/{turn}"
+        order = [config.id for config in configs]
+        shuffle = random.Random(f"order/{begin} {repeat - reverse}/{end}").shuffle
+        shuffle(order)
+        if contexts := options.contexts:
+            shuffle(contexts)
+            at = {config.id: contexts.index(config.condition.context or 0) for config in configs}
+            order.sort(key=at.__getitem__)
+        if reverse:
+            order.reverse()
+        if options.prompt_cache == "keep":
+            end = name  # one seed for a conversation, which its first line is made of
+        seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
+        for number, config in enumerate(order):
+            yield Cell(config, name, turn, repeat, number, warmup, seed, group)
 
     def _parts(self, repeat: int) -> list[list[str]]:
         """Return the drafters whose configurations are measured in turn, group by group."""

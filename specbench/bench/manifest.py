@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 def describe_run(
     sweep: Sweep,
-    *,
     target: TargetModel,
-    environment: Environment,
     sources: Mapping[str, Any],
+    *,
+    environment: Environment | None = None,
     command: Sequence[str] = (),
     heads: Mapping[str, TrainingMetadata] | None = None,
 ) -> Run:
@@ -41,13 +41,15 @@ def describe_run(
 
     ``sources`` (the options that name models and prompts) and ``command`` (see ``command_line``) must not have paths.
     """
+    from specbench.bench.environment import describe_environment  # which imports torch
+
     options = sweep.options
     return Run(
         specbench=__version__,
         run_id=uuid4().hex,
         command=list(command),
         options={**sources, **stored_options(options)},
-        environment=environment,
+        environment=environment or describe_environment(),
         target=target,
         configs=[*sweep.configs],
         prompts=[
@@ -213,38 +215,18 @@ def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
     )
 
 
-def open_run(
-    folder: Path,
-    sweep: Sweep,
-    *,
-    target: TargetModel,
-    sources: Mapping[str, Any],
-    advice: str,
-    command: Sequence[str] = (),
-    heads: Mapping[str, TrainingMetadata] | None = None,
-    accept_changes: bool = False,
-) -> RunStore:
+def open_run(folder: Path, run: Run, advice: str, *, accept_changes: bool = False) -> RunStore:
     """Open a run to measure into: a new one, or the stored one if it has the same options.
 
     Args:
         folder: A folder with or without a run.
-        sweep, target, sources, command, heads: See ``describe_run``.
+        run: What ``describe_run`` returns.
         advice: Hint for a run with other options.
         accept_changes: Whether to continue such a run and store its differences.
 
-        Raises:
-            UsageError: The run has differences, and these cannot be accepted or ``accept_changes`` is not set.
+    Raises:
+        UsageError: The run has differences, and these cannot be accepted or ``accept_changes`` is not set.
     """
-    from specbench.bench.environment import describe_environment  # which imports torch
-
-    run = describe_run(
-        sweep,
-        target=target,
-        environment=describe_environment(),
-        sources=sources,
-        command=command,
-        heads=heads,
-    )
     if not RunStore.exists(folder):
         return RunStore.create(folder, run)
     store = RunStore.open(folder)

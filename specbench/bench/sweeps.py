@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
-from specbench.bench.manifest import describe_models, open_run
+from specbench.bench.manifest import describe_models, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
@@ -113,10 +113,7 @@ def sweep(
     grid = Sweep(options, chosen, tuple(configs))
     asked = {"prompts": [Path(name).name for name in prompts], "limit": limit}
     sources = {**describe_models(base, specs), **asked}
-    described = engine.describe_target(options.decoding)
-    advice = "Restore what changed, or give another folder."
-    with open_run(
-        folder, grid, target=described, sources=sources, command=[], heads=engine.heads, advice=advice
-    ) as store:
+    run = describe_run(grid, engine.describe_target(options.decoding), sources, heads=engine.heads)
+    with open_run(folder, run, "Restore what changed, or give another folder.") as store:
         run_sweep(grid, store, engine)
     return load_results(folder)

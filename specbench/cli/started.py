@@ -15,6 +15,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import end_left
+from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import SweepOptions, server_rows
 from specbench.bench.manifest import command_line
 from specbench.cli.console import say
@@ -30,7 +31,7 @@ from specbench.export.start import (
 from specbench.rows import Row
 from specbench.specs.drafters import SmallModel
 from specbench.specs.models import ModelSpec, parse_model
-from specbench.specs.servers import EngineSpec, parse_engine
+from specbench.specs.servers import EngineSpec, ServerSpec, parse_engine
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -191,13 +192,9 @@ class EngineServers:
         made = LaunchedEngine(
             {each.name: partial(self._command, each) for each in self.settings},
             logs,
+            self._connect,
             limit=self.spec.servers,
             start_timeout_s=self.spec.start_timeout,
-            api=self.requests.api,
-            timeout_s=self.requests.timeout,
-            key=next((key for word, key in pairwise(self.arguments) if word == _KEY), None),
-            decoding=self.decoding,
-            temperature=self.temperature,
             progress=progress,
         )
         try:
@@ -206,6 +203,17 @@ class EngineServers:
         finally:
             for sentence in made.close():
                 say(sentence)
+
+    def _connect(self, spec: ServerSpec) -> ServerEngine:
+        key = next((key for word, key in pairwise(self.arguments) if word == _KEY), None)
+        return ServerEngine(
+            [spec],
+            keys={} if key is None else {spec.name: key},
+            api=self.requests.api,
+            timeout_s=self.requests.timeout,
+            decoding=self.decoding,
+            temperature=self.temperature,
+        )
 
     def _command(self, setting: EngineSetting, port: int) -> list[str]:
         """Return the command line that starts the server of a setting on a port."""

@@ -17,7 +17,7 @@ from rich.text import Text
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
-from specbench.bench.manifest import command_line, open_run, option_changes, stored_options
+from specbench.bench.manifest import command_line, describe_run, open_run, option_changes, stored_options
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import ResultsOptions
@@ -96,16 +96,10 @@ class RunJob:
 
     def open_store(self, sources: dict[str, Any], *, accept_changes: bool = False) -> RunStore:
         """Return a new run, or the stored one if it is the same as this."""
-        return open_run(
-            self.folder,
-            self.sweep,
-            target=self.engine.describe_target(self.sweep.options.decoding),
-            sources=sources,
-            command=command_line(sys.argv[1:]),
-            heads=self.engine.heads,
-            advice=self.advice,
-            accept_changes=accept_changes,
-        )
+        target = self.engine.describe_target(self.sweep.options.decoding)
+        command = command_line(sys.argv[1:])
+        run = describe_run(self.sweep, target, sources, command=command, heads=self.engine.heads)
+        return open_run(self.folder, run, self.advice, accept_changes=accept_changes)
 
     def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""

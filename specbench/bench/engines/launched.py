@@ -20,7 +20,7 @@ from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.textsafe import counted
 from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
 from specbench.bench.engines.processes import EngineProcess, StartError, free_port
-from specbench.bench.engines.servers import Api, ServerEngine, ServerPrompt
+from specbench.bench.engines.servers import ServerEngine, ServerPrompt
 from specbench.bench.grid import WARMUP_TOKENS
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Workload
@@ -74,10 +74,9 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
     Args:
         commands: Command lines by the servers' names, which are the names of the configurations' drafters.
         logs: The folder for the servers' output.
+        connect: Returns the engine of one of them.
         limit: Largest number of servers at a time; ``None`` for as many as fit.
         start_timeout_s: How long a start may take.
-        api, timeout_s, keys: See ``ServerEngine``; there is one key for all servers.
-        decoding, temperature: Options that the first request to each server tests.
 
     Attributes:
         starts: The latest start of each server, by name.
@@ -88,20 +87,14 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         self,
         commands: Mapping[str, CommandLine],
         logs: Path,
+        connect: Callable[[ServerSpec], ServerEngine],
         *,
         limit: int | None = None,
         start_timeout_s: float = 600.0,
-        api: Api = "chat",
-        timeout_s: float = 300.0,
-        key: str | None = None,
-        decoding: DecodingOptions | None = None,
-        temperature: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
-        self._commands, self._logs, self.limit = commands, logs, limit
-        self._start_timeout_s, self._api, self._timeout_s, self._key = start_timeout_s, api, timeout_s, key
-        self._decoding, self._temperature = decoding or DecodingOptions(), temperature
-        self._progress = progress
+        self._commands, self._logs, self._connect, self.limit = commands, logs, connect, limit
+        self._start_timeout_s, self._progress = start_timeout_s, progress
         self._running: dict[str, _Running] = {}  # the one that was used last comes last
         self._failed: dict[str, SpecbenchError] = {}
         self._model_name = ""
@@ -193,14 +186,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         engine = None
         try:
             process.wait_until_ready(self._start_timeout_s)
-            engine = ServerEngine(
-                [ServerSpec(name, f"{process.url}/v1")],
-                keys={} if self._key is None else {name: self._key},
-                api=self._api,
-                timeout_s=self._timeout_s,
-                decoding=self._decoding,
-                temperature=self._temperature,
-            )
+            engine = self._connect(ServerSpec(name, f"{process.url}/v1"))
             self._warm_up(name, engine)
         except BaseException as error:
             if engine is not None:
@@ -215,8 +201,8 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
 
     def _warm_up(self, name: str, engine: ServerEngine) -> None:
         """Let a new server answer something, so that the first measured answer is like the others."""
-        decoding = self._decoding.with_changes(max_new_tokens=WARMUP_TOKENS)
-        config = Row(Server(name, name), Condition(self._temperature))
+        decoding = engine.decoding.with_changes(max_new_tokens=WARMUP_TOKENS)
+        config = Row(Server(name, name), Condition(engine.temperature))
         engine.generate(
             config, engine.encode(_WARM_UP, []), decoding, seed=random.Random(name).getrandbits(31)
         )

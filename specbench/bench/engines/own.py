@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Greedy
 from specbench.decoding.thinking import thinking_tokens
 from specbench.generate_many import GenerationRuns
-from specbench.loaded import LoadedRecipe
+from specbench.loaded import LoadedRecipe, load_models
 from specbench.options import DecodingOptions, quantized
 from specbench.policies.batch_costs import BatchCosts
 from specbench.results.lines import CostLine, Pool
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
+    from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import LoadedDrafter
@@ -145,9 +146,7 @@ class ModelEngine:
             requests=tuple(_request_outcome(each) for each in results),
             seconds=seconds,
             tokens=tokens,
-            pool=None
-            if use is None
-            else Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),
+            pool=use and Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),
             peak_memory_bytes=peak_memory(self._device),
         )
 
@@ -199,17 +198,14 @@ class ModelEngine:
         thought = self._thought(prompt, generation.token_ids)
         emitted = accumulate((len(step.tokens) for step in generation.steps), initial=1)
         inside = [step for step, at in zip(generation.steps, emitted, strict=False) if at < (thought or 0)]
-        return Outcome(
-            prompt_tokens=generation.prompt_tokens,
-            token_ids=generation.token_ids,
-            finish_reason=generation.finish_reason,
+        return _outcome(
+            generation,
             prefill_s=generation.prefill.time_s,
             ttft_s=times.ttft_s,
             decode_s=times.decode_s,
             first_tokens=min(1, len(generation.token_ids)),
             thinking_tokens=thought,
             thinking_s=sum(step.times.total_s for step in inside) if thought else None,
-            steps=tuple(generation.steps),
         )
 
     def _thought(self, prompt: Sequence[int], answer: Sequence[int]) -> int | None:
@@ -298,18 +294,24 @@ def _dtype_of(drafter: Drafter) -> str | None:
 
 
 def _request_outcome(result: BenchResult) -> Outcome:
-    generation = result.run.result()
-    return Outcome(
-        prompt_tokens=generation.prompt_tokens,
-        token_ids=generation.token_ids,
-        finish_reason=generation.finish_reason,
+    return _outcome(
+        result.run.result(),
         prefill_s=result.prefill_s,
         ttft_s=result.first_s - result.arrived_s,
         decode_s=result.last_s - result.first_s,
         first_tokens=result.first_tokens,
-        steps=tuple(generation.steps),
         arrived_s=result.arrived_s,
         queued_s=result.queued_s,
+    )
+
+
+def _outcome(generation: Generation, **times: Any) -> Outcome:
+    return Outcome(
+        prompt_tokens=generation.prompt_tokens,
+        token_ids=generation.token_ids,
+        finish_reason=generation.finish_reason,
+        steps=tuple(generation.steps),
+        **times,
     )
 
 
@@ -353,19 +355,11 @@ def load_engine(
     """
     from specbench.models.drafters import loading
     from specbench.models.load import load_model
-    from specbench.models.prepare import prepare
 
     options = options or SweepOptions()
     check_engine(base, drafters, options, progress)
     models = base.models
-    target, loaded = prepare(
-        base.target,
-        drafters,
-        models,
-        cache=base.caching.cache,
-        bit_exact=base.caching.bit_exact,
-        progress=progress,
-    )
+    target, loaded = load_models(base, drafters, progress)
     reference = None
     if options.others:
         reference = load_model(

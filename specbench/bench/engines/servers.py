@@ -159,6 +159,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._api, self._tokenizer, self._template = api, tokenizer, template
+        self.decoding, self.temperature = decoding or DecodingOptions(), temperature
         self._clock, self._pause, self.keeps_cache = clock, pause, prompt_cache == "keep"
         self._keys = dict(keys)
         self._loop = asyncio.Runner()
@@ -174,10 +175,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             for spec in specs
         }
         try:
-            self.servers = tuple(
-                self._loop.run(self._connect(spec, temperature, decoding or DecodingOptions()))
-                for spec in specs
-            )
+            self.servers = tuple(self._loop.run(self._connect(spec)) for spec in specs)
         except BaseException:
             self.close()
             raise
@@ -196,9 +194,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
     # -- connecting ----------------------------------------------------------------------------------
 
-    async def _connect(
-        self, spec: ServerSpec, temperature: float, decoding: DecodingOptions
-    ) -> MeasuredServer:
+    async def _connect(self, spec: ServerSpec) -> MeasuredServer:
         """Request a server's list of models, and a first answer."""
         client, listed = self._clients[spec.name], list[ListedModel]()
         try:
@@ -211,9 +207,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             server = MeasuredServer(spec, model, owner, has_counters)
             said = _PROBE if self._api == "completions" else _messages(None, _PROBE)
             prompt = ServerPrompt(said, self._template.for_server())
-            settings = self._settings(
-                server, temperature, decoding.with_changes(max_new_tokens=_PROBE_TOKENS), 0
-            )
+            decoding = self.decoding.with_changes(max_new_tokens=_PROBE_TOKENS)
+            settings = self._settings(server, self.temperature, decoding, 0)
             answer, _ = await self._ask(server, prompt, settings)
         except ServerError as error:
             raise explain(error, spec, listed, spec.key_variable, has_key=spec.name in self._keys) from error
