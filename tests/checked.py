@@ -11,7 +11,6 @@ import pytest
 from scripted import ScriptedCache, ScriptedScorer, random_table
 
 import specbench.check.observe
-from specbench.check.results import CheckResult
 from specbench.check.run import Case, DecodingCheck
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
@@ -76,17 +75,17 @@ def setup_of(drafter: str = "model", target: Any = None, **changes: Any) -> Requ
     return request_of(target, DRAFTERS[drafter](target), **changes)
 
 
-def result_of(setup: Request, decoder: Decoder = decode) -> CheckResult:
+def result_of(setup: Request, decoder: Decoder = decode) -> DecodingCheck:
     """What the check of both prompts finds, with another loop perhaps."""
     cases = [Case(str(i), replace(setup, prompt=prompt)) for i, prompt in enumerate(PROMPTS)]
     checking = DecodingCheck(cases)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specbench.check.observe, "decode", decoder)
         checking.check_steps()
-    return checking.result()
+    return checking
 
 
-def violated(result: CheckResult) -> set[str]:
+def violated(result: DecodingCheck) -> set[str]:
     return {violation.invariant for _, violation in result.violations}
 
 

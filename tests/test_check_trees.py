@@ -13,7 +13,7 @@ from checked import DRAFT, VOCAB, draft_model, result_of, violated, with_records
 from scripted import ScriptedScorer, random_table
 
 from specbench.check.observe import greedily, observe
-from specbench.check.results import CheckResult
+from specbench.check.run import DecodingCheck
 from specbench.decoding import verdicts
 from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Decoding, DraftPolicy
@@ -42,7 +42,7 @@ def setup_of(
     return checked.setup_of(drafter, **{"policy": policy, "max_new_tokens": 10, **changes})
 
 
-def enumerated(result: CheckResult) -> float:
+def enumerated(result: DecodingCheck) -> float:
     """The largest error where every outcome was gone through."""
     return max(p.error for case in result.exact for p in case.positions if p.kind == "enumerated")
 

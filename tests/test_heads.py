@@ -740,8 +740,7 @@ def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
         request = request_of(scripted_target(), drafting, FixedLength(2), max_new_tokens=6, prompt=PROMPT)
         checking = DecodingCheck([Case("a", request)])
         checking.check_steps()
-        result = checking.result()
-        assert (result.violations == []) == sound
+        assert (checking.violations == []) == sound
 
 
 # -- files that are not what they should be ---------------------------------------------------------

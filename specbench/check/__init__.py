@@ -2,5 +2,5 @@
 
 ``docs/check.md`` says what is checked and what the verdicts mean. ``observe`` runs the decoding loop and records what
 it does; ``invariants``, ``exact`` and ``deviation`` judge records and run nothing; ``greedy``,
-``sampled`` and ``outputs`` combine both; ``results`` holds the findings and ``render`` shows them.
+``sampled`` and ``outputs`` combine both; ``run`` holds the findings and ``render`` shows them.
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from specbench.backends.torch.parity import (
     tie_units,
     units_below,
 )
+from specbench.base.record import Json
 from specbench.check.deviation import clean_rows, deviation, sample_columns
 from specbench.check.invariants import RunRules, Violation, checked
 from specbench.check.observe import greedily, plainly, scorer_of
@@ -23,6 +25,12 @@ from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 
 Verdict = Literal["identical", "numerical tie", "nothing tested", "wrong"]
+
+Against = Literal["plain", "transformers"]
+"""What an output is compared with."""
+
+Piece = Callable[[int], str]
+"""Returns a token's own text."""
 
 _TOP = 16
 
@@ -79,12 +87,10 @@ class GreedyResult:
     Attributes:
         tokens: Length of the speculative output.
         steps, drafted, accepted: Counts of the speculative run.
-        against_plain, against_transformers: The first difference; ``None`` for none.
-        compared_with_transformers: Whether there was a reference.
+        differences: The first difference from each output that it was compared with; ``None`` for none.
         violations: Violated invariants of both generations, the speculative one first.
         deviations, plain_deviations: Deviation of each row of logits from a clean forward, speculative and plain.
-        bitwise_rows, bitwise_equal: Number of rows that both generations computed after the same tokens, and how many
-            of them are bitwise equal.
+        bitwise: For each row that both generations computed after the same tokens, whether its bits are equal.
     """
 
     prompt: str
@@ -92,14 +98,11 @@ class GreedyResult:
     steps: int
     drafted: int
     accepted: int
-    against_plain: Difference | None
-    against_transformers: Difference | None
-    compared_with_transformers: bool
+    differences: Mapping[Against, Difference | None]
     violations: tuple[Violation, ...]
     deviations: tuple[float, ...]
     plain_deviations: tuple[float, ...]
-    bitwise_rows: int
-    bitwise_equal: int
+    bitwise: tuple[bool, ...]
 
 
 def verdict_of(difference: Difference | None) -> Verdict:
@@ -107,6 +110,25 @@ def verdict_of(difference: Difference | None) -> Verdict:
     if difference is None:
         return "identical"
     return "numerical tie" if difference.numerical_tie else "wrong"
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on several outputs together; ``identical`` if there are none."""
+    order: tuple[Verdict, ...] = ("wrong", "nothing tested", "numerical tie")
+    return next((verdict for verdict in order if verdict in verdicts), "identical")
+
+
+def count_verdicts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return the verdict on several outputs, and how many have which."""
+    numbers = Counter(verdicts)
+    ties, wrong = numbers["numerical tie"], numbers["wrong"]
+    return {"verdict": worst(verdicts), "identical": numbers["identical"], "ties": ties, "wrong": wrong}
+
+
+def difference_json(difference: Difference, piece: Piece | None) -> Json:
+    """Return the JSON object of a difference; ``piece`` gives the texts of its tokens."""
+    texts = piece and [None if token is None else piece(token) for token in difference.tokens]
+    return {**asdict(difference), "texts": texts}
 
 
 def run_greedy(request: Request) -> GreedyOutput:
@@ -147,21 +169,21 @@ def check_greedy(
     differs_at = first_difference(speculative.tokens, plain.tokens)
     clean = plain.clean if differs_at is None else _clean_columns(request, speculative)
     shared = len(plain.tokens) if differs_at is None else differs_at + 1  # the row of the difference included
-    bits = list(zip(speculative.digests[:shared], plain.digests[:shared], strict=False))
+    bits = zip(speculative.digests[:shared], plain.digests[:shared], strict=False)
+    differences: dict[Against, Difference | None] = {"plain": compare_outputs(request, speculative, plain)}
+    if reference is not None:
+        differences["transformers"] = compare_outputs(request, speculative, reference)
     return GreedyResult(
         prompt=name,
         tokens=len(speculative.tokens),
         steps=speculative.steps,
         drafted=speculative.drafted,
         accepted=speculative.accepted,
-        against_plain=compare_outputs(request, speculative, plain),
-        against_transformers=None if reference is None else compare_outputs(request, speculative, reference),
-        compared_with_transformers=reference is not None,
+        differences=differences,
         violations=(*speculative.violations, *plain.violations),
         deviations=tuple(map(deviation, speculative.columns, clean)),
         plain_deviations=tuple(map(deviation, plain.columns, plain.clean)),
-        bitwise_rows=len(bits),
-        bitwise_equal=sum(first == second for first, second in bits),
+        bitwise=tuple(first == second for first, second in bits),
     )
 
 

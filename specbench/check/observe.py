@@ -88,28 +88,27 @@ class TargetForward:
     logits: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Observation:
     """One record of the loop and what happened since the one before.
 
     Attributes:
-        record: ``Prefill`` or ``Step``.
         context: Prompt and output before it.
+        verification: What judges drafts.
         proposals, forwards: Calls of the drafter and of the target.
         events: Random events outside the drafter.
         target_cache: Length of the target's cache at the record; ``None`` without a cache.
         drafter_caches: The same for each drafting model.
-        verification: What judged the draft.
     """
 
-    record: Prefill | Step
     context: tuple[int, ...]
-    proposals: tuple[Proposal, ...]
-    forwards: tuple[TargetForward, ...]
-    events: tuple[Event, ...]
-    target_cache: int | None
-    drafter_caches: tuple[int, ...]
-    verification: Verification
+    verification: Verification = field(default_factory=GreedyVerification)
+    record: Prefill | Step = field(init=False)
+    proposals: list[Proposal] = field(default_factory=list)
+    forwards: list[TargetForward] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    target_cache: int | None = None
+    drafter_caches: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -137,44 +136,36 @@ class Observation:
         return [event for event in self.events if isinstance(event, AcceptanceEvent)]
 
     @property
-    def nodes(self) -> list[int]:
-        """The node that each emitted token follows, -1 for the context, as far as the target's forward has rows."""
+    def decision_logits(self) -> list[torch.Tensor]:
+        """The logits before every emitted token, [vocab] each, as far as the target's forward has them."""
         if not self.forwards or not self.tokens:
             return []
-        verified, nodes = self.verified, [-1]
+        verified, nodes = self.verified, [-1]  # the node that each token follows, -1 for the context
         for token in self.tokens[:-1]:
             node = verified.child(nodes[-1], token)
             if node is None:
                 break
             nodes.append(node)
-        return nodes
-
-    @property
-    def decision_logits(self) -> list[torch.Tensor]:
-        """The logits before every emitted token, [vocab] each, as far as the target's forward has them."""
-        return [self.forwards[-1].logits[node + 1] for node in self.nodes]
+        return [self.forwards[-1].logits[node + 1] for node in nodes]
 
 
 @dataclass(slots=True)
 class _Log:
-    """What happened since the last record."""
+    """What happens until the next record, and whether the drafter is called."""
 
-    proposals: list[Proposal] = field(default_factory=list)
-    forwards: list[TargetForward] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    seen: Observation
     drafting: bool = False
-    verification: Verification = field(default_factory=GreedyVerification)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _RecordingRequest(Request):
     """A request whose verification is recorded, also that of a changed copy."""
 
-    log: _Log = field(default_factory=_Log)
+    log: _Log
 
     def verification(self, sampling: Sampling) -> Verification:
-        self.log.verification = super().verification(sampling)
-        return self.log.verification
+        self.log.seen.verification = super().verification(sampling)
+        return self.log.seen.verification
 
 
 class _RecordingDrafter:
@@ -187,13 +178,12 @@ class _RecordingDrafter:
         return getattr(self._drafter, name)
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
-        before = len(self._log.events)
+        seen, before = self._log.seen, len(self._log.seen.events)
         self._log.drafting = True
         draft = yield from self._drafter.propose(context, plan)
         self._log.drafting = False
-        events = tuple(self._log.events[before:])
-        del self._log.events[before:]
-        self._log.proposals.append(Proposal(draft, events))
+        seen.proposals.append(Proposal(draft, tuple(seen.events[before:])))
+        del seen.events[before:]
         return draft
 
 
@@ -212,7 +202,7 @@ class _RecordingRandomness(Randomness):
 
     def draw(self, probabilities: torch.Tensor) -> int:
         token = super().draw(probabilities)
-        self._log.events.append(DrawEvent(probabilities, token))
+        self._log.seen.events.append(DrawEvent(probabilities, token))
         return token
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
@@ -220,7 +210,7 @@ class _RecordingRandomness(Randomness):
         if self._choices is not None and self._choices.random() < 0.5:
             accepted = self._choices.choice(_possible_outcomes(acceptance.tolist()))
             r = [0.0] * accepted + [1.0] * (len(r) - accepted)
-        self._log.events.append(AcceptanceEvent(acceptance, accepted))
+        self._log.seen.events.append(AcceptanceEvent(acceptance, accepted))
         return accepted, r
 
 
@@ -247,35 +237,24 @@ def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]
         request: What decides the output; it can be decoded again.
         forcing: Force half of the outcomes of tests, see ``_RecordingRandomness``.
     """
-    log = _Log()
+    log = _Log(Observation(tuple(request.prompt)))
     target, stops, models = scorer_of(request), request.stops, scorers_of(request.drafter)
     changed = {
         "drafter": _RecordingDrafter(request.drafter, log),
         "random": _RecordingRandomness(request.random.generator.initial_seed(), log, forcing=forcing),
-        "stops": StopRules(
-            stops.end_ids, stops.strings, stops.tokenizer
-        ),  # which remember what they have seen
+        "stops": StopRules(stops.end_ids, stops.strings, stops.tokenizer),  # they remember what they saw
     }
     recorded = _RecordingRequest(**{**vars(request), **changed}, log=log)
     decoding = decode(recorded, Stopwatch(clock_for(str(target.device))))
-    keeps_cache = not isinstance(target.cache, NoKVCache)
-    context = list(request.prompt)
     for each in decoding:
         while isinstance(each, ForwardRequest):
             each = decoding.send(_run_forward(each, target, log))
-        observation = Observation(
-            each,
-            tuple(context),
-            tuple(log.proposals),
-            tuple(log.forwards),
-            tuple(log.events),
-            target.cache.length if keeps_cache else None,
-            tuple(scorer.cached_len for scorer in models),
-            log.verification,
-        )
-        log.proposals, log.forwards, log.events = [], [], []
-        context += observation.tokens
-        yield observation
+        seen = log.seen
+        seen.record = each
+        seen.target_cache = None if isinstance(target.cache, NoKVCache) else target.cache.length
+        seen.drafter_caches = tuple(scorer.cached_len for scorer in models)
+        log.seen = Observation((*seen.context, *seen.tokens), seen.verification)
+        yield seen
 
 
 def _run_forward(request: ForwardRequest, target: Scorer, log: _Log) -> ForwardOutput:
@@ -285,5 +264,5 @@ def _run_forward(request: ForwardRequest, target: Scorer, log: _Log) -> ForwardO
     if not log.drafting:
         parents = None if request.parents is None else tuple(request.parents)
         context, tokens = tuple(request.context), tuple(request.tokens)
-        log.forwards.append(TargetForward(context, tokens, parents, cached_len, output.logits))
+        log.seen.forwards.append(TargetForward(context, tokens, parents, cached_len, output.logits))
     return output

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import msgspec
 
 from specbench.backends.torch.parity import Difference, difference_at
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
+from specbench.base.record import Json
 from specbench.check.deviation import clean_rows
+from specbench.check.greedy import Piece, Verdict, count_verdicts, difference_json, worst
 from specbench.decoding.sampling import Sampling
 
 
@@ -64,10 +65,42 @@ class OutputResult:
     after_end: int | None
 
     @property
-    def verdict(self) -> Literal["identical", "numerical tie", "wrong"]:
+    def verdict(self) -> Verdict:
         if self.wrong or self.after_end is not None:
             return "wrong"
         return "numerical tie" if self.ties else "identical"
+
+
+@dataclass(frozen=True)
+class OutputsResult:
+    """The findings on a file so far; ``failed`` are lines that could not be scored."""
+
+    outputs: tuple[OutputResult, ...] = ()
+    rejected: tuple[RejectedLine, ...] = ()
+    failed: tuple[RejectedLine, ...] = ()
+    complete: bool = True
+
+    @property
+    def verdict(self) -> Verdict:
+        return worst([each.verdict for each in self.outputs] or ["nothing tested"])
+
+    def to_dict(self, piece: Piece | None) -> Json:
+        """Return the JSON object. ``piece`` gives the texts of tokens; ``None`` leaves them out."""
+
+        def shown(result: OutputResult) -> Json:
+            found = {"first": result.first, "first_wrong": result.first_wrong}
+            texts = {name: each and difference_json(each, piece) for name, each in found.items()}
+            return {"verdict": result.verdict, **asdict(result), **texts}
+
+        return {
+            **count_verdicts([each.verdict for each in self.outputs]),
+            "verdict": self.verdict,
+            "complete": self.complete,
+            "tokens": sum(each.tokens for each in self.outputs),
+            "outputs": [shown(each) for each in self.outputs],
+            "rejected": [asdict(each) for each in self.rejected],
+            "failed": [asdict(each) for each in self.failed],
+        }
 
 
 def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> Iterator[ExternalOutput | RejectedLine]:

@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import counted, visible
-from specbench.check.greedy import verdict_of
-from specbench.check.results import Against, CheckResult, OutputsResult, Piece, worst
+from specbench.check.greedy import Against, Piece, verdict_of, worst
+from specbench.check.outputs import OutputsResult
+from specbench.check.run import DecodingCheck
 from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _count = partial(counted, form=",")
 
 
 def check_parts(
-    results: Sequence[CheckResult], target: str, *, dtype: str, piece: Piece | None
+    results: Sequence[DecodingCheck], target: str, *, dtype: str, piece: Piece | None
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
 
@@ -53,7 +54,7 @@ def check_parts(
     return parts
 
 
-def _headline(results: Sequence[CheckResult]) -> str:
+def _headline(results: Sequence[DecodingCheck]) -> str:
     prompts = max(len(result.greedy) for result in results)
     tokens = max(sum(each.tokens for each in result.greedy) for result in results)
     on = f"({_count(prompts, 'prompt')}, {_count(tokens, 'token')})"
@@ -74,7 +75,7 @@ def _headline(results: Sequence[CheckResult]) -> str:
     return f"Lossless in this check: {what} the target's {kept}{tie} {on}."
 
 
-def _comparison_table(results: Sequence[CheckResult]) -> Sheet:
+def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
     """Return a row for each configuration, with the verdicts on its findings."""
     found = [{name: verdict for name, _, _, verdict in _findings(result)} for result in results]
     columns = [name for name in _FINDINGS if any(name in cells for cells in found)]
@@ -88,7 +89,7 @@ def _comparison_table(results: Sequence[CheckResult]) -> Sheet:
 _FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact")
 
 
-def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
+def _findings(result: DecodingCheck) -> Iterator[tuple[str, str, str, str]]:
     """Yield the findings on one configuration as rows: what was checked, on what, the finding, the verdict."""
     on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
     for against in ("plain", "transformers"):
@@ -116,7 +117,7 @@ def _findings(result: CheckResult) -> Iterator[tuple[str, str, str, str]]:
         yield ("exact", _count(places, "position"), error, sound if places else "–")
 
 
-def _outcomes(result: CheckResult, against: Against) -> str:
+def _outcomes(result: DecodingCheck, against: Against) -> str:
     verdicts = [verdict_of(each) for each in result.differences(against)]
     parts = [f"{verdicts.count('identical')} identical"]
     if ties := verdicts.count("numerical tie"):
@@ -129,15 +130,12 @@ def _outcomes(result: CheckResult, against: Against) -> str:
 # -- details ---------------------------------------------------------------------------------------
 
 
-def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[Part]:
+def _details(result: DecodingCheck, dtype: str, piece: Piece | None) -> Iterator[Part]:
     """Yield differing outputs, violations and wrong distributions."""
     found = [
         (case.prompt, against, difference)
         for case in result.greedy
-        for against, difference in (
-            ("plain", case.against_plain),
-            ("transformers", case.against_transformers),
-        )
+        for against, difference in case.differences.items()
         if difference is not None
     ]
     found.sort(key=lambda row: row[2].numerical_tie)  # wrong ones first
@@ -146,16 +144,8 @@ def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[P
         for prompt, against, each in found[:_MAX_SHOWN]
     ]  # fmt: skip
     if rows:
-        headings = [
-            "prompt",
-            "against",
-            "position",
-            "this: logit",
-            "other: logit",
-            f"gap ({dtype} units)",
-            "verdict",
-        ]
-        yield _table(headings, rows, left=(1, 3, 4), more=len(found))
+        places = ["prompt", "against", "position", "this: logit", "other: logit"]
+        yield _table([*places, f"gap ({dtype} units)", "verdict"], rows, left=(1, 3, 4), more=len(found))
     violations = [
         f"{violation.invariant}: {prompt}{'' if violation.step is None else f', step {violation.step}'}:"
         f" {violation.message}"
@@ -165,7 +155,7 @@ def _details(result: CheckResult, dtype: str, piece: Piece | None) -> Iterator[P
     yield _list("Distributions that differ from the target's", list(_biases(result)))
 
 
-def _biases(result: CheckResult) -> Iterator[str]:
+def _biases(result: DecodingCheck) -> Iterator[str]:
     places = [place for case in result.exact for place in case.positions if not place.sound]
     for place in sorted(places, key=lambda place: -place.error):
         step = "the first token" if place.step is None else f"step {place.step}, position {place.position}"

@@ -1,17 +1,36 @@
-"""Run a check, prompt by prompt; results so far stay when it is interrupted."""
+"""A check of one configuration, prompt by prompt, and its findings, which stay when it is interrupted."""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
+from specbench.backends.torch.parity import Difference
 from specbench.base.progress import Progress
-from specbench.check.deviation import judge_deviations
-from specbench.check.greedy import GreedyOutput, GreedyResult, check_greedy, run_plain
+from specbench.base.record import Json, finite
+from specbench.check.deviation import DeviationResult, judge_deviations
+from specbench.check.greedy import (
+    Against,
+    GreedyOutput,
+    GreedyResult,
+    Piece,
+    Verdict,
+    check_greedy,
+    count_verdicts,
+    difference_json,
+    run_plain,
+    verdict_of,
+    worst,
+)
+from specbench.check.invariants import Violation
 from specbench.check.observe import scorer_of
-from specbench.check.results import CheckResult
 from specbench.check.sampled import ExactCase, check_exact
 from specbench.decoding.request import Request
+
+_MAX_LISTED = 100
+"""Violations listed in JSON; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -28,66 +47,175 @@ class Case:
     reference: GreedyOutput | None = None
 
 
+@dataclass
 class DecodingCheck:
-    """A check of one configuration: call ``check_steps``. ``result`` works at any time.
+    """A check of one configuration: call ``check_steps``. The findings so far can be read at any time.
 
-    Args:
+    Attributes:
         cases: At least one, which differ only in their prompts.
         no_transformers: Why the cases have no reference; ``None`` if they have.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
         plain_outputs: Outputs of plain decoding so far, by the prompt's token ids; new ones are added. Checks with the
             same target, cache and stop rules can share it.
-
-    Attributes:
         progress: Receives the stages; ``None`` for none.
+        greedy: One result per prompt.
+        exact: One result per prompt; empty for greedy decoding.
+        complete: Whether all cases are checked.
     """
 
-    def __init__(
-        self,
-        cases: Sequence[Case],
-        *,
-        no_transformers: str | None = None,
-        bit_exact: bool = False,
-        plain_outputs: dict[tuple[int, ...], GreedyOutput] | None = None,
-    ) -> None:
-        self._cases, self._one = cases, cases[0].request
-        self._sampled = not self._one.sampling.greedy
-        self._no_transformers, self._bit_exact = no_transformers, bit_exact
-        self._plain_outputs = {} if plain_outputs is None else plain_outputs
-        self.progress: Progress | None = None
-        self._greedy: list[GreedyResult] = []
-        self._exact: list[ExactCase] = []
+    cases: Sequence[Case]
+    no_transformers: str | None = None
+    bit_exact: bool = False
+    plain_outputs: dict[tuple[int, ...], GreedyOutput] = field(default_factory=dict)
+    progress: Progress | None = None
+    greedy: list[GreedyResult] = field(default_factory=list)
+    exact: list[ExactCase] = field(default_factory=list)
+    complete: bool = False
+
+    def check_steps(self) -> None:
+        """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
+        for done, case in enumerate(self.cases):
+            if self.progress is not None:
+                self.progress.update("prompts", done, len(self.cases))
+            prompt = tuple(case.request.prompt)
+            if prompt not in self.plain_outputs:
+                self.plain_outputs[prompt] = run_plain(case.request)
+            plain = self.plain_outputs[prompt]
+            self.greedy.append(check_greedy(case.request, case.id, case.reference, plain))
+            if self.sampled:
+                self.exact.append(check_exact(case.request, case.id))
+        self.complete = True
+
+    @property
+    def drafter(self) -> str:
+        return self.cases[0].request.drafter.traits.name
+
+    @property
+    def draft_policy(self) -> str:
+        return self.cases[0].request.policy.name
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain decoding itself is checked, which drafts nothing."""
+        return self.drafter == "none"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the temperature is above 0."""
+        return not self.cases[0].request.sampling.greedy
 
     @property
     def label(self) -> str:
         """The configuration as sweeps name it."""
-        return self.result().label
+        return "none" if self.plain else f"{self.drafter}@{self.draft_policy.removeprefix('fixed:gamma=')}"
 
-    def check_steps(self) -> None:
-        """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
-        for done, case in enumerate(self._cases):
-            if self.progress is not None:
-                self.progress.update("prompts", done, len(self._cases))
-            prompt = tuple(case.request.prompt)
-            if prompt not in self._plain_outputs:
-                self._plain_outputs[prompt] = run_plain(case.request)
-            plain = self._plain_outputs[prompt]
-            self._greedy.append(check_greedy(case.request, case.id, case.reference, plain))
-            if self._sampled:
-                self._exact.append(check_exact(case.request, case.id))
+    @property
+    def deviations(self) -> DeviationResult | None:
+        """Of the logits; ``None`` before there are any."""
+        speculative = [value for each in self.greedy for value in each.deviations]
+        plain = [value for each in self.greedy for value in each.plain_deviations]
+        return judge_deviations(speculative, plain, scorer_of(self.cases[0].request).rounding)
 
-    def result(self, *, complete: bool = True) -> CheckResult:
-        """Return what was found so far."""
-        speculative = [value for each in self._greedy for value in each.deviations]
-        plain = [value for each in self._greedy for value in each.plain_deviations]
-        return CheckResult(
-            drafter=self._one.drafter.traits.name,
-            draft_policy=self._one.policy.name,
-            greedy=tuple(self._greedy),
-            deviations=judge_deviations(speculative, plain, scorer_of(self._one).rounding),
-            exact=tuple(self._exact),
-            no_transformers=self._no_transformers,
-            bit_exact=self._bit_exact,
-            sampled=self._sampled,
-            complete=complete,
+    @property
+    def tested(self) -> int:
+        """Draft tokens that were tested; of plain decoding, outputs that were compared with ``transformers``."""
+        if self.plain:
+            return len(self.exact) + len(self.differences("transformers"))
+        if self.sampled:
+            return sum(each.kind == "tested" for case in self.exact for each in case.positions)
+        return sum(each.drafted for each in self.greedy)
+
+    @property
+    def bitwise(self) -> tuple[int, int]:
+        """Rows of logits that plain and speculative decoding share, and those of them that are bitwise equal."""
+        return sum(len(each.bitwise) for each in self.greedy), sum(sum(each.bitwise) for each in self.greedy)
+
+    @property
+    def violations(self) -> list[tuple[str, Violation]]:
+        """All violated invariants, with the prompt's id."""
+        results: list[GreedyResult | ExactCase] = [*self.greedy, *self.exact]
+        return [(each.prompt, found) for each in results for found in each.violations]
+
+    @property
+    def steps(self) -> int:
+        """Steps of speculative decoding that were checked."""
+        return sum(each.steps for each in self.greedy) + sum(each.steps for each in self.exact)
+
+    @property
+    def largest_error(self) -> float:
+        """Of all exact positions; 0 if there are none."""
+        return max((each.error for case in self.exact for each in case.positions), default=0.0)
+
+    def differences(self, against: Against) -> list[Difference | None]:
+        """Return the first difference of every prompt."""
+        return [each.differences[against] for each in self.greedy if against in each.differences]
+
+    def verdict_against(self, against: Against) -> Verdict:
+        """Return the verdict on the greedy outputs."""
+        return worst([verdict_of(each) for each in self.differences(against)])
+
+    @property
+    def verdict(self) -> Verdict:
+        """``wrong`` if anything is, ``nothing tested`` if nothing was drafted, else that on the greedy outputs."""
+        faulty = (
+            bool(self.violations)
+            or (self.deviations is not None and not self.deviations.sound)
+            or not all(case.sound for case in self.exact)
+            or (self.bit_exact and self.bitwise[0] != self.bitwise[1])
         )
+        if faulty:
+            return "wrong"
+        found = [self.verdict_against("plain"), self.verdict_against("transformers")]
+        return worst(found if self.tested else [*found, "nothing tested"])
+
+    def to_dict(self, piece: Piece | None) -> Json:
+        """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
+        violations, deviations = self.violations, self.deviations
+        transformers = self._comparison("transformers", piece) if self.no_transformers is None else None
+        return {
+            "drafter": self.drafter,
+            "draft_policy": self.draft_policy,
+            "verdict": self.verdict,
+            "complete": self.complete,
+            "greedy": {
+                "prompts": len(self.greedy),
+                "tokens": sum(each.tokens for each in self.greedy),
+                "drafted": sum(each.drafted for each in self.greedy),
+                "accepted": sum(each.accepted for each in self.greedy),
+                "against_plain": self._comparison("plain", piece),
+                "against_transformers": transformers,
+                "not_compared": self.no_transformers,
+            },
+            "logits": deviations and {"sound": deviations.sound, **finite(asdict(deviations))},
+            "bitwise": {"required": self.bit_exact, "rows": self.bitwise[0], "equal": self.bitwise[1]},
+            "exact": self._exact() if self.exact else None,
+            "invariants": {
+                "steps": self.steps,
+                "violated": dict(Counter(violation.invariant for _, violation in violations)),
+                "violations": [
+                    {"prompt": prompt, **asdict(violation)} for prompt, violation in violations[:_MAX_LISTED]
+                ],
+            },
+        }
+
+    def _comparison(self, against: Against, piece: Piece | None) -> Json:
+        found = []
+        for result in self.greedy:
+            if (difference := result.differences.get(against)) is not None:
+                verdict = {"prompt": result.prompt, "verdict": verdict_of(difference)}
+                found.append({**verdict, **difference_json(difference, piece)})
+        counts = count_verdicts([*map(verdict_of, self.differences(against))])
+        return {**counts, "differences": found}
+
+    def _exact(self) -> Json:
+        positions = [each for case in self.exact for each in case.positions]
+        worst_position = max(positions, key=lambda each: each.error, default=None)
+        acceptances = [value for case in self.exact for value in case.acceptances]
+        return {
+            "sound": all(case.sound for case in self.exact),
+            "steps": sum(case.steps for case in self.exact),
+            "positions": dict(Counter(each.kind for each in positions)),
+            "largest_error": self.largest_error,
+            "at": worst_position and asdict(worst_position),
+            "mean_acceptance": statistics.fmean(acceptances) if acceptances else None,
+        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,9 +21,9 @@ from specbench.check.exact import (
     total_variation,
 )
 from specbench.check.invariants import RunRules, Violation, checked, target_distributions
-from specbench.check.observe import DrawEvent, Observation
+from specbench.check.observe import Observation
 from specbench.decoding.drafts import Draft
-from specbench.decoding.records import Prefill, Step
+from specbench.decoding.records import Step
 from specbench.decoding.request import Request
 from specbench.decoding.verify import Verification
 
@@ -109,47 +110,45 @@ def check_exact(request: Request, name: str) -> ExactCase:
 
 def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[ExactPosition]:
     """Compare the distributions of the tokens that a step drew with p."""
-    draws, tests = seen.draws, seen.tests
+    draws, tests, draft = seen.draws, seen.tests, seen.draft
     if len(seen.forwards) != 1 or not draws:
         return  # a violation, reported elsewhere
-    step = seen.record.index if isinstance(seen.record, Step) else None
-    draft = seen.draft
+    step = seen.record if isinstance(seen.record, Step) else None
+    made = partial(ExactPosition, name, None if step is None else step.index)
     p = target_distributions(seen, rules.sampling)
-
-    def drawn_from_p(draw: DrawEvent, node: int, position: int, kind: Position) -> ExactPosition:
-        error = total_variation(draw.distribution.to(p.device), p[node + 1])
-        return ExactPosition(name, step, position, kind, error, error_limit(Draft(), p, node + 1))
-
-    if not rules.is_chain_test:
-        path: Sequence[int] = ()
-        if isinstance(seen.record, Step):
-            path = seen.record.path if seen.record.parents is not None else range(seen.record.accepted)
-            if seen.record.closing is None or seen.record.closing == "corrected":
-                return  # its distribution depends on the draft
-        if max(path, default=-1) + 1 >= len(p):
-            return  # a violation, too
-        kind: Position = "first" if isinstance(seen.record, Prefill) else "bonus" if path else "target"
-        yield drawn_from_p(draws[-1], path[-1] if path else -1, len(path), kind)
-        return
-    if len(draws) > 1 or len(tests) > 1:
-        return
 
     def by_formula(i: int, kind: Position, used: torch.Tensor, closing: torch.Tensor) -> ExactPosition:
         acceptance = acceptance_by_token(draft, p, i)
         acceptance[draft.tokens[i]] = float(used[i])  # exactly what was used
         error = total_variation(emitted_distribution(draft, i, acceptance, closing.to(p.device)), p[i])
-        return ExactPosition(name, step, i, kind, error, error_limit(draft, p, i))
+        return made(i, kind, error, error_limit(draft, p, i))
 
-    accepted = tests[0].accepted if tests else 0
-    for i in range(min(accepted + 1, len(draft.tokens))):
-        forced = ForcedRandomness(i)
-        seen.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
-        yield by_formula(i, "tested", forced.acceptance, forced.drawn_from)
-    if accepted >= len(draft.tokens):
-        kind = "first" if isinstance(seen.record, Prefill) else "bonus" if draft.tokens else "target"
-        yield drawn_from_p(draws[0], accepted - 1, accepted, kind)
-        return
-    yield by_formula(accepted, "corrected", tests[0].acceptance, draws[0].distribution)
+    path: Sequence[int] = ()
+    if rules.is_chain_test:
+        if len(draws) > 1 or len(tests) > 1:
+            return
+        path = range(tests[0].accepted if tests else 0)
+        accepted = len(path)
+        for i in range(min(accepted + 1, len(draft.tokens))):
+            forced = ForcedRandomness(i)
+            seen.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
+            yield by_formula(i, "tested", forced.acceptance, forced.drawn_from)
+        if accepted < len(draft.tokens):
+            yield by_formula(accepted, "corrected", tests[0].acceptance, draws[0].distribution)
+            return
+    elif step is not None:
+        path = _accepted(step)
+        if step.closing is None or step.closing == "corrected" or max(path, default=-1) + 1 >= len(p):
+            return  # its distribution depends on the draft, or it is a violation, too
+    node = path[-1] if path else -1
+    kind: Position = "first" if step is None else "bonus" if path else "target"
+    error = total_variation(draws[-1].distribution.to(p.device), p[node + 1])
+    yield made(len(path), kind, error, error_limit(Draft(), p, node + 1))
+
+
+def _accepted(step: Step) -> Sequence[int]:
+    """Return the accepted nodes."""
+    return step.path if step.parents is not None else range(step.accepted)
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,6 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
     p = target_distributions(seen, rules.sampling).cpu()
     step = seen.record
     assert isinstance(step, Step)
-    path = step.path if step.parents is not None else range(step.accepted)
 
     def reduced(*nodes: int) -> _Reduced:
         """Reduce the distributions after nodes to the likeliest tokens after the first of them."""
@@ -199,7 +197,7 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
         ]
         return _Reduced(step.index, seen.verification, torch.stack(rows_p), torch.stack(rows_q))
 
-    nodes = [node for node in (-1, *path) if node + 1 < len(p) and seen.draft.draws(node)]
+    nodes = [node for node in (-1, *_accepted(step)) if node + 1 < len(p) and seen.draft.draws(node)]
     positions = [
         ExactPosition(name, step.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
         for i, node in enumerate(() if rules.is_chain_test else nodes)

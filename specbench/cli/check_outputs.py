@@ -11,9 +11,15 @@ from rich.console import Console
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
-from specbench.check.outputs import ExternalOutput, OutputResult, RejectedLine, check_output, read_outputs
+from specbench.check.outputs import (
+    ExternalOutput,
+    OutputResult,
+    OutputsResult,
+    RejectedLine,
+    check_output,
+    read_outputs,
+)
 from specbench.check.render import outputs_parts
-from specbench.check.results import OutputsResult
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress

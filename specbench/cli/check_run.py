@@ -11,9 +11,9 @@ from rich.console import Console
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted
+from specbench.check.greedy import worst
 from specbench.check.reference import reference_output
 from specbench.check.render import check_parts
-from specbench.check.results import worst
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
@@ -22,8 +22,8 @@ from specbench.cli.progress import StageProgress
 from specbench.cli.setting import drafter_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
-from specbench.loaded import LoadedRecipe
-from specbench.models.prepare import check_models, prepare
+from specbench.loaded import LoadedRecipe, load_models
+from specbench.models.prepare import check_models
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 from specbench.show.document import show
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
-    from specbench.check.greedy import GreedyOutput
-    from specbench.check.results import CheckResult, Piece
+    from specbench.check.greedy import GreedyOutput, Piece
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -105,26 +104,19 @@ class DecodingJob:
 
     def run(self) -> int:
         """Check, and print what was found; return the exit code."""
-        begun = 0
-        complete = False
         try:
             with StageProgress(self.request.quiet) as progress, quiet_transformers():
                 self.request.console = progress.console
-                for begun, checking in enumerate(self._checks, 1):
+                for number, checking in enumerate(self._checks, 1):
                     if len(self._checks) > 1:
-                        progress.prefix = f"{checking.label} ({begun} of {len(self._checks)}): "
+                        progress.prefix = f"{checking.label} ({number} of {len(self._checks)}): "
                     checking.progress = progress
                     checking.check_steps()
-            complete = True
         finally:  # an interrupt loses nothing of what is checked
-            results = [
-                checking.result(complete=complete or number < begun)
-                for number, checking in enumerate(self._checks[:begun], 1)
-            ]
-            results = [result for result in results if result.greedy]
-            if results:
-                self._show(results, complete)
-        return int(worst([result.verdict for result in results]) in ("wrong", "nothing tested"))
+            begun = [checking for checking in self._checks if checking.greedy]
+            if begun:
+                self._show(begun, all(checking.complete for checking in self._checks))
+        return int(worst([checking.verdict for checking in begun]) in ("wrong", "nothing tested"))
 
     def prepare(self, progress: Progress) -> None:
         """Load the models, let ``transformers`` answer, and put the checks together.
@@ -152,15 +144,7 @@ class DecodingJob:
                 [None] * len(prompts) if rounded else self._references(model, prompts, progress)
             )
 
-        target, loaded_drafters = prepare(
-            request.recipe.target,
-            drafters,
-            request.recipe.models,
-            cache=request.recipe.caching.cache,
-            bit_exact=request.recipe.caching.bit_exact,
-            progress=progress,
-            before_packing=answer,
-        )
+        target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
         for line in drafter_notes(each.outcome for each in loaded_drafters):
             request.note(line)
         if (parting := opt.widths_differ(target)) is not None:
@@ -220,7 +204,7 @@ class DecodingJob:
             answers.append(reference_output(model, self.request.recipe, ids))
         return answers
 
-    def _show(self, results: Sequence[CheckResult], complete: bool) -> None:
+    def _show(self, results: Sequence[DecodingCheck], complete: bool) -> None:
         """Print what was found, under what was checked."""
         header, piece = self._header, pieces_of(self._model)
         if self.request.json_output:
