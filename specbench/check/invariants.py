@@ -12,14 +12,13 @@ from typing import Literal
 import torch
 
 from specbench.check.exact import total_variation
-from specbench.check.observe import DrawEvent, Observation, Proposal, observe
+from specbench.check.observe import DrawEvent, Observation, observe
 from specbench.decoding.drafts import Draft
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
-from specbench.specs.policies import VerificationName
 
 Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
 
@@ -46,7 +45,7 @@ class RunRules:
     """The settings that an observed generation has to follow.
 
     Attributes:
-        method: Verification method above temperature 0.
+        verification: What judges drafts.
         max_length: Largest length of prompt and output together.
     """
 
@@ -54,13 +53,13 @@ class RunRules:
         self._request, self._stops, self._prompt = request, request.stops, len(request.prompt)
         end, limit = self._prompt + request.max_new_tokens, request.target.context_limit
         self.sampling = request.sampling.at(self._prompt, end, self._stops.end_ids)
-        self.method: VerificationName = request.method
+        self.verification = request.verification(self.sampling)
         self.max_length = end if limit is None else min(end, limit)
 
     @property
     def is_chain_test(self) -> bool:
         """Whether a step tests all its drafted tokens in one event, each with min(1, p/q)."""
-        return self.method == "rejection"
+        return self._request.method == "rejection"
 
     def finish_reason(self, output: Sequence[int]) -> FinishReason | None:
         """Return why an output ends with its last token; ``None`` if it should not. Independent of ``StopRules``."""
@@ -159,11 +158,10 @@ def _check_caches(seen: Observation, before: Observation | None) -> Complaints:
 
 def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
     assert isinstance(seen.record, Step)
-    if len(seen.proposals) != 1:
-        yield "draft", f"the drafter was called {len(seen.proposals)} times"
+    if len(seen.drafts) != 1:
+        yield "draft", f"the drafter was called {len(seen.drafts)} times"
         return
-    proposal = seen.proposals[0]
-    draft, limit = proposal.draft, rules.max_length - len(seen.context) - 1
+    draft, limit = seen.draft, rules.max_length - len(seen.context) - 1
     parents = None if draft.parents is None else tuple(draft.parents)
     if (tuple(draft.tokens), parents) != (seen.record.drafted, seen.record.parents):
         yield "draft", "the recorded draft is not the proposed one"
@@ -171,19 +169,19 @@ def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
         yield "draft", f"{depth} tokens were drafted, more than {limit}"
     if draft.q is not None and len(draft.q) != len(draft.tokens):
         yield "draft", f"{len(draft.tokens)} tokens were drafted from {len(draft.q)} distributions"
-    elif (complaint := _compare_draws(proposal)) is not None:
+    elif (complaint := _compare_draws(seen)) is not None:
         yield "chance", complaint
 
 
-def _compare_draws(proposal: Proposal) -> str | None:
+def _compare_draws(seen: Observation) -> str | None:
     """Check that the draft consists of the drawn tokens, in order, and that none was discarded, since that would change
     q.
 
     A token with probability 1 in q need not have been drawn.
     """
-    draft = proposal.draft
-    draws = [event for event in proposal.events if isinstance(event, DrawEvent)]
-    if len(draws) != len(proposal.events):
+    draft = seen.draft
+    draws = [event for event in seen.drafting if isinstance(event, DrawEvent)]
+    if len(draws) != len(seen.drafting):
         return "something was tested while drafting"
     if draft.candidates is not None:
         return _compare_candidates(draft, draws)
@@ -267,7 +265,7 @@ def _closing(step: Step, has_children: bool) -> str:
 
 def _check_choices(seen: Observation, rules: RunRules) -> Complaints:
     """Check greedy decoding: every token has the largest logit of its row, and there are no random events."""
-    if seen.events or any(proposal.events for proposal in seen.proposals):
+    if seen.events or seen.drafting:
         yield "choice", "greedy decoding drew a random number"
     for i, (token, row) in enumerate(zip(seen.tokens, seen.decision_logits, strict=False)):
         scores = rules.sampling.scores(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]

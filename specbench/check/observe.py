@@ -22,7 +22,6 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
-from specbench.decoding.verify import GreedyVerification, Verification
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
@@ -64,14 +63,6 @@ Event = DrawEvent | AcceptanceEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """A call of the drafter: its draft, and the random events during the call."""
-
-    draft: Draft
-    events: tuple[Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TargetForward:
     """A forward of the target.
 
@@ -94,17 +85,18 @@ class Observation:
 
     Attributes:
         context: Prompt and output before it.
-        verification: What judges drafts.
-        proposals, forwards: Calls of the drafter and of the target.
+        drafts: What the drafter proposed.
+        drafting: Random events during the drafter's calls.
+        forwards: Forwards of the target.
         events: Random events outside the drafter.
         target_cache: Length of the target's cache at the record; ``None`` without a cache.
         drafter_caches: The same for each drafting model.
     """
 
     context: tuple[int, ...]
-    verification: Verification = field(default_factory=GreedyVerification)
     record: Prefill | Step = field(init=False)
-    proposals: list[Proposal] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    drafting: list[Event] = field(default_factory=list)
     forwards: list[TargetForward] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     target_cache: int | None = None
@@ -120,7 +112,7 @@ class Observation:
     @property
     def draft(self) -> Draft:
         """The draft; empty in the prefill."""
-        return self.proposals[0].draft if self.proposals else Draft()
+        return self.drafts[0] if self.drafts else Draft()
 
     @property
     def verified(self) -> Draft:
@@ -149,60 +141,46 @@ class Observation:
         return [self.forwards[-1].logits[node + 1] for node in nodes]
 
 
-@dataclass(slots=True)
-class _Log:
-    """What happens until the next record, and whether the drafter is called."""
-
-    seen: Observation
-    drafting: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RecordingRequest(Request):
-    """A request whose verification is recorded, also that of a changed copy."""
-
-    log: _Log
-
-    def verification(self, sampling: Sampling) -> Verification:
-        self.log.seen.verification = super().verification(sampling)
-        return self.log.seen.verification
-
-
 class _RecordingDrafter:
-    """A drafter whose proposals are recorded, with the random events within them; all else is the drafter's own."""
+    """A drafter whose calls are recorded."""
 
-    def __init__(self, drafter: Drafter, log: _Log) -> None:
-        self._drafter, self._log = drafter, log
+    def __init__(self, drafter: Drafter, recorder: _Recorder) -> None:
+        self._drafter, self._recorder = drafter, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
     def propose(self, context: Sequence[int], plan: StepPlan) -> Decoding[Draft]:
-        seen, before = self._log.seen, len(self._log.seen.events)
-        self._log.drafting = True
+        self._recorder.drafting = True
         draft = yield from self._drafter.propose(context, plan)
-        self._log.drafting = False
-        seen.proposals.append(Proposal(draft, tuple(seen.events[before:])))
-        del seen.events[before:]
+        self._recorder.drafting = False
+        self._recorder.seen.drafts.append(draft)
         return draft
 
 
-class _RecordingRandomness(Randomness):
+class _Recorder(Randomness):
     """Randomness that records every event. With ``forcing``, every second test gets a random one of its possible
     outcomes.
 
     The emitted distribution of a step is computed from its distributions, not from the outcome. So forcing does not
     bias it: it only makes rejections occur at all positions, even if nearly everything is accepted.
+
+    Attributes:
+        seen: What happens until the loop's next record.
+        drafting: Whether the drafter is running.
     """
 
-    def __init__(self, seed: int, log: _Log, *, forcing: bool) -> None:
+    def __init__(self, seed: int, seen: Observation, *, forcing: bool) -> None:
         super().__init__(seed)
-        self._log = log
+        self.seen, self.drafting = seen, False
         self._choices = standard_random.Random(seed) if forcing else None
+
+    def _note(self, event: Event) -> None:
+        (self.seen.drafting if self.drafting else self.seen.events).append(event)
 
     def draw(self, probabilities: torch.Tensor) -> int:
         token = super().draw(probabilities)
-        self._log.seen.events.append(DrawEvent(probabilities, token))
+        self._note(DrawEvent(probabilities, token))
         return token
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
@@ -210,7 +188,7 @@ class _RecordingRandomness(Randomness):
         if self._choices is not None and self._choices.random() < 0.5:
             accepted = self._choices.choice(_possible_outcomes(acceptance.tolist()))
             r = [0.0] * accepted + [1.0] * (len(r) - accepted)
-        self._log.seen.events.append(AcceptanceEvent(acceptance, accepted))
+        self._note(AcceptanceEvent(acceptance, accepted))
         return accepted, r
 
 
@@ -235,34 +213,35 @@ def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]
 
     Args:
         request: What decides the output; it can be decoded again.
-        forcing: Force half of the outcomes of tests, see ``_RecordingRandomness``.
+        forcing: Force half of the outcomes of tests, see ``_Recorder``.
     """
-    log = _Log(Observation(tuple(request.prompt)))
-    target, stops, models = scorer_of(request), request.stops, scorers_of(request.drafter)
-    changed = {
-        "drafter": _RecordingDrafter(request.drafter, log),
-        "random": _RecordingRandomness(request.random.generator.initial_seed(), log, forcing=forcing),
-        "stops": StopRules(stops.end_ids, stops.strings, stops.tokenizer),  # they remember what they saw
-    }
-    recorded = _RecordingRequest(**{**vars(request), **changed}, log=log)
+    seed, target, stops = request.random.generator.initial_seed(), scorer_of(request), request.stops
+    recorder = _Recorder(seed, Observation(tuple(request.prompt)), forcing=forcing)
+    recorded = replace(
+        request,
+        drafter=_RecordingDrafter(request.drafter, recorder),
+        random=recorder,
+        stops=StopRules(stops.end_ids, stops.strings, stops.tokenizer),  # they remember what they saw
+    )
+    models = scorers_of(request.drafter)
     decoding = decode(recorded, Stopwatch(clock_for(str(target.device))))
     for each in decoding:
         while isinstance(each, ForwardRequest):
-            each = decoding.send(_run_forward(each, target, log))
-        seen = log.seen
+            each = decoding.send(_run_forward(each, target, recorder))
+        seen = recorder.seen
         seen.record = each
         seen.target_cache = None if isinstance(target.cache, NoKVCache) else target.cache.length
         seen.drafter_caches = tuple(scorer.cached_len for scorer in models)
-        log.seen = Observation((*seen.context, *seen.tokens), seen.verification)
+        recorder.seen = Observation((*seen.context, *seen.tokens))
         yield seen
 
 
-def _run_forward(request: ForwardRequest, target: Scorer, log: _Log) -> ForwardOutput:
+def _run_forward(request: ForwardRequest, target: Scorer, recorder: _Recorder) -> ForwardOutput:
     """Run a forward, and record it if it is the target's."""
     cached_len = target.cache.length
     output = request.scorer.score(request)
-    if not log.drafting:
+    if not recorder.drafting:
         parents = None if request.parents is None else tuple(request.parents)
         context, tokens = tuple(request.context), tuple(request.tokens)
-        log.seen.forwards.append(TargetForward(context, tokens, parents, cached_len, output.logits))
+        recorder.seen.forwards.append(TargetForward(context, tokens, parents, cached_len, output.logits))
     return output

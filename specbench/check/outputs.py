@@ -6,41 +6,25 @@ The format is one JSON object per line (docs/check.md). Reading needs no model; 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 
 from specbench.backends.torch.parity import Difference, difference_at
 from specbench.backends.torch.scorer import Scorer
-from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.check.deviation import clean_rows
 from specbench.check.greedy import Piece, Verdict, count_verdicts, difference_json, worst
 from specbench.decoding.sampling import Sampling
 
 
-@dataclass(frozen=True)
-class ExternalOutput:
-    """A line of the file.
+class ExternalOutput(msgspec.Struct, frozen=True):
+    """What a line of the file holds."""
 
-    Attributes:
-        line: Its number, from 1.
-        id: Its "id", or the line number as text.
-    """
-
-    line: int
-    id: str
     prompt: str | tuple[int, ...]
     token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RejectedLine:
-    """A line that cannot be checked, and the reason."""
-
-    line: int
-    reason: str
+    id: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +32,8 @@ class OutputResult:
     """The result for a line.
 
     Attributes:
+        line: Its number, from 1.
+        id: Its "id", or the line number as text.
         first: The first token that is not the target's choice, with that choice; ``None`` if there is none.
         first_wrong: The first of these tokens that is not a tie.
         ties, wrong: Numbers of ties and of wrong tokens. Each token is judged in the context of the output's own
@@ -71,14 +57,14 @@ class OutputResult:
         return "numerical tie" if self.ties else "identical"
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutputsResult:
-    """The findings on a file so far; ``failed`` are lines that could not be scored."""
+    """The findings on a file so far; of the lines that are ``rejected`` or that ``failed``, the reasons."""
 
-    outputs: tuple[OutputResult, ...] = ()
-    rejected: tuple[RejectedLine, ...] = ()
-    failed: tuple[RejectedLine, ...] = ()
-    complete: bool = True
+    outputs: list[OutputResult] = field(default_factory=list)
+    rejected: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    complete: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -98,42 +84,28 @@ class OutputsResult:
             "complete": self.complete,
             "tokens": sum(each.tokens for each in self.outputs),
             "outputs": [shown(each) for each in self.outputs],
-            "rejected": [asdict(each) for each in self.rejected],
-            "failed": [asdict(each) for each in self.failed],
+            "rejected": [{"line": line, "reason": reason} for line, reason in self.rejected.items()],
+            "failed": [{"line": line, "reason": reason} for line, reason in self.failed.items()],
         }
 
 
-def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> Iterator[ExternalOutput | RejectedLine]:
-    """Read the lines of a file. Empty ones are skipped, invalid ones rejected."""
-    given = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    for count, (number, line) in enumerate(given):
-        if count == limit:
-            return
-        try:
-            yield _parse_line(number, line)
-        except UsageError as error:
-            yield RejectedLine(number, error.message)
+def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> dict[int, ExternalOutput | str]:
+    """Return what the lines of a file hold, or why one is invalid, by number. Empty ones are skipped."""
+    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return {number: _parse_line(line) for number, line in given[:limit]}
 
 
-class _Line(msgspec.Struct):
-    prompt: str | tuple[int, ...]
-    token_ids: tuple[int, ...]
-    id: str | int | None = None
-
-
-def _parse_line(number: int, line: bytes) -> ExternalOutput:
+def _parse_line(line: bytes) -> ExternalOutput | str:
     try:
-        fields = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=_Line)
+        output = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=ExternalOutput)
     except msgspec.ValidationError as error:
-        raise UsageError(f"The line does not have the format: {error}.") from None
+        return f"The line does not have the format: {error}."
     except (ValueError, RecursionError) as error:  # syntax, encoding, thousands of nested lists
-        raise UsageError(f"The line is not JSON: {error}.") from None
-    for name in ("prompt", "token_ids"):
-        value = getattr(fields, name)
+        return f"The line is not JSON: {error}."
+    for name, value in (("prompt", output.prompt), ("token_ids", output.token_ids)):
         if not (value.strip() if isinstance(value, str) else value):
-            raise UsageError(f'"{name}" is empty.')
-    identity = str(number if fields.id is None else fields.id)
-    return ExternalOutput(number, identity, fields.prompt, fields.token_ids)
+            return f'"{name}" is empty.'
+    return output
 
 
 def find_misfit(
@@ -151,6 +123,7 @@ def find_misfit(
 
 def check_output(
     target: Scorer,
+    line: int,
     given: ExternalOutput,
     prompt: Sequence[int],
     sampling: Sampling,
@@ -187,4 +160,5 @@ def check_output(
             first_wrong = first_wrong or found
     ends = set(end_ids)
     after_end = next((i for i, token in enumerate(output[:-1]) if token in ends), None)
-    return OutputResult(given.line, given.id, len(output), first, first_wrong, ties, wrong, after_end)
+    name = str(line if given.id is None else given.id)
+    return OutputResult(line, name, len(output), first, first_wrong, ties, wrong, after_end)

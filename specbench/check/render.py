@@ -191,8 +191,8 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> 
         for each in result.outputs
         if each.after_end is not None
     ]
-    rejected = [f"line {each.line}: {each.reason}" for each in result.rejected]
-    failed = [f"line {each.line}: {each.reason}" for each in result.failed]
+    rejected = [f"line {line}: {reason}" for line, reason in result.rejected.items()]
+    failed = [f"line {line}: {reason}" for line, reason in result.failed.items()]
     parts += [
         _list("Outputs that do not end", endless),
         _list("Rejected lines", rejected),

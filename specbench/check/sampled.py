@@ -104,7 +104,7 @@ def check_exact(request: Request, name: str) -> ExactCase:
             steps += 1
             acceptances += seen.record.expected_acceptance
     for case in heapq.nlargest(_ENUMERATED, hard_cases, key=lambda case: case.distance):
-        positions.append(ExactPosition(name, case.step, 0, "enumerated", case.error(), ENUMERATION_LIMIT))
+        positions.append(ExactPosition(name, case.step, 0, "enumerated", case.error(rules.verification), ENUMERATION_LIMIT))
     return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
 
 
@@ -131,7 +131,7 @@ def _exact_positions(seen: Observation, name: str, rules: RunRules) -> Iterator[
         accepted = len(path)
         for i in range(min(accepted + 1, len(draft.tokens))):
             forced = ForcedRandomness(i)
-            seen.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
+            rules.verification.judge(draft, seen.forwards[0].logits, seen.context, rules.sampling, forced)
             yield by_formula(i, "tested", forced.acceptance, forced.drawn_from)
         if accepted < len(draft.tokens):
             yield by_formula(accepted, "corrected", tests[0].acceptance, draws[0].distribution)
@@ -156,12 +156,10 @@ class _Reduced:
     """Distributions of a step, reduced to a few tokens: after one node, or after the context and an accepted token.
 
     Attributes:
-        verification: What judged the step.
         p, q: [1 or 2, tokens].
     """
 
     step: int
-    verification: Verification
     p: torch.Tensor
     q: torch.Tensor
 
@@ -170,13 +168,13 @@ class _Reduced:
         """Return the total variation of p and q."""
         return total_variation(self.p[0], self.q[0])
 
-    def error(self) -> float:
+    def error(self, verification: Verification) -> float:
         """Return the error over all outcomes of drawing and testing."""
         # With three tokens (p - q)₊ may have a single one, which hides what follows; then (q - p)₊ has two. If p and q
         # are equal, every verdict is right.
         q = self.q if self.distance > _EQUAL else self.p.flip(-1)
         pairs = ((self.p, q), (q, self.p))
-        return max(enumeration_error(self.verification, *each) for each in pairs)
+        return max(enumeration_error(verification, *each) for each in pairs)
 
 
 def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, list[ExactPosition]]:
@@ -195,11 +193,11 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
             own.flip(0) if row is None else _normalized(row[tokens])
             for own, row in zip(rows_p, drawn, strict=True)
         ]
-        return _Reduced(step.index, seen.verification, torch.stack(rows_p), torch.stack(rows_q))
+        return _Reduced(step.index, torch.stack(rows_p), torch.stack(rows_q))
 
     nodes = [node for node in (-1, *_accepted(step)) if node + 1 < len(p) and seen.draft.draws(node)]
     positions = [
-        ExactPosition(name, step.index, i, "tested", reduced(node).error(), ENUMERATION_LIMIT)
+        ExactPosition(name, step.index, i, "tested", reduced(node).error(rules.verification), ENUMERATION_LIMIT)
         for i, node in enumerate(() if rules.is_chain_test else nodes)
     ]
     return reduced(*(-1,) if rules.is_chain_test else (-1, (*nodes, -1, -1)[1])), positions

@@ -13,10 +13,9 @@ from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
 from specbench.check.outputs import (
     ExternalOutput,
-    OutputResult,
     OutputsResult,
-    RejectedLine,
     check_output,
+    find_misfit,
     read_outputs,
 )
 from specbench.check.render import outputs_parts
@@ -29,7 +28,7 @@ from specbench.models.target import load_target
 from specbench.show.document import show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from specbench.base.progress import Progress
     from specbench.models.target import Target
@@ -60,27 +59,26 @@ class OutputsJob:
             allow_pickle=request.recipe.models.allow_pickle,
         )
         request.note_defaults(self._target.language_model)
-        self._given, self._rejected = _fitting(request, self._target, self._lines)
+        self._given, rejected = _fitting(request, self._target, self._lines)
+        self._result = OutputsResult(rejected=rejected)
 
     def run(self) -> int:
         """Check, and print what was found; return the exit code."""
-        target, recipe = self._target, self.request.recipe
+        target, recipe, result = self._target, self.request.recipe, self._result
         rounding, sampling = rounding_of(target), transforms_of(recipe, target.language_model)
         end_ids = recipe.decoding.end_ids(target.end_ids)
-        done: list[OutputResult] = []
-        failed: list[RejectedLine] = []
-        complete = False
         try:
             with StageProgress(self.request.quiet) as progress:
-                for number, (each, prompt) in enumerate(self._given):
+                for number, (line, (each, prompt)) in enumerate(self._given.items()):
                     progress.update("scoring outputs", number, len(self._given))
                     try:
-                        done.append(check_output(target.scorer, each, prompt, sampling, end_ids))
+                        result.outputs.append(
+                            check_output(target.scorer, line, each, prompt, sampling, end_ids)
+                        )
                     except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
-                        failed.append(RejectedLine(each.line, _reason(error)))
-            complete = True
+                        result.failed[line] = _reason(error)
+            result.complete = True
         finally:  # an interrupt loses nothing of what is checked
-            result = OutputsResult(tuple(done), tuple(self._rejected), tuple(failed), complete)
             header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
             piece = pieces_of(target.language_model)
             if self.request.json_output:
@@ -89,16 +87,16 @@ class OutputsJob:
                 console = Console(highlight=False)
                 parts = outputs_parts(result, dtype=rounding, piece=piece)
                 show(console, *parts, wrap=console.is_terminal)
-        if result.verdict == "wrong" or failed:
+        if result.verdict == "wrong" or result.failed:
             return 1
-        return 2 if self._rejected else 0
+        return 2 if result.rejected else 0
 
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
 
 
-def _read_lines(file: Path, limit: int | None) -> list[ExternalOutput | RejectedLine]:
+def _read_lines(file: Path, limit: int | None) -> dict[int, ExternalOutput | str]:
     """Return all lines, read before any model is loaded."""
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:
@@ -107,40 +105,37 @@ def _read_lines(file: Path, limit: int | None) -> list[ExternalOutput | Rejected
         raise UsageError(
             f"The outputs in {name} cannot be read: {reason(error)}.", "Check the path."
         ) from None
-    lines = list(read_outputs(data.split(b"\n"), limit))
+    lines = read_outputs(data.split(b"\n"), limit)
     if not lines:
         raise UsageError(f"There are no outputs in {name}.", "Give each a line of its own.")
     return lines
 
 
 def _fitting(
-    request: CheckRequest, target: Target, lines: Sequence[ExternalOutput | RejectedLine]
-) -> tuple[list[tuple[ExternalOutput, list[int]]], list[RejectedLine]]:
-    """Return the outputs that a target can score, with their prompts' token ids, and the lines that it cannot."""
-    from specbench.check.outputs import RejectedLine, find_misfit
-
-    fitting, rejected = [], []
+    request: CheckRequest, target: Target, lines: Mapping[int, ExternalOutput | str]
+) -> tuple[dict[int, tuple[ExternalOutput, Sequence[int]]], dict[int, str]]:
+    """Return the outputs that a target can score, with their prompts' token ids, and why it cannot score the others."""
+    fitting: dict[int, tuple[ExternalOutput, Sequence[int]]] = {}
+    rejected: dict[int, str] = {}
     vocab = min(target.vocab_size, target.scorer.embeddings)
-    for each in lines:
-        if isinstance(each, RejectedLine):
-            rejected.append(each)
+    for line, each in lines.items():
+        if isinstance(each, str):
+            rejected[line] = each
             continue
+        prompt: Sequence[int] | str = each.prompt
         try:
-            prompt = (
-                request.encode(target.language_model, each.prompt)
-                if isinstance(each.prompt, str)
-                else list(each.prompt)
-            )
+            if isinstance(prompt, str):
+                prompt = request.encode(target.language_model, prompt)
         except UsageError as error:
-            rejected.append(RejectedLine(each.line, error.message))
+            rejected[line] = error.message
             continue
-        reason = find_misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
-        if reason is None:
-            fitting.append((each, prompt))
+        misfit = find_misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
+        if misfit is None:
+            fitting[line] = each, prompt
         else:
-            rejected.append(RejectedLine(each.line, reason))
+            rejected[line] = misfit
     if rejected:
-        listed = ", ".join(str(each.line) for each in rejected[:5])
+        listed = ", ".join(map(str, [*rejected][:5]))
         more = f" and {len(rejected) - 5} more" if len(rejected) > 5 else ""
         request.note(f"{counted(len(rejected), 'line')} cannot be checked ({listed}{more}); the others are.")
-    return fitting, sorted(rejected, key=lambda each: each.line)
+    return fitting, rejected
