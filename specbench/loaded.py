@@ -100,9 +100,9 @@ def load_models(
     recipe: Recipe, drafters: Sequence[DrafterSpec], progress: Progress | None = None, **more: Any
 ) -> tuple[Target, list[LoadedDrafter]]:
     """Load the target of a recipe, and these drafters; see ``prepare``."""
-    caching = recipe.caching
-    more |= {"cache": caching.cache, "bit_exact": caching.bit_exact, "progress": progress}
-    return prepare(recipe.target, drafters, recipe.models, **more)
+    return prepare(
+        recipe.target, drafters, recipe.models, cache=recipe.caching.cache, progress=progress, **more
+    )
 
 
 def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:

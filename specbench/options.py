@@ -20,8 +20,7 @@ from specbench.base.textsafe import excerpt
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
-CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none"]
-Effort = Literal["low", "medium", "high"]
+CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none", "bit-exact"]
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch thinking: those of Qwen, GLM and SmolLM3; of DeepSeek, Granite and Kimi."""
 
@@ -307,18 +306,17 @@ class TemplateOptions:
         UsageError: A value has no name, or one that another option sets.
 
     Example:
-        >>> TemplateOptions(reasoning_effort="low", template_option=("today=2026-01-01",)).named
-        {'today': '2026-01-01', 'reasoning_effort': 'low'}
+        >>> TemplateOptions(template_option=("reasoning_effort=low", "documents_first=true")).named
+        {'reasoning_effort': 'low', 'documents_first': True}
     """
 
     thinking: bool | None = _decoding(
         None, "--thinking/--no-thinking", "Whether the model thinks before it answers."
     )
-    reasoning_effort: Effort | None = _decoding(
-        None, "--reasoning-effort EFFORT", "How much it thinks: low, medium, high."
-    )
     template_option: tuple[str, ...] = _decoding(
-        (), "--template-option NAME=VALUE", "Variable of the chat template; repeatable."
+        (),
+        "--template-option NAME=VALUE",
+        "Variable of the chat template, such as reasoning_effort=low; repeatable.",
     )
 
     def __post_init__(self) -> None:
@@ -341,13 +339,9 @@ class TemplateOptions:
         """Return these options, with those of ``other`` that these leave open."""
         own = {each.partition("=")[0] for each in self.template_option}
         own |= set() if self.thinking is None else set(SWITCHES)
-        own |= set() if self.reasoning_effort is None else {"reasoning_effort"}
         rest = tuple(each for each in other.template_option if each.partition("=")[0] not in own)
-        return TemplateOptions(
-            other.thinking if own.isdisjoint(SWITCHES) else self.thinking,
-            self.reasoning_effort if "reasoning_effort" in own else other.reasoning_effort,
-            (*rest, *self.template_option),
-        )
+        thinking = other.thinking if own.isdisjoint(SWITCHES) else self.thinking
+        return TemplateOptions(thinking, (*rest, *self.template_option))
 
     @property
     def named(self) -> dict[str, Any]:
@@ -358,7 +352,7 @@ class TemplateOptions:
             found[name] = text
             with suppress(ValueError):
                 found[name] = json.loads(text)
-        return found | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+        return found
 
     def variables(self, used: Collection[str]) -> dict[str, Any]:
         """Return the variables for a template.
@@ -380,7 +374,8 @@ class TemplateOptions:
         if self.thinking is not None:
             switch = min(SWITCHES & {*used}, default=None)
             if switch is None:
-                other = "use --reasoning-effort" if "reasoning_effort" in used else "it cannot be changed"
+                effort = "use --template-option reasoning_effort=low, medium or high"
+                other = effort if "reasoning_effort" in used else "it cannot be changed"
                 raise UsageError(
                     "The model's chat template has no switch for thinking.",
                     f"Leave --thinking and --no-thinking out: {other}.",
@@ -393,7 +388,7 @@ class TemplateOptions:
         found = self.named | ({} if self.thinking is None else dict.fromkeys(sorted(SWITCHES), self.thinking))
         if not found:
             return {}
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort = {name: value for name, value in found.items() if name == "reasoning_effort"}
         return {**effort, "chat_template_kwargs": found}
 
 
@@ -402,18 +397,14 @@ NO_OPTIONS = TemplateOptions()
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Options of the KV cache, and of the forward passes that use it."""
+    """The KV cache, and the forward passes that use it."""
 
     cache: CacheKind = _decoding(
         "dynamic",
         "--cache KIND",
         "KV cache: dynamic; preallocated (default of int8 and int4 targets); static, with CUDA graphs on a GPU;"
-        " compiled, which is static with torch.compile; none.",
-    )
-    bit_exact: bool = _decoding(
-        False,
-        "--bit-exact",
-        "Logits bitwise equal in passes of any size (preallocated cache).",
+        " compiled, which is static with torch.compile; none; bit-exact, which is preallocated, with logits bitwise"
+        " equal in passes of any size.",
     )
 
 

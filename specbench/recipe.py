@@ -70,8 +70,8 @@ class Recipe:
     @property
     def chained(self) -> str | None:
         """The option that asks for bit-exact forward passes, with which drafts are chains; ``None`` without one."""
-        if self.caching.bit_exact:
-            return "--bit-exact"
+        if self.caching.cache == "bit-exact":
+            return "--cache bit-exact"
         return None if quantized(self.models.dtype) is None else f"--dtype {self.models.dtype}"
 
     def check(self) -> None:

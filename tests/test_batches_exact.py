@@ -104,7 +104,7 @@ def test_outputs_of_every_drafter_in_every_batch_are_the_targets(tmp_path, pool)
 
 @pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, "dynamic"), (torch.bfloat16, "preallocated")])
 def test_a_seed_gives_the_tokens_that_it_gives_alone(dtype, cache):
-    """In bfloat16 with the cache of --bit-exact, since rows that share a pass are rounded otherwise."""
+    """In bfloat16 with --cache bit-exact, since rows that share a pass are rounded otherwise."""
     target = wrap_target(tiny_llama(vocab_size=9, dtype=dtype), cache=cache)
     drafter, asked = load_drafter("lookup", target), prompts()[:16]
     settings = {"policy": FixedLength(3), "sampling": Multinomial(1.0), "max_new_tokens": NEW}

@@ -216,16 +216,16 @@ def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check):
-    result = check("--bit-exact", "--dtype", "bfloat16", "--json", "--quiet")
+    result = check("--cache", "bit-exact", "--dtype", "bfloat16", "--json", "--quiet")
     if result.code == 2:
         pytest.skip(result.err)  # a processor that cannot, and says so
     figures = result.json()
-    assert figures["options"]["cache"] == "preallocated"
+    assert figures["options"]["cache"] == "bit-exact"
     assert figures["draft_policy"] == "auto"
-    check("--bit-exact", "--draft-policy", "dynamic-tree").refused(2, "--bit-exact does not go with trees")
+    refused = check("--cache", "bit-exact", "--draft-policy", "dynamic-tree")
+    refused.refused(2, "--cache bit-exact does not go with trees")
     assert figures["bitwise"] == {"required": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
-    check("--bit-exact", "--cache", "none").refused(2, "--bit-exact does not go with --cache none")
 
 
 def test_a_broken_decoder_ends_with_1_and_says_where(check, monkeypatch):

@@ -281,7 +281,7 @@ def test_twelve_prompts_are_taken_unless_sets_are_named(planned, arguments, prom
         ((), "plain, lookup auto, lookup γ=1, lookup γ=2"),
         (("--temperature", "0.8"), "plain, T=0.8, lookup γ=1, T=0.8"),
         (("-t", "0", "-t", "0.8"), "plain, lookup auto, lookup γ=1"),
-        (("--bit-exact", "-g", "3"), "plain, lookup auto, lookup γ=3"),
+        (("--cache", "bit-exact", "-g", "3"), "plain, lookup auto, lookup γ=3"),
         (("--draft-policy", "auto:max=4"), "plain, lookup auto:max=4"),
     ],
 )

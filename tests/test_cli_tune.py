@@ -154,7 +154,7 @@ def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models
         assert run(words) == 0
         assert "lookup" in capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
-    assert run(["compare", str(folder), "--a", "lookup@auto", "--b", "plain"]) == 0
+    assert run(["compare", f"{folder}:lookup@auto", f"{folder}:plain"]) == 0
 
 
 def test_the_command_of_the_answer_names_models_as_they_were_typed(

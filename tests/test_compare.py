@@ -104,7 +104,7 @@ def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys):
         ("plain", "cannot tell", False),
         ("d γ=1", "slower", True),
     }
-    command([busy], a="d@1", b="plain", fail_below=0.95)
+    command([f"{busy}:d@1", f"{busy}:plain"], fail_below=0.95)
     assert "--fail-below does not judge" in capsys.readouterr().err
 
 
@@ -319,27 +319,31 @@ def test_every_field_of_the_json_is_documented(tmp_path):
 
 
 @pytest.fixture
-def folders(tmp_path) -> tuple[Path, Path]:
+def folders(tmp_path) -> list[str]:
     a = write_exact(tmp_path / "new", {"plain": PLAIN, "d@1": times(1.8)})
     b = write_exact(tmp_path / "old", {"plain": PLAIN, "d@1": times(2.0)})
-    return a, b
+    return [str(a), str(b)]
 
 
 def test_fail_below_decides_the_exit_code(folders, capsys):
-    command([*folders], fail_below=0.85)
+    command(folders, fail_below=0.85)
     with pytest.raises(
         RunError, match=r"^Ratios with the whole interval below 0.95: d γ=1: 0.90× \["
     ) as caught:
-        command([*folders], fail_below=0.95, as_json=True)
+        command(folders, fail_below=0.95, as_json=True)
     assert caught.value.exit_code == 1
     assert '"below": [\n' in capsys.readouterr().out
 
 
 @pytest.mark.smoke
 def test_the_output_is_as_asked_for(folders, capsys):
-    command([folders[0]], a="d@1", b="plain", markdown=True)
-    assert capsys.readouterr().out.startswith("| configuration | category |")
-    command([*folders], measure="speedup")
+    command([f"{folders[0]}:d@1", f"{folders[0]}:plain"])
+    assert "A  d γ=1\nB  plain" in capsys.readouterr().out
+    command([f"{folders[0]}:d@1", folders[1]])
+    assert "A  new\nB  old" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="1 side given"):
+        command(folders[:1])
+    command(folders, measure="speedup")
     assert "A  new" in capsys.readouterr().out
 
 

@@ -288,7 +288,7 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
     for arguments in (
         ("plot", "run", "--only", "time"),
         ("report", "run"),
-        ("compare", "run", "--a", "lookup@auto", "--b", "lookup@2"),
+        ("compare", "run:lookup@auto", "run:lookup@2"),
     ):
         assert run(list(arguments)) == 0, arguments
     assert "small (int8) auto" in (tmp_path / "run" / "report.md").read_text()

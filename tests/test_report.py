@@ -89,7 +89,7 @@ OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decodin
 }
 
 CASCADE = Cascade(Lookup(), SmallModel(ModelSpec("folder", "/a+b/small"), dtype="int4"))
-INT8 = {"models": ModelOptions(dtype="int8"), "caching": CacheOptions(bit_exact=True)}
+INT8 = {"models": ModelOptions(dtype="int8"), "caching": CacheOptions(cache="bit-exact")}
 
 
 @pytest.mark.usefixtures("unpictured")
@@ -136,7 +136,8 @@ class TestAnswer:
             ),
             (
                 {"drafter": CASCADE, "target": ModelSpec("folder", "/my models/big"), **INT8},
-                "--drafter lookup+/a+b/small:dtype=int4 --gamma 3 --target '/my models/big' --dtype int8 --bit-exact",
+                "--drafter lookup+/a+b/small:dtype=int4 --gamma 3 --target '/my models/big' --dtype int8"
+                " --cache bit-exact",
             ),
             (
                 {"caching": CacheOptions(cache="static")},

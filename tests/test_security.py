@@ -545,7 +545,7 @@ def test_evil_names_come_out_as_what_they_are(measured, capsys):
     assert set(frame.generations["target"]) == {EVIL}
 
     assert run(["report", "run"]) == 0
-    assert run(["compare", "run", "--a", "lookup@2", "--b", "plain"]) in (0, 1)
+    assert run(["compare", "run:lookup@2", "run:plain"]) in (0, 1)
     said = capsys.readouterr()
     assert not UNSEEN.search((said.out + said.err).replace("\n", ""))
 

@@ -42,7 +42,7 @@ class OutputsJob:
         request.note_unused(
             "on outputs that were made elsewhere",
             "drafter", "draft_policy", "gamma",
-            "max_new_tokens", "bit_exact", "residual_adjustment",
+            "max_new_tokens", "residual_adjustment",
             "temperature", "top_k", "top_p", "min_p", "seed",
         )  # fmt: skip
         self._lines = _read_lines(file, limit)

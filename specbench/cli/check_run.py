@@ -160,7 +160,7 @@ class DecodingJob:
             checking = DecodingCheck(
                 cases,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
-                bit_exact=recipe.caching.bit_exact or target.bit_exact,
+                bit_exact=target.bit_exact,
                 plain_outputs=plain_outputs,
             )
             self._checks.append(checking)

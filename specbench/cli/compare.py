@@ -1,10 +1,9 @@
-"""`specbench compare`: two runs, or two configurations of one, side by side."""
+"""`specbench compare`: two runs, or two rows of them, side by side."""
 
 from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -16,24 +15,20 @@ from specbench.cli.options import output
 from specbench.options import panel
 
 if TYPE_CHECKING:
-    from specbench.results.compare import Compared
+    from specbench.results.compare import Compared, Measure
 
 _option = panel("Options")
 
 
 def compare(
-    runs: Annotated[
-        list[Path],
+    sides: Annotated[
+        list[str],
         typer.Argument(
-            metavar="RESULTS...",
-            help="Two folders of runs, A and B, or one with --a and --b. A folder of several runs stands for the"
-            " newest one.",
+            metavar="A B",
+            help="Two rows as RUN:NAME, by their names in the tables or their ids, or two runs. A folder of several"
+            " runs stands for the newest one.",
         ),
     ],
-    a: Annotated[
-        str | None, _option("--a CONFIG", "Configuration A, by its name in the tables or its id.")
-    ] = None,
-    b: Annotated[str | None, _option("--b CONFIG", "Configuration B.")] = None,
     measure: Annotated[
         Literal["auto", "speed", "speedup"],
         _option(
@@ -51,22 +46,19 @@ def compare(
             " of the time.",
         ),
     ] = None,
-    markdown: Annotated[bool, output("--markdown", "Print a Markdown table.")] = False,
     as_json: Annotated[bool, output("--json", "Print JSON.")] = False,
 ) -> None:
-    """Compare two runs, or two configurations of one: A / B with its 95% interval, and whether A is faster."""
+    """Compare two runs, or two rows: A / B with its 95% interval, and whether A is faster."""
     if fail_below is not None and not (math.isfinite(fail_below) and fail_below > 0):
         raise UsageError(f"--fail-below is {fail_below:g}.", "Give a ratio above 0, such as 0.95.")
 
     from specbench.results.compare import to_json
-    from specbench.show.compare import comparison_parts, to_markdown
+    from specbench.show.compare import comparison_parts
     from specbench.show.document import show
 
-    compared = _comparison(runs, a, b, measure)
+    compared = _comparison(sides, None if measure == "auto" else measure)
     if as_json:
         typer.echo(json.dumps(to_json(compared, fail_below), indent=1, allow_nan=False))
-    elif markdown:
-        typer.echo(to_markdown(compared), nl=False)
     else:
         from rich.console import Console
 
@@ -87,37 +79,21 @@ def compare(
         raise RunError(f"Ratios with the whole interval below {fail_below:g}: {slow}.")
 
 
-def _comparison(
-    runs: list[Path], a: str | None, b: str | None, measure: Literal["auto", "speed", "speedup"]
-) -> Compared:
-    from specbench.cli.named_runs import named_runs
+def _comparison(sides: list[str], measure: Measure | None) -> Compared:
+    from specbench.cli.named_runs import named_runs, split_row
     from specbench.results.compare import compare_configs, compare_runs
     from specbench.results.results import load_results
 
-    if len(runs) > 2:
-        raise UsageError(f"{len(runs)} runs are named.", "Name two, or one with --a and --b.")
-    # Of two runs each has one of the configurations, or both the one that is named.
-    sides = [[a or b], [b or a]] if len(runs) == 2 else [[a, b]]
-    folders = [
-        named_runs([path], [name for name in names if name])[0]
-        for path, names in zip(runs, sides, strict=True)
-    ]
-    measured = [load_results(folder) for folder in folders]
-    if len(folders) == 2:
-        return compare_runs(
-            measured[0],
-            measured[1],
-            (folders[0].resolve().name, folders[1].resolve().name),
-            a=a,
-            b=b,
-            measure=None if measure == "auto" else measure,
-        )
-    if a is None or b is None:
-        raise UsageError(
-            "One run is named, without two configurations of it.", "Add --a and --b, or name a second run."
-        )
-    if measure == "speedup":
-        raise UsageError(
-            "Two configurations of one run are compared in speed.", "Leave out --measure speedup."
-        )
-    return compare_configs(measured[0], a, b)
+    if len(sides) != 2:
+        raise UsageError(f"{counted(len(sides), 'side')} given.", "Name two: rows as RUN:NAME, or runs.")
+    (path_a, a), (path_b, b) = map(split_row, sides)
+    if a is not None and b is not None and path_a == path_b:
+        if measure == "speedup":
+            raise UsageError("Two rows of one run are compared in speed.", "Leave out --measure speedup.")
+        (run,) = named_runs([path_a], [a, b])
+        return compare_configs(load_results(run), a, b)
+    # A name beside a run stands for a row of both.
+    rows = [(path_a, a or b), (path_b, b or a)]
+    run_a, run_b = (named_runs([path], [name] if name else [])[0] for path, name in rows)
+    names = run_a.resolve().name, run_b.resolve().name
+    return compare_runs(load_results(run_a), load_results(run_b), names, a=a, b=b, measure=measure)

@@ -43,12 +43,10 @@ EXCLUDE = (
         "recipe",
         "it has its own",
     ),
-    Row("compare", ("markdown",), "as_json"),
     Row("check", ("prompts",), "outputs", "the file has its own prompts"),
     Row(
         "sweep",
-        ("drafter", "baseline", "gamma", "draft_policy", "cache",
-         "bit_exact", ModelOptions, "model_defaults", "format"),
+        ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
         "server",
         "it is for models",
     ),
@@ -58,8 +56,7 @@ EXCLUDE = (
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",
-        ("baseline", "cache", "bit_exact",
-         ModelOptions, "format"),
+        ("baseline", "cache", ModelOptions, "format"),
         "engine",
         "it is for specbench's own decoding",
     ),
@@ -86,7 +83,9 @@ NEED = (
 """The options have a meaning only with the other one."""
 
 MOVED = {
+    "--a": "compare RUN:A RUN:B",
     "--any-target": "--drafter HEAD:any-target",
+    "--bit-exact": "--cache bit-exact",
     "--category": "--prompts",
     "--compile": "--cache compiled",
     "--device-map": "--device",
@@ -96,6 +95,7 @@ MOVED = {
     "--json-schema": "--format json-schema=FILE",
     "--max-servers": "--engine ENGINE:servers=N",
     "--no-config": "--config none",
+    "--reasoning-effort": "--template-option reasoning_effort=EFFORT",
     "--regex": "--format regex=REGEX",
     "--setting": "export RUN:NAME",
     "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",

@@ -264,17 +264,9 @@ def widths_differ(target: Target) -> str | None:
 
 
 def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: CacheOptions) -> CacheKind:
-    """Return the kind of cache to use; for an int8 or int4 target its configuration is read.
-
-    Raises:
-        UsageError: Bit-exact forward passes with another cache than theirs.
-    """
-    chosen = bool(given(ctx, "cache"))
-    if caching.bit_exact:
-        if chosen and caching.cache != "preallocated":
-            raise UsageError(f"--bit-exact does not go with --cache {caching.cache}.", "Leave --cache out.")
-        return "preallocated"
-    if quantized(models.dtype) is not None and not chosen and not (ctx.default_map or {}).get("cache"):
+    """Return the kind of cache to use; for an int8 or int4 target its configuration is read."""
+    chosen = given(ctx, "cache") or (ctx.default_map or {}).get("cache")
+    if quantized(models.dtype) is not None and not chosen:
         from specbench.models.load import load_config
         from specbench.models.target import default_cache
 
@@ -298,7 +290,7 @@ def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[s
         "min_p": sampling.min_p or None,
         "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
         "seed": recipe.sampling.seed,
-        "bit_exact": recipe.caching.bit_exact or None,
+        "bit_exact": recipe.caching.cache == "bit-exact" or None,
         **{each.name: switched_on.get(each.name) for each in fields(decoding)},
         "stop": list(decoding.stop) or None,
         "model_defaults": (decoding.model_defaults and model.defaults.applied) or None,

@@ -81,7 +81,6 @@ def prepare(
     options: ModelOptions,
     *,
     cache: CacheKind | None = None,
-    bit_exact: bool = False,
     progress: Progress | None = None,
     before_packing: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[LoadedDrafter]]:
@@ -91,7 +90,6 @@ def prepare(
         target, drafters: The requested target and drafters.
         options: How to load their weights.
         cache: Kind of KV cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
-        bit_exact: Whether to refuse a target whose logits depend on the number of tokens in the forward pass.
         progress: Receives the stages.
         before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. Since it can
             take long, the drafters' models are loaded and checked first.
@@ -114,9 +112,6 @@ def prepare(
                 translation_of(language_model, model)  # or the refusal
         before_packing(language_model)
     ready = prepare_target(language_model, kind, progress=progress)
-    if bit_exact:
-        announce(progress, "testing forward passes of several sizes")
-        ready.scorer.require_bit_exact()
     loaded_drafters = prepare_drafters(ready, drafters, options, loader=loader)
     for drafting in loader.loaded.values():
         if isinstance(drafting, LanguageModel):

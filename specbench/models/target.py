@@ -172,7 +172,9 @@ def prepare_target(
     dtype = quantization_of(model) or language_model.dtype
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
-    tried = scorer.rounding == torch.int8
+    if cache == "bit-exact":
+        scorer.require_bit_exact()
+    tried = cache == "bit-exact" or scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
     exact, packed = tried and widths_differ is None, has_layer(model, PackedLinear)
     return Target(language_model, scorer, dtype, packed, exact, widths_differ)

@@ -114,7 +114,7 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
     first, second = (find_config(results.run, name, "this run") for name in (a, b))
     if first.id == second.id:
         raise UsageError(
-            "A configuration is compared with itself.", "Name two configurations with --a and --b."
+            "A configuration is compared with itself.", "Name two configurations."
         )
     label_a, label_b = one_line(first.label), one_line(second.label)
     pairs = side_by_side(results, first.id, second.id)
@@ -193,7 +193,7 @@ def compare_runs(
     if run_a.run_id == run_b.run_id:
         raise UsageError(
             "Both are the same run.",
-            "Name two configurations of it: `specbench compare RUN --a CONFIG --b CONFIG`.",
+            "Name two configurations of it: `specbench compare RUN:A RUN:B`.",
         )
     targets = _differing_targets(run_a, run_b)
     if targets:
@@ -316,7 +316,7 @@ def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Meas
         unless_baseline = " except the baseline" if measure == "speedup" else ""
         raise UsageError(
             f"The runs have no configuration in common{unless_baseline}.",
-            "Name one of each with --a and --b.",
+            "Name one of each: `specbench compare RUN:A RUN:B`.",
         )
     return found
 

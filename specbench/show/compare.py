@@ -1,4 +1,4 @@
-"""A comparison (``specbench.results.compare``) as a document for terminals and Markdown."""
+"""A comparison (``specbench.results.compare``) as a document."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.results import stats
-from specbench.show.document import Heading, Items, Paragraph, Part, Sheet
-from specbench.show.document import to_markdown as document_markdown
+from specbench.show.document import Heading, Paragraph, Part, Sheet
 from specbench.show.tables import verdict_text
 
 if TYPE_CHECKING:
@@ -36,13 +35,6 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
     yield from (Paragraph(note, "dim") for note in compared.notes)
 
 
-def to_markdown(compared: Compared) -> str:
-    """Return a comparison in Markdown: a table with a row for each category, and notes below."""
-    by_category = any(row.category is not None for row in compared.rows)
-    names = ["configuration", *(["category"] if by_category else [])]
-    return document_markdown(_sheet(compared, compared.rows, names), Items(compared.notes))
-
-
 def _sheet(compared: Compared, rows: Sequence[ComparedRow], names: Sequence[str]) -> Sheet:
     """Return a table of rows; ``names`` says what names a row: ``configuration``, ``category`` or both."""
     unit = "tokens/s" if compared.measure == "speed" else "speedup"
@@ -61,5 +53,5 @@ def _sheet(compared: Compared, rows: Sequence[ComparedRow], names: Sequence[str]
         ranks=[*(0 for _ in names), 2, 1, 1, 0, 0],
         left=frozenset({*range(len(names)), len(names) + 4}),
         styles={"faster": "green", "slower": "red"},
-        elsewhere="with --markdown, or on a wider terminal",
+        elsewhere="with --json, or on a wider terminal",
     )

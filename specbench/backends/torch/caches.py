@@ -183,8 +183,8 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
 
     ``dynamic`` grows by concatenation (``transformers``' DynamicCache). ``preallocated`` writes by index into buffers
     that double when full. ``static`` does this for forwards with fixed tensor shapes, ``compiled`` for compiled
-    forwards. ``none`` recomputes everything (the reference in tests). With folded attention, a preallocated cache
-    returns keys and values in whole blocks, whose unused positions that attention masks.
+    forwards. ``none`` recomputes everything (the reference in tests). ``bit-exact`` is ``preallocated``. With folded
+    attention, a preallocated cache returns keys and values in whole blocks, whose unused positions that attention masks.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
@@ -195,6 +195,7 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
         "static": StaticKVCache,
         "compiled": partial(StaticKVCache, compiled=True),
         "none": NoKVCache,
+        "bit-exact": PreallocatedKVCache,
     }
     if kind not in made:
         raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")

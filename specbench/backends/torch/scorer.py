@@ -242,7 +242,7 @@ class Scorer:
         reason = self.why_not_bit_exact()
         if reason is not None:
             raise UsageError(
-                f"Bit-exact forward passes are not available here. {reason}", "Leave --bit-exact out."
+                f"Bit-exact forward passes are not available here. {reason}", "Choose another --cache."
             )
 
     @torch.inference_mode()
