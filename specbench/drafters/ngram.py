@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -16,34 +16,8 @@ if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
 
 
-class _Continuations:
-    """Counts of the tokens after one context."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] = {}  # the token seen last is last
-        self.total = 0
-
-    def add(self, token: int) -> None:
-        self.counts[token] = self.counts.pop(token, 0) + 1
-        self.total += 1
-
-    def remove(self, token: int) -> None:
-        """Remove the oldest occurrence of ``token``."""
-        self.total -= 1
-        if self.counts[token] > 1:
-            self.counts[token] -= 1
-        else:
-            del self.counts[token]
-
-    def most_frequent(self) -> int:
-        """Return the most frequent token, the last seen of equally frequent ones."""
-        return max(reversed(self.counts), key=self.counts.__getitem__)
-
-    def match_confidence(self) -> float:
-        """Return the most frequent token's count over the sum of all counts plus one."""
-        return self.counts[self.most_frequent()] / (self.total + 1)
+_Continuations: TypeAlias = dict[int, int]
+"""How often each token came after one context; the token seen last is last."""
 
 
 class NGramDrafter(FreeDrafter):
@@ -87,9 +61,9 @@ class NGramDrafter(FreeDrafter):
         if known is None:
             return None
         sampled = self.spec.sample and not sampling.greedy and self._vocabulary is not None
-        return Guess(
-            known.most_frequent(), known.match_confidence(), self._distribution(known) if sampled else None
-        )
+        token = max(reversed(known), key=known.__getitem__)
+        confidence = known[token] / (sum(known.values()) + 1)
+        return Guess(token, confidence, self._distribution(known) if sampled else None)
 
     def _longest_known(self, tail: Sequence[int]) -> _Continuations | None:
         """Return the continuations of the longest known suffix of ``tail``."""
@@ -101,8 +75,8 @@ class NGramDrafter(FreeDrafter):
 
     def _distribution(self, known: _Continuations) -> torch.Tensor:
         """Return the normalized counts, float32 [vocab]."""
-        counts = torch.tensor(list(known.counts.values()), dtype=torch.float32)
-        tokens = torch.tensor(list(known.counts), device=self._device)
+        counts = torch.tensor(list(known.values()), dtype=torch.float32)
+        tokens = torch.tensor(list(known), device=self._device)
         q = torch.zeros(self._vocabulary or 0, device=self._device)
         return q.scatter_(0, tokens, (counts / counts.sum()).to(self._device))
 
@@ -126,11 +100,9 @@ class NGramDrafter(FreeDrafter):
         contexts = [tuple(context[i - n : i]) for n in range(1, min(self.spec.order - 1, i) + 1)]
         tokens = [*others, context[i]]
         for key in contexts:
-            known = self._continuations.get(key)
-            if known is None:
-                known = self._continuations[key] = _Continuations()
+            known = self._continuations.setdefault(key, {})
             for token in tokens:
-                known.add(token)
+                known[token] = known.pop(token, 0) + 1
         if self.spec.window is not None:
             self._recent.append((contexts, tokens))
             if len(self._recent) > self.spec.window:
@@ -140,6 +112,8 @@ class NGramDrafter(FreeDrafter):
         for key in contexts:
             known = self._continuations[key]
             for token in tokens:
-                known.remove(token)
-            if not known.counts:
+                known[token] -= 1
+                if not known[token]:
+                    del known[token]
+            if not known:
                 del self._continuations[key]
