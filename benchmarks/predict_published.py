@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specbench.decoding.sampling import Greedy
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.free import make_free
 from specbench.predict.answers import Answer
 from specbench.predict.forecast import forecast
@@ -46,7 +46,7 @@ def by_law(emitted: Sequence[int], gammas: Sequence[int]) -> tuple[int, np.ndarr
     accept = np.zeros((n, longest))
     for i, count in enumerate(emitted, 1):
         accept[i, : count - 1] = 1.0
-    room = Answer([], range(n), Greedy()).room()
+    room = Answer([], range(n), Sampling()).room()
     law = expected_steps(Chances(accept, np.full(n, longest)), room, gammas)
     return n - 1, np.array([each.steps for each in law])
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             expected = sum(t for t, _ in laws) / sum(s for _, s in laws)
             off = max(off, float(np.abs(expected / rows[label] - 1.0).max()))
         answers = [
-            Answer(line["prompt_token_ids"], line["generated_token_ids"], Greedy(), None, None, str(number))
+            Answer(line["prompt_token_ids"], line["generated_token_ids"], Sampling(), None, None, str(number))
             for number, line in enumerate(lines)
             if len(line["generated_token_ids"]) > 1
         ]

@@ -37,7 +37,7 @@ from specbench.bench.environment import describe_environment
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.decoding.metrics import time_split
-from specbench.decoding.sampling import Greedy
+from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
@@ -202,7 +202,7 @@ def measure(
     expected = taken[GENERATE if target.quantization is None else PLAIN].tokens
     rows = {}
     for name, mine in taken.items():
-        difference = find_difference(target.scorer, prompt, mine.tokens, expected, Greedy())
+        difference = find_difference(target.scorer, prompt, mine.tokens, expected, Sampling())
         agreement = "identical" if difference is None else "tie" if difference.numerical_tie else "differs"
         rows[name] = {
             "seconds": mine.seconds,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
-    from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+    from specbench.decoding.sampling import Sampling
     from specbench.drafters.free import FreeDrafter, Guess
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
@@ -46,15 +46,15 @@ _HOMES = {
     "decoding.metrics": ("summary",),
     "options": ("DecodingOptions", "LoadOptions"),
     "decoding.records": ("Generation", "Prefill", "Step"),
-    "decoding.sampling": ("Greedy", "Multinomial", "Sampling"),
+    "decoding.sampling": ("Sampling",),
     "results.results": ("Results", "load_results"),
     "results.store": ("read_recipe",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Greedy", "Guess",
-    "LoadOptions", "LoadedRecipe", "Multinomial", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError",
+    "DecodingOptions", "FixedLength", "FreeDrafter", "Generation", "GenerationRun", "GenerationRuns", "Guess",
+    "LoadOptions", "LoadedRecipe", "Prefill", "Results", "RunError", "Sampling", "SpecbenchError",
     "Step", "Target", "UsageError", "__version__", "autoregressive_generate", "decode_steps",
     "encode_prompt", "load_drafter", "load_recipe", "load_results", "load_target", "read_recipe",
     "speculative_generate", "speculative_generate_many", "summary", "sweep", "wrap_drafter", "wrap_target",

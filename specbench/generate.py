@@ -14,7 +14,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
 from specbench.decoding.stops import LabeledText, StopRules, TextStream
 from specbench.decoding.thinking import ThinkingSplit
@@ -197,7 +197,7 @@ class GenerationRun:
     ) -> None:
         decoding = (decoding or DecodingOptions()).with_changes(**options)
         self.target, self.drafter = target, resolve_drafter(drafter, target) or NoDraft()
-        sampling = sampling or Greedy()
+        sampling = sampling or Sampling()
         if policy is None:
             # A policy that learns would only take time, and several drafters draft chains of one length.
             blank = isinstance(self.drafter, NoDraft | SeveralDrafters)

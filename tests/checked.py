@@ -16,7 +16,7 @@ from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -64,7 +64,7 @@ def request_of(
 ) -> Request:
     """A request with seed 0: three drafts a step, sampled."""
     return Request(
-        prompt, target, drafter, policy or FixedLength(3), sampling or Multinomial(0.9), Randomness(0),
+        prompt, target, drafter, policy or FixedLength(3), sampling or Sampling(0.9), Randomness(0),
         max_new_tokens, StopRules(end_ids, stop, tokenizer), **changes,
     )  # fmt: skip
 

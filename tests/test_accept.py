@@ -10,7 +10,7 @@ from scripted import judge
 
 from specbench.base.errors import RunError
 from specbench.decoding.drafts import Draft
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import acceptance_probabilities, residual
 
 pytestmark = pytest.mark.smoke
@@ -58,11 +58,11 @@ def test_an_empty_residual_falls_back_on_p():
 def test_greedy_takes_the_repetition_penalty_of_each_position():
     # Token 0 leads until it has occurred; a penalty of 10 then hands the lead to token 1, then to token 2.
     logits = torch.tensor([[3.0, 2.0, 1.0]] * 3)
-    verdict = judge(Draft([0, 1]), logits, [3], Greedy(repetition_penalty=10.0), Randomness(0))
+    verdict = judge(Draft([0, 1]), logits, [3], Sampling(repetition_penalty=10.0), Randomness(0))
     assert verdict.tokens == [0, 1, 2]
 
 
-@pytest.mark.parametrize("sampling", [Greedy(), Multinomial()])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
 @pytest.mark.parametrize("draft", [Draft(), Draft([1])], ids=["plain", "drafted"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_logits_that_are_no_numbers_are_an_error(sampling, draft, value):

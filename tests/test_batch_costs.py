@@ -17,7 +17,7 @@ from test_policies import UnsteadyClock, a_step
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest, NewPrompt
 from specbench.decoding.records import SharedPass, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import Scheduler, loaded_of
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -136,7 +136,7 @@ class House:
             target=self.target.seat(),
             drafter=drafter,
             policy=policy,
-            sampling=Greedy(),
+            sampling=Sampling(),
             random=Randomness(0),
             max_new_tokens=tokens,
         )
@@ -400,7 +400,7 @@ def together(rule: str, new: int, lengths: set[tuple[int, ...]], random: Any) ->
         policy = build_policy(rule)
         drafter = ModelDrafter(model.seat(), "model", clock)  # type: ignore[arg-type]
         share_costs(policy, batch_costs, [model])
-        return Request(prompt, target.seat(), drafter, policy, Multinomial(), random, new, first_target=False)
+        return Request(prompt, target.seat(), drafter, policy, Sampling(1.0), random, new, first_target=False)
 
     scheduler = Scheduler(max_batch=2, clock=clock, watch=batch_costs.observe)
     for prompt in PROMPTS:
@@ -434,7 +434,7 @@ def alone(prompt: Sequence[int], new: int, sampling: Sampling) -> dict[tuple[int
 def test_two_requests_keep_their_distributions_and_know_nothing_of_each_other(new):
     lengths: set[tuple[int, ...]] = set()
     found: dict[Any, float] = enumerate_outcomes(lambda replay: together("auto", new, lengths, replay))  # type: ignore[arg-type, return-value]
-    first, second = (alone(prompt, new, Multinomial()) for prompt in PROMPTS)
+    first, second = (alone(prompt, new, Sampling(1.0)) for prompt in PROMPTS)
     for (a, p), (b, q) in itertools.product(first.items(), second.items()):
         assert found.get((a, b), 0.0) == pytest.approx(p * q, abs=1e-6)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)

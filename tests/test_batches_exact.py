@@ -15,7 +15,7 @@ from specbench import load_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, DraftPolicy
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Multinomial
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -107,7 +107,7 @@ def test_a_seed_gives_the_tokens_that_it_gives_alone(dtype, cache):
     """In bfloat16 with --cache bit-exact, since rows that share a pass are rounded otherwise."""
     target = wrap_target(tiny_llama(vocab_size=9, dtype=dtype), cache=cache)
     drafter, asked = load_drafter("lookup", target), prompts()[:16]
-    settings = {"policy": FixedLength(3), "sampling": Multinomial(1.0), "max_new_tokens": NEW}
+    settings = {"policy": FixedLength(3), "sampling": Sampling(1.0), "max_new_tokens": NEW}
     runs = [GenerationRun(each, target, drafter, seed=i, **settings) for i, each in enumerate(asked)]
     together = GenerationRuns(runs, max_batch=8).results()
     for number, prompt in enumerate(asked):

@@ -21,7 +21,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.chain import warn_of_no_numbers
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
@@ -298,8 +298,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": {"policy": "dynamic-tree"},
     "egag": {"policy": "egag"},
     "entropy": {"policy": "entropy-bound"},
-    "sampled": {"sampling": Multinomial(0.5)},
-    "sampled tree": {"sampling": Multinomial(0.5), "policy": "dynamic-tree"},
+    "sampled": {"sampling": Sampling(0.5)},
+    "sampled tree": {"sampling": Sampling(0.5), "policy": "dynamic-tree"},
     "batch": {"requests": 2},
 }
 
@@ -311,7 +311,7 @@ def test_a_drafter_without_numbers_drafts_nothing_there_and_says_so_once(way, ca
         for key, usual in (
             ("front", ""),
             ("policy", "fixed:gamma=4"),
-            ("sampling", Greedy()),
+            ("sampling", Sampling()),
             ("requests", 1),
         )
     )
@@ -354,7 +354,7 @@ class Stubborn(Drafter):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Greedy(), Sampling(temperature=1.0, top_k=1)], ids=["greedy", "sampled"]
+    "sampling", [Sampling(), Sampling(temperature=1.0, top_k=1)], ids=["greedy", "sampled"]
 )
 def test_a_target_without_numbers_after_a_wrong_token_of_the_draft(sampling):
     """Rows that are not reached decide nothing."""

@@ -20,7 +20,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, NewPrompt, StepPlan, run_to_end
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -67,7 +67,7 @@ def propose(
     policy.begin(NewPrompt())
     drafter.begin(context)
     draft: Draft = run_to_end(
-        drafter.propose(context, StepPlan(room, policy, sampling or Greedy(), Randomness(0)))
+        drafter.propose(context, StepPlan(room, policy, sampling or Sampling(), Randomness(0)))
     )
     return draft
 
@@ -133,16 +133,16 @@ def test_the_output_distribution_is_the_targets(name, sampling, new):
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("name", CASCADES)
 def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name, new):
-    found = loop_distribution(CASCADES[name], Multinomial(0.8), 2, first_target=False, new=new)
-    assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
-    found = loop_distribution(CASCADES[name], Multinomial(), 2, end_ids=(2, 3), new=new)
-    assert largest_gap(found, target_distribution(Multinomial(), end_ids=(2, 3), new=new)) < 1e-6
+    found = loop_distribution(CASCADES[name], Sampling(0.8), 2, first_target=False, new=new)
+    assert largest_gap(found, target_distribution(Sampling(0.8), new=new)) < 1e-6
+    found = loop_distribution(CASCADES[name], Sampling(1.0), 2, end_ids=(2, 3), new=new)
+    assert largest_gap(found, target_distribution(Sampling(1.0), end_ids=(2, 3), new=new)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["lookup:min=2+model", "ngram:sample,min=2+self"])
 def test_without_the_residual_adjustment_it_is_not(name):
-    found = loop_distribution(CASCADES[name], Multinomial(), 1, first_target=False, residual_adjustment=False)
-    assert largest_gap(found, target_distribution(Multinomial())) > 1e-3
+    found = loop_distribution(CASCADES[name], Sampling(1.0), 1, first_target=False, residual_adjustment=False)
+    assert largest_gap(found, target_distribution(Sampling(1.0))) > 1e-3
 
 
 PROMPT = [7, 41, 7, 41, 19, 3, 7, 41, 19, 3, 200, 7, 41]
@@ -344,7 +344,7 @@ def test_what_others_drafted_is_fed_in_one_pass():
     target = scripted(cycle, len(prompt), ScriptedScorer)
     drafter = cascade(cycle, len(prompt))
     prefill, *steps = decode_steps(
-        prompt, target, drafter, policy=FixedLength(3), sampling=Greedy(), random=Randomness(0), max_new_tokens=26
+        prompt, target, drafter, policy=FixedLength(3), sampling=Sampling(), random=Randomness(0), max_new_tokens=26
     )  # fmt: skip
     assert [prefill.token, *(token for step in steps for token in step.tokens)] == (cycle * 5)[:26]
     assert [kinds(draft) for draft in drafter.drafts] == ["mmm", "mmm", "fff", "fff", "fff", "fff", ""]

@@ -54,7 +54,7 @@ from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import Decoding, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import Verdict
 from specbench.drafters.cascade import CascadeDrafter
@@ -91,7 +91,7 @@ def test_sound_configurations_pass(drafter, first_target):
         Sampling(temperature=1.2, top_k=3),
         Sampling(0.7, top_p=0.8),
         Sampling(1.0, min_p=0.2),
-        Multinomial(0.9, repetition_penalty=1.7),
+        Sampling(0.9, repetition_penalty=1.7),
     ],
 )
 def test_so_they_do_with_every_transform(sampling):
@@ -191,7 +191,7 @@ TAMPERINGS: dict[str, Callable[[list[int]], list[int]]] = {
 
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
-@pytest.mark.parametrize("sampling", [Greedy(), Multinomial(0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9)], ids=["greedy", "sampled"])
 def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sampling):
     def broken(verdict: Verdict, draft: Draft, *_: Any) -> Verdict:
         if draft.tokens:
@@ -231,7 +231,7 @@ def test_a_stop_string_that_is_missed_is_found():
 
     plain = run_greedy(plainly(setup_of())).tokens
     stop = Letters().decode(plain[3:5])
-    sound = setup_of(stop=(stop,), tokenizer=Letters(), sampling=Greedy())
+    sound = setup_of(stop=(stop,), tokenizer=Letters(), sampling=Sampling())
     assert result_of(sound).verdict == "identical"
     assert len(run_greedy(sound).tokens) <= 5
     result = result_of(sound, decoder_with(stops=StopRules()))
@@ -269,7 +269,7 @@ def test_a_rejected_token_left_in_the_cache_is_found(surplus):
         target.score = score  # type: ignore[method-assign]
         return target
 
-    made = setup_of("lookup", sampling=Greedy())
+    made = setup_of("lookup", sampling=Sampling())
     result = result_of(replace(made, target=forgiving(made.target)), decoder)  # type: ignore[arg-type]
     assert "cache" in violated(result)
     assert result.verdict == "wrong"
@@ -289,7 +289,7 @@ def test_the_deviation_of_logits_shows_what_the_tokens_do_not():
             return ForwardOutput(found.logits + 0.3 * DRAFT([*asked.context])) if len(asked.tokens) else found
 
     target = Spoilt(logits, VOCAB)
-    setup = replace(setup_of(sampling=Greedy()), target=target, drafter=draft_model(logits))
+    setup = replace(setup_of(sampling=Sampling()), target=target, drafter=draft_model(logits))
     result = result_of(setup)
     assert result.verdict_against("plain") == "identical"
     assert violated(result) == set()
@@ -333,7 +333,7 @@ def test_greedy_decoding_that_draws_is_found():
 
         return with_records(draw)(request, watch)
 
-    assert "choice" in violated(result_of(setup_of(sampling=Greedy()), decoder))
+    assert "choice" in violated(result_of(setup_of(sampling=Sampling()), decoder))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_records_behind_the_end_are_found():
         yield from with_records(lambda step: last.append(step) or step)(request, watch)  # type: ignore[func-returns-value]
         yield replace(last[-1], index=last[-1].index + 1)
 
-    assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Greedy()), decoder))
+    assert {"stop", "position"} <= violated(result_of(setup_of(sampling=Sampling()), decoder))
 
 
 # --- Exact distributions --------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Row:
     ],
 )
 def test_a_tie_needs_both_tokens_near_the_best(values, tokens, dtype, tie):
-    difference = find_difference(Row(values, dtype), [0], [1, tokens[0]], [1, tokens[1]], Greedy())  # type: ignore[arg-type]
+    difference = find_difference(Row(values, dtype), [0], [1, tokens[0]], [1, tokens[1]], Sampling())  # type: ignore[arg-type]
     assert difference is not None
     assert difference.position == 1
     assert difference.tokens == tokens
@@ -429,7 +429,7 @@ def test_a_tie_needs_both_tokens_near_the_best(values, tokens, dtype, tie):
 
 
 def test_an_output_that_has_ended_is_no_tie():
-    difference = find_difference(Row((5.0, 5.0), torch.float32), [0], [1], [1, 0], Greedy())  # type: ignore[arg-type]
+    difference = find_difference(Row((5.0, 5.0), torch.float32), [0], [1], [1, 0], Sampling())  # type: ignore[arg-type]
     assert difference is not None
     assert difference.tokens == (None, 0)
     assert difference.gap == 0
@@ -461,7 +461,7 @@ def test_transformers_own_answers_are_ours():
         known = replace(model, end_ids=ends)
         reference = reference_output(known, recipe_of(24, penalty=penalty), prompt)
         request = request_of(
-            Scorer(model.model), LookupDrafter(), sampling=Greedy(penalty), max_new_tokens=24, prompt=prompt,
+            Scorer(model.model), LookupDrafter(), sampling=Sampling(repetition_penalty=penalty), max_new_tokens=24, prompt=prompt,
             end_ids=ends,
         )  # fmt: skip
         result = check_greedy(request, "a", reference, run_plain(request))
@@ -488,14 +488,14 @@ def test_transformers_answers_end_where_ours_do():
 
 
 def test_bits_of_logits_are_compared_where_the_texts_are_the_same():
-    sound = result_of(setup_of(sampling=Greedy()))
+    sound = result_of(setup_of(sampling=Sampling()))
     assert sound.bitwise == (2 * NEW, 2 * NEW)
 
     class Rounded(ScriptedScorer):
         def score(self, asked: ForwardRequest) -> ForwardOutput:
             return ForwardOutput(super().score(asked).logits * (1 + 1e-6 * len(asked.tokens)))
 
-    setup = setup_of(target=Rounded(TARGET, VOCAB), sampling=Greedy())
+    setup = setup_of(target=Rounded(TARGET, VOCAB), sampling=Sampling())
     result = result_of(setup)
     rows, equal = result.bitwise
     assert equal < rows == 2 * NEW
@@ -572,29 +572,29 @@ def scripted_target() -> Any:
 
 def test_the_targets_own_output_is_identical():
     for penalty in (1.0, 1.5):
-        setup = setup_of(max_new_tokens=9, sampling=Multinomial(1.0, repetition_penalty=penalty))
+        setup = setup_of(max_new_tokens=9, sampling=Sampling(1.0, repetition_penalty=penalty))
         output = greedy_output(9, setup)
-        result = check_output(scripted_target(), 1, given(output), PROMPT, Greedy(penalty))
+        result = check_output(scripted_target(), 1, given(output), PROMPT, Sampling(repetition_penalty=penalty))
         assert (result.verdict, result.first, result.tokens) == ("identical", None, 9)
     target = scripted_target()
-    check_output(target, 1, given(output), PROMPT, Greedy())
+    check_output(target, 1, given(output), PROMPT, Sampling())
     assert target.passes == [len(PROMPT) + len(output) - 1]  # one pass
 
 
 def test_ties_are_named_and_do_not_hide_what_is_wrong():
     target: Any = Row((20.0, 19.5, 1.0), torch.bfloat16)
-    result = check_output(target, 1, given([0, 1, 0, 1]), [0], Greedy())
+    result = check_output(target, 1, given([0, 1, 0, 1]), [0], Sampling())
     assert (result.verdict, result.ties, result.wrong) == ("numerical tie", 2, 0)
     assert result.first is not None
     assert (result.first.position, result.first.numerical_tie) == (1, True)
-    result = check_output(target, 1, given([0, 1, 2]), [0], Greedy())
+    result = check_output(target, 1, given([0, 1, 2]), [0], Sampling())
     assert (result.verdict, result.ties, result.wrong) == ("wrong", 1, 1)
     assert result.first_wrong is not None
     assert (result.first.position, result.first_wrong.position) == (1, 2)
-    coarse = check_output(Row((20.0, 19.5), torch.int8), 1, given([1]), [0], Greedy())  # type: ignore[arg-type]
+    coarse = check_output(Row((20.0, 19.5), torch.int8), 1, given([1]), [0], Sampling())  # type: ignore[arg-type]
     assert coarse.verdict == "numerical tie"
     equal: Any = Row((3.0, 3.0, 1.0), torch.float32)
-    assert check_output(equal, 1, given([0, 1]), [0], Greedy()).verdict == "identical"
+    assert check_output(equal, 1, given([0, 1]), [0], Sampling()).verdict == "identical"
 
 
 OUTPUT_TAMPERINGS: dict[str, Callable[[list[int], int], list[int]]] = {
@@ -615,7 +615,7 @@ def test_every_tampered_output_is_found(tampering):
     for i in range(9):
         changed = OUTPUT_TAMPERINGS[tampering](output, i)
         if changed != longer[: len(changed)]:
-            assert check_output(scripted_target(), 1, given(changed), PROMPT, Greedy()).verdict == "wrong", i
+            assert check_output(scripted_target(), 1, given(changed), PROMPT, Sampling()).verdict == "wrong", i
             found += 1
     assert found > 2
 

@@ -19,7 +19,7 @@ from specbench.decoding.drafts import Draft, Draws, GrowingTree, StepOutcome
 from specbench.decoding.protocols import Decoding, DraftPolicy
 from specbench.decoding.records import Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
@@ -54,7 +54,7 @@ def enumerated(result: DecodingCheck) -> float:
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_trees_pass(tree, drafter):
     for first_target in (True, False):
-        result = result_of(setup_of(tree, drafter=drafter, sampling=Greedy(), first_target=first_target))
+        result = result_of(setup_of(tree, drafter=drafter, sampling=Sampling(), first_target=first_target))
         assert result.violations == []
         assert result.verdict == "identical"
 
@@ -69,7 +69,7 @@ def test_greedy_trees_pass(tree, drafter):
     ],
 )
 def test_every_way_to_verify_passes(tree, method):
-    for sampling in (Multinomial(0.9), Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)):
+    for sampling in (Sampling(0.9), Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)):
         result = result_of(setup_of(tree, method, sampling=sampling))
         assert result.violations == []
         assert result.verdict == "identical"

@@ -23,7 +23,7 @@ from specbench.decoding.drafts import Draft
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DrafterPrior, NewPrompt
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.theory import PassCosts, reading_seconds
 from specbench.drafters.model import ModelDrafter
 from specbench.options import DecodingOptions
@@ -321,7 +321,7 @@ def test_a_drafter_with_a_context_limit_is_not_even_asked():
     drafter.scorer.context_limit = 50
     records = decode_steps(
         [n % 7 for n in range(66)], ScriptedScorer(random_table(1, 40, spread=4.0), 40), drafter,
-        policy=build_policy("auto:max=8"), sampling=Greedy(), random=Randomness(0), max_new_tokens=30,
+        policy=build_policy("auto:max=8"), sampling=Sampling(), random=Randomness(0), max_new_tokens=30,
         clock=Ticking(0.01),
     )  # fmt: skip
     assert sum(each.gamma for each in records if isinstance(each, Step)) == 0

@@ -16,7 +16,7 @@ from specbench import load_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -34,8 +34,8 @@ RULES = ("fixed:gamma=3", "auto", "svip")
 TREES = ("static-tree", "dynamic-tree:nodes=5")
 SPECS = ("lookup", "suffix", "ngram:top-k=2", "self:layers=1", "lookup+self:layers=1", "lookup|suffix")
 SAMPLINGS = (
-    Greedy(),
-    Multinomial(0.8),
+    Sampling(),
+    Sampling(0.8),
     Sampling(temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.2),
 )
 
@@ -54,7 +54,7 @@ def alone(
 ) -> Generation:  # fmt: skip
     policy = None if drafter is None else build_policy(rule)
     run = GenerationRun(
-        prompt, target, drafter, policy=policy, sampling=sampling or Greedy(), seed=7, max_new_tokens=NEW
+        prompt, target, drafter, policy=policy, sampling=sampling or Sampling(), seed=7, max_new_tokens=NEW
     )
     assert all(True for _ in run)
     return run.result()

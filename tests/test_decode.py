@@ -16,7 +16,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.metrics import time_split
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
@@ -73,7 +73,7 @@ def decode(
 ) -> tuple[Prefill, list[Step]]:
     first, *steps = decode_steps(
         PROMPT, target, drafter or NoDraft(), policy=options.pop("policy", None) or FixedLength(gamma),
-        sampling=sampling or Greedy(), random=Randomness(seed), max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(), random=Randomness(seed), max_new_tokens=max_new_tokens,
         stops=StopRules(end_ids), **options,
     )  # fmt: skip
     assert isinstance(first, Prefill)
@@ -161,7 +161,7 @@ def test_an_end_token_may_be_the_first_token():
 @pytest.mark.parametrize(("prompt", "limit", "new"), [([1, 2, 3], 2, 1), ([1], None, 0), ([], None, 1)])
 def test_a_request_that_cannot_be_is_refused(prompt, limit, new):
     records = decode_steps(
-        prompt, script(context_limit=limit), NoDraft(), policy=FixedLength(1), sampling=Greedy(),
+        prompt, script(context_limit=limit), NoDraft(), policy=FixedLength(1), sampling=Sampling(),
         random=Randomness(0), max_new_tokens=new,
     )  # fmt: skip
     with pytest.raises(UsageError):
@@ -247,7 +247,7 @@ def test_the_same_seed_gives_the_same_tokens(drafter):
         model = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
         chosen = model if drafter == "model" else FixedDraft(SCRIPT)
         return output(
-            *decode(target, chosen, sampling=Multinomial(), seed=seed, max_new_tokens=40, trace=trace)
+            *decode(target, chosen, sampling=Sampling(1.0), seed=seed, max_new_tokens=40, trace=trace)
         )
 
     assert run(1) == run(1) == run(1, trace=True)
@@ -257,7 +257,7 @@ def test_the_same_seed_gives_the_same_tokens(drafter):
 def test_a_trace_shows_every_draft():
     target = ScriptedScorer(random_table(3, VOCAB), VOCAB)
     drafter = ModelDrafter(ScriptedScorer(random_table(4, VOCAB), VOCAB), "model")
-    _, steps = decode(target, drafter, sampling=Multinomial(), max_new_tokens=60, trace=True)
+    _, steps = decode(target, drafter, sampling=Sampling(1.0), max_new_tokens=60, trace=True)
     seen = set()
     for step in steps:
         assert step.verdicts is not None
@@ -295,7 +295,7 @@ def test_the_consumers_time_is_not_counted():
     clock = Ticking()
     records = []
     for record in decode_steps(
-        PROMPT, script(), FixedDraft(SCRIPT), policy=FixedLength(2), sampling=Greedy(), random=Randomness(0),
+        PROMPT, script(), FixedDraft(SCRIPT), policy=FixedLength(2), sampling=Sampling(), random=Randomness(0),
         max_new_tokens=7, clock=clock,
     ):  # fmt: skip
         records.append(record)
@@ -333,7 +333,7 @@ def test_the_length_rule_sees_every_step_and_starts_afresh():
 @pytest.mark.parametrize("gamma", [1, 8, 9, 40])
 def test_a_sampled_draft_has_the_distributions_of_its_tokens(gamma):
     """They lie in memory that is used again, and grows while a draft is drawn."""
-    table, sampling = random_table(4, VOCAB), Multinomial(1.3)
+    table, sampling = random_table(4, VOCAB), Sampling(1.3)
     drafter = ModelDrafter(ScriptedScorer(table, VOCAB), "model")
     context = [1, 2, 3]
     drafter.begin(context)

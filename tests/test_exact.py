@@ -11,7 +11,7 @@ import pytest
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.sampling import Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -45,13 +45,13 @@ DRAFTERS: dict[str, Build] = {
     "suffix": lambda target: SuffixDrafter(),
 }
 SAMPLINGS: dict[str, Sampling] = {
-    "multinomial": Multinomial(),
-    "temperature": Multinomial(0.6),
+    "multinomial": Sampling(1.0),
+    "temperature": Sampling(0.6),
     "top-k": Sampling(temperature=1.3, top_k=3),
     "nucleus": Sampling(temperature=1.0, top_p=0.8),
     "both": Sampling(temperature=0.8, top_k=3, top_p=0.9),
     "min-p": Sampling(temperature=1.0, min_p=0.3),
-    "repetition penalty": Multinomial(0.9, repetition_penalty=1.7),
+    "repetition penalty": Sampling(0.9, repetition_penalty=1.7),
     "everything": Sampling(temperature=1.2, top_k=3, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
 }
 
@@ -131,18 +131,18 @@ def test_the_output_distribution_is_the_targets(drafter, sampling, new):
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_so_it_is_without_a_first_target_pass(drafter, new):
-    found = loop_distribution(DRAFTERS[drafter], Multinomial(0.8), 2, first_target=False, new=new)
-    assert largest_gap(found, target_distribution(Multinomial(0.8), new=new)) < 1e-6
+    found = loop_distribution(DRAFTERS[drafter], Sampling(0.8), 2, first_target=False, new=new)
+    assert largest_gap(found, target_distribution(Sampling(0.8), new=new)) < 1e-6
 
 
 @pytest.mark.parametrize("new", LENGTHS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_so_it_is_with_end_tokens(drafter, new):
-    expected = target_distribution(Multinomial(), end_ids=(2, 3), new=new)
+    expected = target_distribution(Sampling(1.0), end_ids=(2, 3), new=new)
     assert any(len(tokens) < new for tokens in expected)
     for first_target in (True, False):
         found = loop_distribution(
-            DRAFTERS[drafter], Multinomial(), 2, end_ids=(2, 3), first_target=first_target, new=new
+            DRAFTERS[drafter], Sampling(1.0), 2, end_ids=(2, 3), first_target=first_target, new=new
         )
         assert largest_gap(found, expected) < 1e-6
 
@@ -150,6 +150,6 @@ def test_so_it_is_with_end_tokens(drafter, new):
 @pytest.mark.parametrize("drafter", ["model", "self", "lookup", "ngram", "ngram:sample"])
 def test_without_the_residual_adjustment_it_is_not(drafter):
     found = loop_distribution(
-        DRAFTERS[drafter], Multinomial(), 1, first_target=False, residual_adjustment=False
+        DRAFTERS[drafter], Sampling(1.0), 1, first_target=False, residual_adjustment=False
     )
-    assert largest_gap(found, target_distribution(Multinomial())) > 1e-3
+    assert largest_gap(found, target_distribution(Sampling(1.0))) > 1e-3

@@ -16,7 +16,7 @@ from tiny import tiny_llama
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, StepPlan, run_to_end
-from specbench.decoding.sampling import Greedy, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import CandidateDrafter
 from specbench.drafters.model import ModelDrafter
@@ -42,11 +42,11 @@ def drafted(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -
 
 
 def chain(drafter: CandidateDrafter, context: Sequence[int], gamma: int = 5) -> Draft:
-    return run_to_end(drafter.propose(context, StepPlan(100, FixedLength(gamma), Greedy(), Randomness(0))))
+    return run_to_end(drafter.propose(context, StepPlan(100, FixedLength(gamma), Sampling(), Randomness(0))))
 
 
 def tree(drafter: CandidateDrafter, context: Sequence[int], policy: DraftPolicy, room: int = 100) -> Draft:
-    return run_to_end(drafter.propose(context, StepPlan(room, policy, Greedy(), Randomness(0))))
+    return run_to_end(drafter.propose(context, StepPlan(room, policy, Sampling(), Randomness(0))))
 
 
 # The trie.
@@ -210,7 +210,7 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
     )
     drafter.model.guesses = None  # a pass for each of its tokens
     _, *steps = decode_steps(
-        [1, 0, 2], target, drafter, policy=FixedLength(4), sampling=Greedy(), random=Randomness(0),
+        [1, 0, 2], target, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
         max_new_tokens=30,
     )  # fmt: skip
     assert {step.passes for step in steps} == {0, 2, 4}, "each alone, and both in one draft"

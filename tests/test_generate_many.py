@@ -13,7 +13,7 @@ from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 
 from specbench import (
     GenerationRun,
-    Multinomial,
+    Sampling,
     UsageError,
     load_drafter,
     speculative_generate,
@@ -105,7 +105,7 @@ def test_outputs_are_those_alone(batch, most, tokens, kind):
 
 @pytest.mark.smoke
 def test_a_seed_gives_the_same_tokens_whatever_the_neighbors():
-    settings = {"sampling": Multinomial(0.9)}
+    settings = {"sampling": Sampling(0.9)}
     seeds = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
     together = GenerationRuns(
         [run(number, seed=seed, **settings) for number, seed in enumerate(seeds)], max_batch=4

@@ -14,7 +14,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.guesses import Guesses
 from specbench.drafters.lookup import LookupDrafter
@@ -48,11 +48,11 @@ DRAFTERS: dict[str, Callable[[ScriptedCache], Drafter]] = {
 }
 
 SAMPLINGS: dict[str, Sampling] = {
-    "greedy": Greedy(),
-    "multinomial": Multinomial(0.7),
+    "greedy": Sampling(),
+    "multinomial": Sampling(0.7),
     "top-k": Sampling(temperature=1.0, top_k=2),
-    "repetition penalty": Multinomial(0.8, repetition_penalty=1.3),
-    "greedy with a repetition penalty": Greedy(repetition_penalty=1.5),
+    "repetition penalty": Sampling(0.8, repetition_penalty=1.3),
+    "greedy with a repetition penalty": Sampling(repetition_penalty=1.5),
 }
 
 POLICIES = ("fixed:gamma=6", "confidence:threshold=0.6", "svip:threshold=0.4", "heuristic")
@@ -123,7 +123,7 @@ def repeating(script: Sequence[int], **options: Any) -> tuple[ModelDrafter, list
 
 def read(drafter: ModelDrafter, context: list[int]) -> None:
     """Let it read the context but for its last token."""
-    run_to_end(drafter.propose(context, StepPlan(1, FixedLength(1), Greedy(), Randomness(0))))
+    run_to_end(drafter.propose(context, StepPlan(1, FixedLength(1), Sampling(), Randomness(0))))
     drafter.update(StepOutcome(context, 0, torch.empty(0)))
 
 
@@ -131,7 +131,7 @@ def propose(
     drafter: ModelDrafter, context: Sequence[int], length: int, policy: ChainPolicy | None = None
 ) -> Draft:
     policy = policy or FixedLength(length)
-    draft: Draft = run_to_end(drafter.propose(context, StepPlan(length, policy, Greedy(), Randomness(0))))
+    draft: Draft = run_to_end(drafter.propose(context, StepPlan(length, policy, Sampling(), Randomness(0))))
     return draft
 
 
@@ -166,7 +166,7 @@ def test_guesses_that_are_never_used_end():
     context = [1, 2, 3, 1, 2, 3, 1, 2]
     counts = []
     for _ in range(150):
-        found = guesses.find(context, [], 9, Greedy())
+        found = guesses.find(context, [], 9, Sampling())
         counts.append(len(found))
         guesses.keep([], found, torch.zeros(1 + len(found), 9))
         assert guesses.row_after([]) is not None
@@ -175,7 +175,7 @@ def test_guesses_that_are_never_used_end():
     assert counts[-1] == 0
     assert counts == sorted(counts, reverse=True)
     guesses.begin()
-    assert len(guesses.find(context, [], 9, Greedy())) == counts[0]
+    assert len(guesses.find(context, [], 9, Sampling())) == counts[0]
 
 
 # -- where there are none ------------------------------------------------------------------------------

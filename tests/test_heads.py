@@ -53,7 +53,7 @@ from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Generation, SharedPass, Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
@@ -450,11 +450,11 @@ def test_p_eagle_drafts_in_one_pass(tmp_path, monkeypatch):
     drafter.begin(CONTEXT[:5])
     drafter.update(outcome_of(CONTEXT[:5], drafter.traits.layers))
     draft = run_to_end(
-        drafter.propose(CONTEXT[:5], StepPlan(9, FixedLength(9), Multinomial(1.0), Randomness(0)))
+        drafter.propose(CONTEXT[:5], StepPlan(9, FixedLength(9), Sampling(1.0), Randomness(0)))
     )
     assert len(draft.tokens) == 3
     drafter.update(outcome_of(CONTEXT, drafter.traits.layers, 4))
-    run_to_end(drafter.propose(CONTEXT, StepPlan(9, FixedLength(2), Greedy(), Randomness(0))))
+    run_to_end(drafter.propose(CONTEXT, StepPlan(9, FixedLength(2), Sampling(), Randomness(0))))
     assert passes == [4 + 2, 3 + 2]  # tokens that are new, and masks
 
 
@@ -540,7 +540,7 @@ PROMPT = [1, 2, 0]
 def outputs(
     target: Scorer, drafter: Drafter, policy: DraftPolicy, **options: Any
 ) -> tuple[list[int], list[Step]]:
-    options |= {"sampling": Greedy(), "random": Randomness(0), "max_new_tokens": 20}
+    options |= {"sampling": Sampling(), "random": Randomness(0), "max_new_tokens": 20}
     prefill, *steps = decode_steps(PROMPT, target, drafter, policy=policy, **options)
     return tokens_of([prefill, *steps]), [step for step in steps if isinstance(step, Step)]
 

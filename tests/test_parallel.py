@@ -26,7 +26,7 @@ from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.parallel import ParallelDrafter
@@ -54,7 +54,7 @@ def pard_folder(folder: Path, **settings: Any) -> Path:
 
 
 def proposed(drafter: Drafter, context: Sequence[int], gamma: int) -> Draft:
-    plan = StepPlan(gamma, FixedLength(gamma), Multinomial(1.0), Randomness(0))
+    plan = StepPlan(gamma, FixedLength(gamma), Sampling(1.0), Randomness(0))
     return run_to_end(drafter.propose(context, plan))
 
 
@@ -89,7 +89,7 @@ def test_tokens_of_a_cascade_are_read_before_the_masks(tmp_path, right):
     drafter: Any = load_drafter(str(pard_folder(tmp_path)), target(), PLAIN)
     drafter.begin(CONTEXT)
     draft = Draft([44, 8], logits=[], passes=0)
-    plan = StepPlan(5, FixedLength(5), Multinomial(1.0), Randomness(0))
+    plan = StepPlan(5, FixedLength(5), Sampling(1.0), Randomness(0))
     ids = torch.tensor([[*CONTEXT, *draft.tokens, MASK, MASK]])
     for expected in tiny_llama(seed=4)(input_ids=ids).logits[0, -3:]:
         assert drafter.can_read(CONTEXT, draft.tokens)

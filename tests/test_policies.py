@@ -28,7 +28,7 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
@@ -104,7 +104,7 @@ def decode(
     target: ScriptedScorer | None = None,
     **options: Any,
 ) -> tuple[list[int], list[Step]]:
-    settings = {"sampling": Multinomial(), "max_new_tokens": 40, "clock": UnsteadyClock(), **options}
+    settings = {"sampling": Sampling(1.0), "max_new_tokens": 40, "clock": UnsteadyClock(), **options}
     first, *steps = decode_steps(
         prompt, target or ScriptedScorer(TARGET, VOCAB), drafter or model(), policy=policy,
         random=random or Randomness(0), **settings,
@@ -191,7 +191,7 @@ def test_a_rule_is_asked_before_each_pass_and_before_each_draw():
             return (1,)
 
     drafter = ModelDrafter(scripted(SCRIPT), "model")
-    draft = run_to_end(drafter.propose([1, 2, 3], StepPlan(9, Noting(7), Greedy(), Randomness(0))))
+    draft = run_to_end(drafter.propose([1, 2, 3], StepPlan(9, Noting(7), Sampling(), Randomness(0))))
     assert draft.tokens == [4, 5]
     assert events == [
         ("another", [], 0),
@@ -232,7 +232,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
 
 def evidence_of(drafter: Any, context: list[int], length: int) -> Draft:
     drafter.begin(context)
-    return run_to_end(drafter.propose(context, StepPlan(99, FixedLength(length), Greedy(), Randomness(0))))
+    return run_to_end(drafter.propose(context, StepPlan(99, FixedLength(length), Sampling(), Randomness(0))))
 
 
 def test_ngram_knows_how_often_its_token_came():
@@ -310,7 +310,7 @@ def test_confidence_reads_the_evidence_of_drafters_without_logits(threshold, dra
     drafter, context = LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
     assert (
-        run_to_end(drafter.propose(context, StepPlan(99, policy, Greedy(), Randomness(0)))).tokens == drafted
+        run_to_end(drafter.propose(context, StepPlan(99, policy, Sampling(), Randomness(0)))).tokens == drafted
     )
 
 

@@ -14,7 +14,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
@@ -31,8 +31,8 @@ from specbench.specs.drafters import Lookup
 from specbench.specs.policies import parse_policy
 
 SAMPLINGS = [
-    Multinomial(),
-    Multinomial(0.6),
+    Sampling(1.0),
+    Sampling(0.6),
     Sampling(temperature=1.3, top_k=2),
     Sampling(temperature=1.0, top_p=0.8),
     Sampling(temperature=0.8, top_k=2, top_p=0.9),
@@ -106,7 +106,7 @@ def decoding(p: Distribution, q: Distribution, limit: int, gamma: int) -> np.nda
 
 def by_law(chances: np.ndarray, limit: int, gammas: Sequence[int]) -> list[np.ndarray]:
     """What the law says of an answer, by draft length."""
-    room = Answer([], range(len(chances)), Greedy(), limit=limit).room()
+    room = Answer([], range(len(chances)), Sampling(), limit=limit).room()
     drafts = np.full(len(chances), LONGEST)
     found = expected_steps(Chances.by_position(chances, drafts, LONGEST), room, gammas)
     return [counts(each.steps, each.drafted, each.tested, each.accepted) for each in found]
@@ -144,7 +144,7 @@ def of_records(records: Sequence[object]) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("sampling", [Multinomial(0.8), Sampling(temperature=1.2, top_k=2)])
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(temperature=1.2, top_k=2)])
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_it_is_the_law_of_the_real_loop(sampling, gamma):
     vocab, limit, prompt = 2, 5, [1, 1, 0]
@@ -183,7 +183,7 @@ def test_greedy_steps_are_those_of_the_real_loop(gamma):
         records = list(
             decode_steps(
                 [1, 2, 3], ScriptedScorer(target, vocab), ModelDrafter(ScriptedScorer(mixed, vocab), "model"),
-                policy=FixedLength(gamma), sampling=Greedy(), random=Randomness(0), max_new_tokens=limit,
+                policy=FixedLength(gamma), sampling=Sampling(), random=Randomness(0), max_new_tokens=limit,
                 stops=StopRules((END,) if seed % 2 else ()),
             )
         )  # fmt: skip
@@ -243,7 +243,7 @@ def answer_of(records: Sequence[object], sampling: Sampling, limit: int) -> Answ
     return Answer(PROMPT, tokens, sampling, None, limit, "a")
 
 
-@pytest.mark.parametrize("sampling", [Greedy(), Greedy(repetition_penalty=1.3)], ids=["greedy", "penalty"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "penalty"])
 @pytest.mark.parametrize("ends", [(), (0,)], ids=["to the limit", "to an end token"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_predicted_to_take_the_steps_that_it_takes(name, ends, sampling, monkeypatch):
@@ -270,9 +270,9 @@ RULES = ["heuristic", "egag:scale=0.8", "egag:beta=0.5", "confidence:threshold=0
 def test_policies_of_a_model_are_predicted_to_take_the_steps_that_they_take(rule, monkeypatch):
     monkeypatch.setattr(forecast, "_STARTS", 1000)
     limit = 60
-    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Greedy(), (), limit), Greedy(), limit)
+    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Sampling(), (), limit), Sampling(), limit)
     (_, row) = forecast.forecast(small_model(), [plain], [2], [parse_policy(rule)]).rows
-    expected = of_records(decoded(small_model(), rule, Greedy(), (), limit))
+    expected = of_records(decoded(small_model(), rule, Sampling(), (), limit))
     learns = "adapt" in rule or "bound" in rule
     assert row.counts[0].steps == pytest.approx(expected[0], rel=0.1 if learns else 0)
     if not learns:
@@ -285,9 +285,9 @@ def test_policies_of_a_model_are_predicted_to_take_the_steps_that_they_take(rule
 @pytest.mark.parametrize("name", ["lookup", "suffix", "ngram"])
 def test_policies_of_drafters_without_a_model_are_replayed(name, rule):
     limit = 60
-    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Greedy(), (), limit), Greedy(), limit)
+    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Sampling(), (), limit), Sampling(), limit)
     (_, row) = forecast.forecast(DRAFTERS[name](), [plain], [LONGEST], [parse_policy(rule)]).rows
-    expected = of_records(decoded(DRAFTERS[name](), rule, Greedy(), (), limit))
+    expected = of_records(decoded(DRAFTERS[name](), rule, Sampling(), (), limit))
     (each,) = row.counts
     assert counts(each.steps, each.drafted, each.tested, each.accepted).tolist() == expected.tolist()
     assert row.per_step()[1] == 0
@@ -310,7 +310,7 @@ def test_sampled_answers_give_chances(monkeypatch):
 
 def test_sampled_policies_are_right_on_average():
     """A rule by the draft's own confidence, against the mean over many decodings."""
-    sampling, limit, rule = Multinomial(), 24, "confidence:threshold=0.4"
+    sampling, limit, rule = Sampling(1.0), 24, "confidence:threshold=0.4"
     answers, steps = [], []
     for seed in range(150):
         records = list(
@@ -339,7 +339,7 @@ def test_sampled_policies_are_right_on_average():
     ],
 )
 def test_what_answers_do_not_tell_is_refused(drafter, rule, words):
-    answer = Answer(PROMPT, [1, 2, 3], Greedy())
+    answer = Answer(PROMPT, [1, 2, 3], Sampling())
     with pytest.raises(UsageError, match=words):
         forecast.forecast(drafter, [answer], [1], [parse_policy(rule)] if rule else [])
 
@@ -347,7 +347,7 @@ def test_what_answers_do_not_tell_is_refused(drafter, rule, words):
 def test_what_a_drafter_needs_to_pay():
     tokens = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
     found = forecast.forecast(
-        LookupDrafter(), [Answer([1, 2, 3], tokens, Greedy(), None, 12, "a", "x")], [1, 3]
+        LookupDrafter(), [Answer([1, 2, 3], tokens, Sampling(), None, 12, "a", "x")], [1, 3]
     )
     one, three = found.rows
     assert found.tokens_per_step(three).value == pytest.approx(11 / 3)

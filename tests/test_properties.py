@@ -31,7 +31,7 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan
 from specbench.decoding.records import Prefill, Step, StepTimes
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.decoding.verify import acceptance_probabilities, expected_acceptance, residual
 from specbench.drafters.lookup import LookupDrafter
@@ -134,7 +134,7 @@ def test_expected_acceptance_is_the_mean_chance_of_being_kept(pair):
         if chance > 0.0
     )
     draft = Draft([int(q[0].argmax())], q)
-    verdict = judge(draft, torch.cat([p, p]).log(), [0], Multinomial(), Randomness(0))
+    verdict = judge(draft, torch.cat([p, p]).log(), [0], Sampling(1.0), Randomness(0))
     (value,) = expected_acceptance(draft, verdict, 1)
     assert value == pytest.approx(mean, abs=1e-6)
     assert 0.0 <= value <= 1.0
@@ -152,7 +152,7 @@ def judgments(
 
 
 @settings(max_examples=80, deadline=None)
-@given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Greedy()))
+@given(judgments((*LOGITS, INFINITY, math.nan)), SAMPLINGS | st.just(Sampling()))
 def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, sampling):
     tokens, q, logits = made
     draft = Draft(tokens, q if tokens else None)
@@ -179,11 +179,11 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_worse(made, samplin
     logit_rows(7, 4, (0.0, 1.0, -1.0, 2.5, -INFINITY)),
 )
 def test_a_penalty_goes_by_its_own_context_whatever_came_before(asked, logits):
-    used = Multinomial(repetition_penalty=1.7)
+    used = Sampling(1.0, repetition_penalty=1.7)
     for context, drafted in asked:
         rows = logits[: len(drafted) + 1]
         found = used.scores(rows, context, drafted)
-        assert torch.equal(found, Multinomial(repetition_penalty=1.7).scores(rows, context, drafted))
+        assert torch.equal(found, Sampling(1.0, repetition_penalty=1.7).scores(rows, context, drafted))
         for row, (was, scores) in enumerate(zip(rows.tolist(), found.tolist(), strict=True)):
             seen = {*context, *drafted[:row]}
             penalized = [x if t not in seen else x * 1.7 if x < 0 else x / 1.7 for t, x in enumerate(was)]
@@ -326,7 +326,7 @@ def test_greedy_decoding_is_the_targets_own_and_ends_where_it_should(kind, made)
         last = int(made["target"][last].argmax())
         expected.append(last)
         reason = "eos" if last in made["end_ids"] else None
-    target, first, steps = decoded(kind, made, Greedy(), Randomness(0))
+    target, first, steps = decoded(kind, made, Sampling(), Randomness(0))
     assert tokens_of(first, steps) == expected
     ended = [first, *steps][-1].finish_reason
     assert ended == (reason or ("length" if len(expected) == made["new"] else "context-limit"))

@@ -22,7 +22,7 @@ from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
 from specbench.backends.torch.scorer import Scorer
 from specbench.check.deviation import clean_rows
 from specbench.decoding.loop import decode_steps
-from specbench.decoding.sampling import Greedy, Multinomial, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.schedule import Scheduler
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
@@ -115,7 +115,7 @@ def test_sampled_outputs_have_the_targets_distribution(kind):
             parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1
         drafters.append(ModelDrafter(Scorer(other), "hybrid"))
     for drafter, sampling, gamma, first_target in (
-        (drafters[0], Multinomial(1.5), 2, True),
+        (drafters[0], Sampling(1.5), 2, True),
         (drafters[-1], Sampling(temperature=2.0, top_k=3), 1, False),
     ):
         expected = of_the_target(model, sampling)
@@ -198,7 +198,7 @@ def test_time_steps_are_bounded_in_prompts_alone(kind, length):
         drafter = survey.Guesses(prompt, expected, 1, wrong)
         assert survey.decoded(prompt, target, drafter, LONGEST_FORWARD + 20, new) == expected
     assert survey.decoded(prompt, wrap_target(model, cache="none"), drafter, 4, 20) == expected[:20]
-    assert find_difference(target.scorer, prompt, expected, expected[:90], Greedy()).numerical_tie is False
+    assert find_difference(target.scorer, prompt, expected, expected[:90], Sampling()).numerical_tie is False
     clean = list(clean_rows(target.scorer, prompt, expected[:90]))
     assert [int(row.argmax()) for row in clean] == expected[:90]
 

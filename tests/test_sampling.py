@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from specbench.base.errors import RunError, UsageError
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 
 
 def reference(
@@ -170,7 +170,7 @@ logit_rows = st.integers(0, 2**31).flatmap(
 @given(logits=logit_rows, penalty=st.floats(0.3, 3.0))
 def test_greedy_is_the_argmax_of_the_scores(logits, penalty):
     context, drafted = [0], [logits.shape[1] - 1] * (len(logits) - 1)
-    greedy = Greedy(penalty)
+    greedy = Sampling(repetition_penalty=penalty)
     best = greedy.scores(logits, context, drafted).argmax(dim=-1)
     assert greedy.greedy
     assert greedy.choose(logits, context, drafted) == best.tolist()
@@ -183,14 +183,14 @@ def test_a_large_vocabulary_has_one_greedy_choice_per_row(dtype):
     logits = random_logits(3, 70_001, 1.0).to(dtype)
     logits[0, 70_000], logits[1, [5, 69_999]] = 50.0, 50.0
     logits[2, :-1], logits[2, -1] = -math.inf, -100.0
-    assert Greedy().choose(logits, [1]) == [70_000, 5, 70_000]
-    assert [Greedy().choose(row[None], [1]) for row in logits] == [[70_000], [5], [70_000]]
+    assert Sampling().choose(logits, [1]) == [70_000, 5, 70_000]
+    assert [Sampling().choose(row[None], [1]) for row in logits] == [[70_000], [5], [70_000]]
     assert torch.equal(Sampling().scores(logits[:1], [1]), logits[:1].float())
     for row, place, value in ((1, 69_999, math.nan), (2, -1, -math.inf)):
         logits[row, place] = value
         for some in (logits, logits[row : row + 1]):
             with pytest.raises(RunError, match="not numbers"):
-                Greedy().choose(some, [1])
+                Sampling().choose(some, [1])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_values_out_of_range_are_refused(name, values):
 @pytest.mark.parametrize("vocab", [7, 40_000])
 @pytest.mark.parametrize(
     "sampling",
-    [Greedy(), Greedy(1.3), Multinomial(), Multinomial(0.7, 1.2), *SETTINGS[4:6], SETTINGS[9], SETTINGS[13]],
+    [Sampling(), Sampling(repetition_penalty=1.3), Sampling(1.0), Sampling(0.7, repetition_penalty=1.2), *SETTINGS[4:6], SETTINGS[9], SETTINGS[13]],
     ids=str,
 )
 def test_a_row_can_be_put_where_there_is_memory(sampling, vocab, dtype):

@@ -18,7 +18,7 @@ from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Drafter, DrafterTraits, ForwardOutput, ForwardRequest
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import Event, Scheduler
 from specbench.decoding.stops import StopRules
 from specbench.drafters.cascade import CascadeDrafter
@@ -32,7 +32,7 @@ from specbench.policies import build_policy
 from specbench.specs.drafters import NGram
 
 VOCAB = 6
-GREEDY = Greedy()
+GREEDY = Sampling()
 TARGET, DRAFT, OTHER = (random_table(seed, VOCAB, spread=2.0) for seed in (1, 2, 3))
 
 
@@ -205,7 +205,7 @@ def mixture(count: int, seed: int, longest: int = 30) -> list[Case]:
                 tuple(choice.randrange(VOCAB) for _ in range(choice.randint(1, longest))),
                 drafter,
                 choice.choice(rules),
-                choice.choice([GREEDY, Multinomial(0.8), Multinomial(1.3)]),
+                choice.choice([GREEDY, Sampling(0.8), Sampling(1.3)]),
                 number,
                 choice.randint(1, 14),
                 choice.choice([(), (), (4,)]),
@@ -500,7 +500,7 @@ def test_whatever_one_raises_ends_that_one(place, room):
     for at in (1,) if place in ONCE else (1, 3):
         house = House(Room(room), Room(10**6))
         scheduler = Scheduler(max_batch=4, max_tokens_per_pass=16)
-        case = Case((1, 2, 3, 1, 2), "model", "heuristic", Multinomial(1.0), tokens=12)
+        case = Case((1, 2, 3, 1, 2), "model", "heuristic", Sampling(1.0), tokens=12)
         own = [0, 4, 6, 7]
         for number in own[:2]:
             scheduler.add(partial(MIXED[number].request, house))

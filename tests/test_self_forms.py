@@ -20,7 +20,7 @@ from specbench.backends.torch.kernels.surgery import pack_linears, quantize_line
 from specbench.backends.torch.scorer import Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form, skippable_layers
 from specbench.base.errors import UsageError
-from specbench.decoding.sampling import Multinomial
+from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import check_drafter, load_drafter
@@ -194,7 +194,7 @@ def test_every_draft_of_the_whole_target_is_accepted():
         Scorer(cheaper_form(target.language_model.model, range(3)), target.scorer.cache), "whole"
     )
     result = speculative_generate(
-        [5, 6, 7], target, drafter, gamma=4, sampling=Multinomial(1.0), max_new_tokens=24, ignore_eos=True
+        [5, 6, 7], target, drafter, gamma=4, sampling=Sampling(1.0), max_new_tokens=24, ignore_eos=True
     )
     assert all(step.accepted == step.gamma for step in result.steps)
 

@@ -20,7 +20,7 @@ from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Sampling
+from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
@@ -171,7 +171,7 @@ def output(
     target = wrap_target(language_model.model, language_model.tokenizer, cache=cache, pack=pack)
     drafter = None if spec is None else load_drafter(spec, target, cache=cache)
     run = GenerationRun(
-        CONTEXT, target, drafter, policy=build_policy(rule), sampling=sampling or Greedy(), max_new_tokens=32,
+        CONTEXT, target, drafter, policy=build_policy(rule), sampling=sampling or Sampling(), max_new_tokens=32,
         ignore_eos=True,
     )  # fmt: skip
     for _ in run:

@@ -19,7 +19,7 @@ from specbench.cli import run
 from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import StepPlan, run_to_end
 from specbench.decoding.records import Generation
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter
@@ -200,7 +200,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(cache):
 
 def test_requests_side_by_side_read_in_ids_of_their_own():
     target, drafter = pair(other_words("the", "Ġan", "er"))
-    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": Multinomial(0.7)}
+    settings: dict[str, Any] = {"gamma": 3, "max_new_tokens": 20, "sampling": Sampling(0.7)}
     texts = [TEXT[: 10 * number] for number in range(2, 6)]
     # Prompts are read in parts, and somebody is put back.
     many = speculative_generate_many(
@@ -214,7 +214,7 @@ def test_requests_side_by_side_read_in_ids_of_their_own():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("sampling", [None, Multinomial()])
+@pytest.mark.parametrize("sampling", [None, Sampling(1.0)])
 def test_a_model_with_its_tokens_renumbered_drafts_for_itself(sampling):
     """Everything is accepted: what it reads and drafts is what the target would."""
     ours = tiny_tokenizer()
@@ -279,7 +279,7 @@ def test_whatever_is_emitted_the_cache_follows():
         drafter.begin(PROMPT)
         context = list(PROMPT)
         for _ in range(3):
-            draft = run_to_end(drafter.propose(context, StepPlan(3, FixedLength(3), Greedy(), Randomness(0))))
+            draft = run_to_end(drafter.propose(context, StepPlan(3, FixedLength(3), Sampling(), Randomness(0))))
             assert draft.tokens
             context += emitted
             drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))

@@ -10,7 +10,7 @@ from scripted import ScriptedCache, ScriptedScorer, random_table
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy
 from specbench.decoding.records import Step
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.stops import StopRules
 from specbench.drafters.model import ModelDrafter
 from specbench.policies.trees import StaticTreePolicy
@@ -42,8 +42,8 @@ def steps_of(
 @pytest.mark.parametrize(
     ("sampling", "method"),
     [
-        (Greedy(), None),
-        *((Multinomial(0.9), name) for name in ("traversal", "recursive", "naive", "specinfer")),
+        (Sampling(), None),
+        *((Sampling(0.9), name) for name in ("traversal", "recursive", "naive", "specinfer")),
     ],
 )
 def test_a_trace_has_p_and_q_of_the_nodes_own_branch(sampling, method):
@@ -77,7 +77,7 @@ def test_behind_a_stop_nothing_counts():
         for method in ("traversal", "naive"):
             shape = StaticTreePolicy.shaped((-1, -1, 0, 0, 1, 2))
             stops = StopRules((end,))
-            steps = steps_of(shape, Multinomial(0.9), method, stops=stops, first_target=False)
+            steps = steps_of(shape, Sampling(0.9), method, stops=stops, first_target=False)
             last = steps[-1]
             assert last.verdicts is not None
             accepted = [node for node, each in enumerate(last.verdicts) if each.verdict == "accepted"]

@@ -19,7 +19,7 @@ from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, ForwardRequest, StepPlan, run_to_end
 from specbench.decoding.records import Step, depth_of
-from specbench.decoding.sampling import Greedy, Multinomial, Randomness, Sampling
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
@@ -48,23 +48,23 @@ TREES: dict[str, Callable[[], DraftPolicy]] = {
 def test_several_on_caches_of_their_own_decode_greedily():
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model)
-    expected, _ = greedy(FixedLength(1), target, NoDraft(), Greedy())
+    expected, _ = greedy(FixedLength(1), target, NoDraft(), Sampling())
     drafters = [
         ModelDrafter(Scorer(small), "small"),
         ModelDrafter(Scorer(model), "alike"),
         SelfDrafter(Scorer(first_layers(model, 1), target.cache), "self"),
         LookupDrafter(),
     ]
-    found, steps = greedy(FixedLength(3), target, SeveralDrafters(drafters), Greedy())
+    found, steps = greedy(FixedLength(3), target, SeveralDrafters(drafters), Sampling())
     assert found == expected
     assert all(step.accepted == 3 for step in steps[:-1])
     assert any(len(step.drafted) > step.gamma for step in steps)
     with pytest.raises(UsageError, match="chains of one fixed length"):
-        greedy(build_policy("auto"), target, SeveralDrafters(drafters), Greedy())
+        greedy(build_policy("auto"), target, SeveralDrafters(drafters), Sampling())
     for method in ("rejection", "traversal"):
         policy = build_policy(f"fixed:gamma=2,verification={method}")
         with pytest.raises(UsageError, match="drafts of several drafters"):
-            greedy(policy, target, SeveralDrafters(drafters), Multinomial())
+            greedy(policy, target, SeveralDrafters(drafters), Sampling(1.0))
 
 
 # --- Greedy decoding, with caches of their own ----------------------------------------------------
@@ -86,7 +86,7 @@ def greedy(
 def test_greedy_outputs_are_the_targets_own(cache, penalty):
     model, small = tiny_llama(), tiny_llama(seed=5, layers=1)
     target = Scorer(model, cache)
-    sampling = Greedy(penalty)
+    sampling = Sampling(repetition_penalty=penalty)
     expected, _ = greedy(FixedLength(1), target, NoDraft(), sampling)
     likely = {
         "alike": ModelDrafter(Scorer(model, cache), "alike"),
@@ -125,7 +125,7 @@ def test_a_drafter_keeps_what_it_has_read_of_the_path():
     drafter = ModelDrafter(scorer, "model")
     drafter.begin(PROMPT)
     shape = StaticTreePolicy.shaped((-1, -1, 0, 1))
-    draft = run_to_end(drafter.propose(PROMPT, StepPlan(3, shape, Greedy(), Randomness(0))))
+    draft = run_to_end(drafter.propose(PROMPT, StepPlan(3, shape, Sampling(), Randomness(0))))
     kept = [draft.tokens[1], draft.tokens[3], 0]
     # The second branch, whose leaf it has not read.
     drafter.update(StepOutcome([*PROMPT, *kept], 3, torch.empty(0), draft.tokens, (1, 3)))
@@ -166,7 +166,7 @@ def test_what_cannot_be_a_tree_is_refused():
     def start(spec: str, drafter: Any = None, sampling: Sampling | None = None, **options: Any) -> None:
         drafter = drafter or ModelDrafter(ScriptedScorer(DRAFT, VOCAB), "model")
         records = decode_steps(
-            PROMPT, target, drafter, policy=build_policy(spec), sampling=sampling or Multinomial(),
+            PROMPT, target, drafter, policy=build_policy(spec), sampling=sampling or Sampling(1.0),
             random=Randomness(0), max_new_tokens=4, **options,
         )  # fmt: skip
         next(iter(records))

@@ -187,7 +187,7 @@ def time_passes(
         context: Tokens of context; ``None`` for 256. A drafter that cannot read so many is not timed.
     """
     from specbench.decoding.protocols import ForwardRequest, StepPlan, run_to_end
-    from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.decoding.sampling import Randomness, Sampling
     from specbench.drafters.parts import context_limit, without_guesses
     from specbench.policies import FixedLength
     from specbench.policies.trees import StaticTreePolicy
@@ -214,7 +214,7 @@ def time_passes(
         shape = StaticTreePolicy.shaped((-1,) * nodes + tuple(range(nodes))) if nodes else FixedLength(tokens)
         most = 2 if nodes else tokens
         began = clock.now()
-        found = run_to_end(drafter.propose(text, StepPlan(most, shape, Greedy(), Randomness(0))))
+        found = run_to_end(drafter.propose(text, StepPlan(most, shape, Sampling(), Randomness(0))))
         took = clock.now() - began
         reading[drafter.traits.name] = reading.get(drafter.traits.name, 0.0) + found.prefill_s
         if tokens > 1:
@@ -273,7 +273,7 @@ def time_shared_passes(
     """
     from specbench.backends.torch.batch import RequestFactory
     from specbench.decoding.protocols import ForwardRequest, StepPlan
-    from specbench.decoding.sampling import Greedy, Randomness
+    from specbench.decoding.sampling import Randomness, Sampling
     from specbench.drafters.plain import NoDraft
     from specbench.policies import FixedLength
 
@@ -303,7 +303,7 @@ def time_shared_passes(
 
     def draft(opened: Sequence[Drafter]) -> float:
         asking = [
-            each.propose(text, StepPlan(1, FixedLength(1), Greedy(), Randomness(0)))
+            each.propose(text, StepPlan(1, FixedLength(1), Sampling(), Randomness(0)))
             for each, text in zip(opened, contexts, strict=True)
         ]
         began = clock.now()

@@ -21,7 +21,7 @@ import torch
 
 from specbench.decoding.distributions import Scores
 from specbench.decoding.drafts import Draft, GrowingTree
-from specbench.decoding.sampling import Multinomial, Randomness
+from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verify import Verification, acceptance_probabilities
 
 ENUMERATION_LIMIT = 1e-6
@@ -114,7 +114,7 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     chain = not verification.takes_trees
     found = torch.zeros(p.shape[-1], p.shape[-1], dtype=torch.float64)
     logits = p.log()
-    sampling = Multinomial()
+    sampling = Sampling(1.0)
     p = sampling.probabilities(logits, ()).double()
     outcomes: list[int] | None = []
     while outcomes is not None:

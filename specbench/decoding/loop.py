@@ -82,7 +82,7 @@ def decode_steps(
 
     Example:
         >>> records = decode_steps(
-        ...     [1, 2, 3], target.scorer, drafter, policy=FixedLength(4), sampling=Greedy(), random=Randomness(0),
+        ...     [1, 2, 3], target.scorer, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
         ...     max_new_tokens=6,
         ... )
         >>> [type(record).__name__ for record in records][:2]

@@ -89,11 +89,9 @@ def run_to_end(decoding: Decoding[T]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-class Drawing(Protocol):
-    """Chooses a node's candidates in the way a verification method needs (``specbench.decoding.verdicts``)."""
-
-    def __call__(self, distribution: TokenDistribution, count: int, random: Randomness, /) -> list[Draws]:
-        """Return up to ``count`` candidates from the drafter's distribution, in the order chosen."""
+Drawing: TypeAlias = "Callable[[TokenDistribution, int, Randomness], list[Draws]]"
+"""Chooses up to so many candidates of a node from the drafter's distribution, in the order chosen, in the way that a
+verification method needs (``specbench.decoding.verdicts``)."""
 
 
 @dataclass(frozen=True)

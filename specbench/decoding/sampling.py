@@ -398,30 +398,6 @@ def _keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
     return scores.masked_fill(probabilities < min_p * top, -math.inf)
 
 
-class Greedy(Sampling):
-    """The most probable token.
-
-    Example:
-        >>> Greedy().greedy
-        True
-    """
-
-    def __init__(self, repetition_penalty: float = 1.0) -> None:
-        super().__init__(repetition_penalty=repetition_penalty)
-
-
-class Multinomial(Sampling):
-    """The whole distribution at a temperature.
-
-    Example:
-        >>> Multinomial(0.7).temperature
-        0.7
-    """
-
-    def __init__(self, temperature: float = 1.0, repetition_penalty: float = 1.0) -> None:
-        super().__init__(temperature=temperature, repetition_penalty=repetition_penalty)
-
-
 class Randomness:
     """Every random draw of a run, from one explicitly seeded generator.
 

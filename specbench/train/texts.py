@@ -22,7 +22,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, refuse_link
 from specbench.base.record import Count
 from specbench.decoding.records import Prefill, Step
-from specbench.decoding.sampling import Greedy, Multinomial
+from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
 
@@ -195,7 +195,7 @@ def _run(
     return GenerationRun(
         prompt,
         target,
-        sampling=Multinomial(_TEMPERATURES[(number - 1) % len(_TEMPERATURES)]) if number else Greedy(),
+        sampling=Sampling(_TEMPERATURES[(number - 1) % len(_TEMPERATURES)] if number else 0.0),
         max_new_tokens=answer_tokens,
         seed=int.from_bytes(digest[:4], "big"),
     )

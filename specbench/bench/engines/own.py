@@ -22,7 +22,7 @@ from specbench.bench.passes import time_passes, time_shared_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
-from specbench.decoding.sampling import Greedy
+from specbench.decoding.sampling import Sampling
 from specbench.decoding.thinking import thinking_tokens
 from specbench.generate_many import GenerationRuns
 from specbench.loaded import LoadedRecipe, load_models
@@ -277,7 +277,7 @@ class ModelEngine:
         from specbench.backends.torch.parity import find_difference
 
         target = self.target
-        transforms = target.language_model.transforms(Greedy(), decoding)
+        transforms = target.language_model.transforms(Sampling(), decoding)
         transforms = transforms.at(len(prompt), None, decoding.end_ids(target.end_ids))
         return find_difference(target.scorer, prompt, tokens, plain, transforms)
 
