@@ -460,10 +460,15 @@ def test_transformers_own_answers_are_ours():
     for penalty, ends in ((1.0, ()), (1.3, end), (1.0, (7, 8, 9, 250))):
         known = replace(model, end_ids=ends)
         reference = reference_output(known, recipe_of(24, penalty=penalty), prompt)
+        sampling = Sampling(repetition_penalty=penalty)
         request = request_of(
-            Scorer(model.model), LookupDrafter(), sampling=Sampling(repetition_penalty=penalty), max_new_tokens=24, prompt=prompt,
+            Scorer(model.model),
+            LookupDrafter(),
+            sampling=sampling,
+            max_new_tokens=24,
+            prompt=prompt,
             end_ids=ends,
-        )  # fmt: skip
+        )
         result = check_greedy(request, "a", reference, run_plain(request))
         assert result.differences == {"plain": None, "transformers": None}
         assert result.violations == ()
@@ -574,7 +579,9 @@ def test_the_targets_own_output_is_identical():
     for penalty in (1.0, 1.5):
         setup = setup_of(max_new_tokens=9, sampling=Sampling(1.0, repetition_penalty=penalty))
         output = greedy_output(9, setup)
-        result = check_output(scripted_target(), 1, given(output), PROMPT, Sampling(repetition_penalty=penalty))
+        result = check_output(
+            scripted_target(), 1, given(output), PROMPT, Sampling(repetition_penalty=penalty)
+        )
         assert (result.verdict, result.first, result.tokens) == ("identical", None, 9)
     target = scripted_target()
     check_output(target, 1, given(output), PROMPT, Sampling())
@@ -615,7 +622,9 @@ def test_every_tampered_output_is_found(tampering):
     for i in range(9):
         changed = OUTPUT_TAMPERINGS[tampering](output, i)
         if changed != longer[: len(changed)]:
-            assert check_output(scripted_target(), 1, given(changed), PROMPT, Sampling()).verdict == "wrong", i
+            assert (
+                check_output(scripted_target(), 1, given(changed), PROMPT, Sampling()).verdict == "wrong"
+            ), i
             found += 1
     assert found > 2
 

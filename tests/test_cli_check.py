@@ -381,10 +381,10 @@ def test_a_line_whose_scoring_fails_does_not_stop_the_others(check, outputs, own
 
     original = module.check_output
 
-    def failing(target: Any, given: Any, *arguments: Any) -> Any:
-        if given.line == 1:
+    def failing(target: Any, line: int, *arguments: Any) -> Any:
+        if line == 1:
             raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
-        return original(target, given, *arguments)
+        return original(target, line, *arguments)
 
     monkeypatch.setattr(module, "check_output", failing)
     good = {"prompt": "the thing", "token_ids": own}

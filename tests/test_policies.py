@@ -310,7 +310,8 @@ def test_confidence_reads_the_evidence_of_drafters_without_logits(threshold, dra
     drafter, context = LookupDrafter(), [1, 2, 3, 4, 5, 9, 2, 3]
     drafter.begin(context)
     assert (
-        run_to_end(drafter.propose(context, StepPlan(99, policy, Sampling(), Randomness(0)))).tokens == drafted
+        run_to_end(drafter.propose(context, StepPlan(99, policy, Sampling(), Randomness(0)))).tokens
+        == drafted
     )
 
 

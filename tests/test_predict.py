@@ -243,7 +243,9 @@ def answer_of(records: Sequence[object], sampling: Sampling, limit: int) -> Answ
     return Answer(PROMPT, tokens, sampling, None, limit, "a")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "penalty"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "penalty"]
+)
 @pytest.mark.parametrize("ends", [(), (0,)], ids=["to the limit", "to an end token"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_predicted_to_take_the_steps_that_it_takes(name, ends, sampling, monkeypatch):

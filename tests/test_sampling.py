@@ -217,7 +217,15 @@ def test_values_out_of_range_are_refused(name, values):
 @pytest.mark.parametrize("vocab", [7, 40_000])
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(repetition_penalty=1.3), Sampling(1.0), Sampling(0.7, repetition_penalty=1.2), *SETTINGS[4:6], SETTINGS[9], SETTINGS[13]],
+    [
+        Sampling(),
+        Sampling(repetition_penalty=1.3),
+        Sampling(1.0),
+        Sampling(0.7, repetition_penalty=1.2),
+        *SETTINGS[4:6],
+        SETTINGS[9],
+        SETTINGS[13],
+    ],
     ids=str,
 )
 def test_a_row_can_be_put_where_there_is_memory(sampling, vocab, dtype):

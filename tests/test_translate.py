@@ -279,7 +279,9 @@ def test_whatever_is_emitted_the_cache_follows():
         drafter.begin(PROMPT)
         context = list(PROMPT)
         for _ in range(3):
-            draft = run_to_end(drafter.propose(context, StepPlan(3, FixedLength(3), Sampling(), Randomness(0))))
+            draft = run_to_end(
+                drafter.propose(context, StepPlan(3, FixedLength(3), Sampling(), Randomness(0)))
+            )
             assert draft.tokens
             context += emitted
             drafter.update(StepOutcome(context, len(emitted), torch.empty(0), draft.tokens, (0, 1)))

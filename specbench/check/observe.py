@@ -20,7 +20,7 @@ from specbench.decoding.loop import decode
 from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest, StepPlan
 from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
-from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.sampling import Randomness
 from specbench.decoding.stops import StopRules
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft

@@ -104,7 +104,9 @@ def check_exact(request: Request, name: str) -> ExactCase:
             steps += 1
             acceptances += seen.record.expected_acceptance
     for case in heapq.nlargest(_ENUMERATED, hard_cases, key=lambda case: case.distance):
-        positions.append(ExactPosition(name, case.step, 0, "enumerated", case.error(rules.verification), ENUMERATION_LIMIT))
+        positions.append(
+            ExactPosition(name, case.step, 0, "enumerated", case.error(rules.verification), ENUMERATION_LIMIT)
+        )
     return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
 
 
@@ -197,7 +199,9 @@ def _reduced(seen: Observation, name: str, rules: RunRules) -> tuple[_Reduced, l
 
     nodes = [node for node in (-1, *_accepted(step)) if node + 1 < len(p) and seen.draft.draws(node)]
     positions = [
-        ExactPosition(name, step.index, i, "tested", reduced(node).error(rules.verification), ENUMERATION_LIMIT)
+        ExactPosition(
+            name, step.index, i, "tested", reduced(node).error(rules.verification), ENUMERATION_LIMIT
+        )
         for i, node in enumerate(() if rules.is_chain_test else nodes)
     ]
     return reduced(*(-1,) if rules.is_chain_test else (-1, (*nodes, -1, -1)[1])), positions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.backends.torch.caches import make_cache
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.base.progress import Progress, announce
+from specbench.base.progress import Progress
 from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, loading

@@ -113,9 +113,7 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
     """
     first, second = (find_config(results.run, name, "this run") for name in (a, b))
     if first.id == second.id:
-        raise UsageError(
-            "A configuration is compared with itself.", "Name two configurations."
-        )
+        raise UsageError("A configuration is compared with itself.", "Name two configurations.")
     label_a, label_b = one_line(first.label), one_line(second.label)
     pairs = side_by_side(results, first.id, second.id)
     if pairs.empty:

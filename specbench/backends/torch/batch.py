@@ -150,8 +150,8 @@ class RequestFactory:
     """Factory of the objects that each request needs: a scorer of the target, and a drafter with its scorers.
 
     The keys and values of a model are in one pool, and its forward passes are run together. If the target was loaded
-    with a cache that cannot be pooled (``--cache none``, ``--cache bit-exact``), every request gets its own cache of that
-    kind and its own forward passes. An int8 or int4 target is pooled only if its logits stay bitwise equal.
+    with a cache that cannot be pooled (none or bit-exact), every request gets its own cache of that kind and its own
+    forward passes. An int8 or int4 target is pooled only if its logits stay bitwise equal.
 
     Args:
         tokens: Positions in each pool; ``None`` for a growing cache for each request.

@@ -182,9 +182,9 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
     """Make an empty cache for a model.
 
     ``dynamic`` grows by concatenation (``transformers``' DynamicCache). ``preallocated`` writes by index into buffers
-    that double when full. ``static`` does this for forwards with fixed tensor shapes, ``compiled`` for compiled
-    forwards. ``none`` recomputes everything (the reference in tests). ``bit-exact`` is ``preallocated``. With folded
-    attention, a preallocated cache returns keys and values in whole blocks, whose unused positions that attention masks.
+    that double when full, as does ``bit-exact``. ``static`` does this for forwards with fixed tensor shapes,
+    ``compiled`` for compiled forwards. ``none`` recomputes everything (the reference in tests). With folded attention,
+    a preallocated cache returns keys and values in whole blocks, whose unused positions that attention masks.
 
     Raises:
         UsageError: The kind is unknown, or cannot hold this model's layers.
