@@ -217,9 +217,10 @@ def observe(request: Request, *, forcing: bool = False) -> Iterator[Observation]
     """
     seed, target, stops = request.random.generator.initial_seed(), scorer_of(request), request.stops
     recorder = _Recorder(seed, Observation(tuple(request.prompt)), forcing=forcing)
+    drafter: Any = _RecordingDrafter(request.drafter, recorder)
     recorded = replace(
         request,
-        drafter=_RecordingDrafter(request.drafter, recorder),
+        drafter=drafter,
         random=recorder,
         stops=StopRules(stops.end_ids, stops.strings, stops.tokenizer),  # they remember what they saw
     )

@@ -141,12 +141,14 @@ class ModelEngine:
                 (), max_batch=config.condition.batch, later=[*ready.values()], clock=clock, batch_costs=costs
             )
             results, seconds, tokens = run_workload(workload, runs, start, clock)
-        use = None if runs.factory is None else runs.factory.use
+        pool = None
+        if runs.factory is not None and (use := runs.factory.use) is not None:
+            pool = Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes)
         return GroupOutcome(
             requests=tuple(_request_outcome(each) for each in results),
             seconds=seconds,
             tokens=tokens,
-            pool=use and Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes),
+            pool=pool,
             peak_memory_bytes=peak_memory(self._device),
         )
 
