@@ -316,7 +316,7 @@ class TemplateOptions:
     template_option: tuple[str, ...] = _decoding(
         (),
         "--template-option NAME=VALUE",
-        "Variable of the chat template, such as reasoning_effort=low; repeatable.",
+        "Variable of the chat template (reasoning_effort=low); repeatable.",
     )
 
     def __post_init__(self) -> None:
@@ -403,8 +403,7 @@ class CacheOptions:
         "dynamic",
         "--cache KIND",
         "KV cache: dynamic; preallocated (default of int8 and int4 targets); static, with CUDA graphs on a GPU;"
-        " compiled, which is static with torch.compile; none; bit-exact, which is preallocated, with logits bitwise"
-        " equal in passes of any size.",
+        " compiled, with torch.compile too; bit-exact (passes of any size give the same logits); none.",
     )
 
 

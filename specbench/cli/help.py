@@ -49,7 +49,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "plot": ("specbench plot results/", "specbench plot results/ --only speedup --format svg"),
     "compare": (
         "specbench compare results/old results/new",
-        'specbench compare results/run --a plain --b "lookup auto"',
+        'specbench compare "results/run:lookup auto" results/run:plain',
     ),
     "export": ("specbench export results/ --to vllm", "specbench export specbench.toml --to llama.cpp"),
     "check": (
