@@ -102,7 +102,7 @@ def _findings(result: DecodingCheck) -> Iterator[tuple[str, str, str, str]]:
         ):  # with samples they are of interest only if they differ
             yield (against, on, _outcomes(result, against), verdict)
     if (each := result.deviations) is not None:
-        found = f"up to {100 * each.largest:.2g}% off"
+        found = f"up to {100 * each.largest:.2g}% off" if each.largest else "the same bits"
         yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
     if result.bit_exact:
         rows, equal = result.bitwise
