@@ -322,6 +322,28 @@ def test_other_clients_are_noticed():
     assert found(busy, "counters").status == "note"
 
 
+def test_acceptance_that_collapses_at_a_temperature_is_named(examine):
+    def facts(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"timings": {"draft_n": 40, "draft_n_accepted": 1 if body["temperature"] else 30}}
+
+    _, findings = examine(Manner(owner="llamacpp", facts=facts), Counts(None))
+    (said,) = [each for each in findings if each["check"] == "temperature"]
+    assert said["status"] == "problem"
+    assert said["text"] == (
+        "Acceptance collapses at temperature 0.8: 2% of draft tokens are accepted, 75% at 0."
+    )
+    sampled = [answer(1.0, drafted=None)] * 4
+    later = SpeculationCounters(100, 400, 67, (60, 5, 2, 0))
+    said = found(drafting(4, (70, 30, 20, 10), sampled=sampled, sampled_counted=later), "temperature")
+    assert (said.status, said.text) == (
+        "ok",
+        "17% of draft tokens are accepted at temperature 0.8, 32% at 0.",
+    )
+    later = SpeculationCounters(100, 400, 40, (35, 5, 0, 0))
+    said = found(drafting(4, (70, 60, 50, 40), sampled=sampled, sampled_counted=later), "temperature")
+    assert said.text.endswith("10% of draft tokens are accepted, 55% at 0; from position 2 on.")
+
+
 # -- the command --------------------------------------------------------------------------------------
 
 
@@ -364,9 +386,12 @@ def test_what_there_is_no_time_for_is_said():
     """A clock that passes 9 s with each look: it is looked at before each probe, and twice more for each answer."""
     seen = examined_by(range(0, 10_000, 9))
     assert (len(seen.answers), seen.limit) == (2, 24)
-    assert seen.skipped == ["answers", "repeat", "cache", "usage"]
+    assert seen.skipped == ["answers", "repeat", "cache", "usage", "temperature"]
     last = diagnose(Examined(seen))[-1]
-    assert (last.status, last.text) == ("note", "There was no time for: answers, repeat, cache, usage.")
+    assert (last.status, last.text) == (
+        "note",
+        "There was no time for: answers, repeat, cache, usage, temperature.",
+    )
 
 
 def test_a_server_that_answers_nothing_in_time_has_a_problem():

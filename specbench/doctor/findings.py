@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.engines.client import count_tokens
+from specbench.doctor.probes import TEMPERATURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.bench.engines.client import StreamedAnswer, TokenCount
+    from specbench.bench.engines.client import SpeculationCounters, StreamedAnswer, TokenCount
     from specbench.doctor.probes import Observations
 
 Status = Literal["ok", "note", "problem"]
@@ -23,6 +24,9 @@ Expected = Literal["on", "off"]
 
 _TELLING = 20
 """If so many draft tokens were tested and none was accepted, it is no coincidence."""
+
+_COLLAPSED = 1 / 3
+"""Acceptance has collapsed if it is less than this share of what it is at temperature 0."""
 
 _SUM_SLACK = 0.01
 _WORDS_PER_TOKEN = 1.05
@@ -78,7 +82,10 @@ class Examined:
     @property
     def reported(self) -> tuple[int, int] | None:
         """Drafted and accepted tokens that the answers report; ``None`` if one of them does not."""
-        answers, always = self.seen.answers, self.seen.dialect.reports_drafts
+        return self._reported(self.seen.answers)
+
+    def _reported(self, answers: Sequence[StreamedAnswer]) -> tuple[int, int] | None:
+        always = self.seen.dialect.reports_drafts
         known = all(each.drafted is not None and each.accepted is not None for each in answers)
         if not answers or not (known or always):
             return None
@@ -99,13 +106,25 @@ class Examined:
             return self.reported[1]
         return 0 if self.seen.counted is None else self.seen.counted.accepted
 
+    @property
+    def sampled(self) -> tuple[int, int] | None:
+        """Drafted and accepted tokens over all answers at a temperature; ``None`` if unknown."""
+        counted = self.seen.sampled_counted
+        told = self._reported(self.seen.sampled)
+        return told if told or counted is None else (counted.drafted, counted.accepted)
+
     @cached_property
     def by_position(self) -> tuple[int, tuple[int, ...]] | None:
         """Steps that drafted, and accepted tokens by position, of the counters or of the answers."""
-        counted = self.seen.counted
+        return self.places(self.seen.answers, self.seen.counted)
+
+    def places(
+        self, answers: Sequence[StreamedAnswer], counted: SpeculationCounters | None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Return steps that drafted, and accepted tokens by position."""
         if counted is not None and counted.accepted_at and counted.drafts:
             return counted.drafts, counted.accepted_at
-        each = [answer.speculation for answer in self.seen.answers]
+        each = [answer.speculation for answer in answers]
         known = [one for one in each if one is not None]
         if not known or len(known) < len(each):
             return None
@@ -208,6 +227,32 @@ def _acceptance(e: Examined) -> Iterator[Finding]:
         drafts, kept = e.by_position
         text += "; by position, of all drafts: " + " ".join(f"{100 * each / drafts:.0f}%" for each in kept)
     yield Finding("acceptance", "ok", f"{text}.")
+
+
+def _temperature(e: Examined) -> Iterator[Finding]:
+    """Acceptance at a temperature, beside that at 0."""
+    drafted, accepted = e.sampled or (0, 0)
+    if not (e.drafted and e.accepted and drafted):
+        return
+    greedy, sampled = e.accepted / e.drafted, accepted / drafted
+    if sampled >= _COLLAPSED * greedy or min(drafted, e.drafted) < _TELLING:
+        text = f"{100 * sampled:.0f}% of draft tokens are accepted at temperature {TEMPERATURE:g}"
+        yield Finding("temperature", "ok", f"{text}, {100 * greedy:.0f}% at 0.")
+        return
+    text = f"Acceptance collapses at temperature {TEMPERATURE:g}: {100 * sampled:.0f}% of draft tokens"
+    text += f" are accepted, {100 * greedy:.0f}% at 0"
+    before, after = e.by_position, e.places(e.seen.sampled, e.seen.sampled_counted)
+    if before and after:
+        rates = [[kept / drafts for kept in each] for drafts, each in (before, after)]
+        lost = (new < _COLLAPSED * old for old, new in zip(*rates, strict=False))
+        text += f"; from position {[*lost, True].index(True) + 1} on"
+    yield Finding(
+        "temperature",
+        "problem",
+        f"{text}.",
+        "The engine may compare its drafts with sampled tokens in place of rejection sampling, or draft without the"
+        " sampling options: update it, or switch speculation off for sampled requests.",
+    )
 
 
 def _thinking(e: Examined) -> Iterator[Finding]:
@@ -517,8 +562,8 @@ def _not_examined(seen: Observations) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _thinking, _dummy_tokens, _counters, _tokens, _usage, _logprobs, _repeat,
-    _plain_outputs, _cache, _speed, _failures,
+    _speculation, _method, _acceptance, _temperature, _thinking, _dummy_tokens, _counters, _tokens, _usage, _logprobs,
+    _repeat, _plain_outputs, _cache, _speed, _failures,
 )  # fmt: skip
 
 

@@ -23,6 +23,9 @@ ProbeApi = Literal["chat", "completions"]
 TOKENS = 64
 """Tokens of an answer whose acceptance is counted, if the server is fast enough."""
 
+TEMPERATURE = 0.8
+"""At which the prompts are asked once more, because drafts can be accepted at 0 only."""
+
 _SHORT = 16
 _LEAST = 24
 _LATE_S = 0.3
@@ -53,6 +56,7 @@ class Observations:
         before: Counters before the first request.
         uncounted: Whether there is a page of metrics, without such counters.
         idle: Increase of the counters while nothing was asked.
+        sampled, sampled_counted: As ``answers`` and ``counted``, at ``TEMPERATURE``.
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
         plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
         turns: The answers of a conversation's first two turns; empty if they were not asked.
@@ -71,6 +75,8 @@ class Observations:
     before: SpeculationCounters | None = None
     uncounted: bool = False
     idle: SpeculationCounters | None = None
+    sampled: list[StreamedAnswer] = field(default_factory=list)
+    sampled_counted: SpeculationCounters | None = None
     again: list[str] = field(default_factory=list)
     plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     turns: list[StreamedAnswer] = field(default_factory=list)
@@ -132,6 +138,8 @@ class Examination:
         await self._attempt("repeat", self._repeat())
         await self._attempt("cache", self._turns())
         await self._attempt("usage", self._unasked())
+        if any(answer.drafted for answer in seen.answers) or (seen.counted and seen.counted.drafted):
+            await self._attempt("temperature", self._sampled())
         if seen.dialect.plain and any(answer.drafted for answer in seen.answers):
             await self._attempt("plain", self._without_speculation())
         return seen
@@ -170,6 +178,16 @@ class Examination:
             await asyncio.sleep(_LATE_S)
             later = await self._since_start()
             seen.idle = None if later is None else later.since(counters)
+
+    async def _sampled(self) -> None:
+        """Ask all prompts at a temperature."""
+        seen, more = self.seen, {"temperature": TEMPERATURE, "seed": 0, **self.seen.dialect.sampled}
+        before = await self._since_start()
+        for prompt in _PROMPTS:
+            seen.sampled.append(await self._ask(prompt, seen.limit, **more))
+        await asyncio.sleep(_LATE_S)
+        now = await self._since_start()
+        seen.sampled_counted = None if now is None or before is None else now.since(before)
 
     async def _add_answer(self, prompt: str) -> None:
         self.seen.answers.append(await self._ask(prompt, self.seen.limit))
