@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from specbench.base.record import Estimate
@@ -13,6 +13,7 @@ from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
+from specbench.results.reference import ReferenceRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import CategoryRow, Summary, SummaryRow
@@ -330,6 +331,17 @@ _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
     *map(_accepted_at, range(1, PLACES + 1)),
 ]
 
+_REFERENCE_COLUMNS: list[_Column[ReferenceRow]] = [
+    _name("published", lambda row: f"{row.published.target}, {row.published.drafter}"),
+    _number("γ", 2, lambda row: row.published.gamma or math.nan, _count),
+    _number("tokens/step", 0, lambda row: row.published.tokens_per_step),
+    _number("measured", 0, lambda row: row.measured),
+    _name("configuration", lambda row: row.config.label),
+    _name("prompts", lambda row: row.prompts),
+    _name("differs (there / here)", lambda row: "; ".join(row.differs) or "nothing that is known"),
+    _name("source", lambda row: row.published.source),
+]
+
 # --- Sheets ---------------------------------------------------------------------------------------
 
 
@@ -483,3 +495,17 @@ def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
         if row.best
     ]
     return _sheet(rows, _TRAINING_COLUMNS, said)
+
+
+def reference_sheet(rows: Sequence[ReferenceRow], published: int) -> Sheet:
+    """Return a table of published accepted lengths beside measured ones; ``published``: how many there are."""
+    said = [
+        "Each published figure stands beside the measured one whose setting differs least. A different target, other"
+        " prompts or thinking change accepted lengths more than engines do."
+    ]
+    if left_out := published - len(rows):
+        said.append(
+            f"{left_out} of {counted(published, 'published figure')} left out: nothing measured shares the target or"
+            " the drafter, and the draft length."
+        )
+    return replace(_sheet(rows, _REFERENCE_COLUMNS, said), left=frozenset(range(4, len(_REFERENCE_COLUMNS))))

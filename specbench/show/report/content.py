@@ -18,6 +18,7 @@ from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.heads import head_rows, training_rows
+from specbench.results.reference import Reference, reference_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
@@ -50,13 +51,14 @@ class Report:
     parts: list[Part]
 
 
-def make_report(results: Results, name: str, plots: Path) -> Report:
+def make_report(results: Results, name: str, plots: Path, published: Sequence[Reference] = ()) -> Report:
     """Return a report about one run.
 
     Args:
         results: The run.
         name: Name of the run.
         plots: An existing folder for the figures of the Markdown file.
+        published: Accepted lengths to set beside those of the run.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
@@ -87,6 +89,10 @@ def make_report(results: Results, name: str, plots: Path) -> Report:
     parts += [Items([missing] if missing else [])]
     for title, sheet in sheets.items():
         parts += [Heading(title), sheet] if sheet.rows else []
+    if published:
+        alike = reference_rows(results, summary, categories, published)
+        sheet = tables.reference_sheet(alike, len(published))
+        parts += [Heading("Published accepted lengths"), sheet if alike else Items(sheet.notes[1:])]
     parts += [Heading("How it was measured"), _facts_part(_method(results))]
     if costs := list(_costs(results.run)):
         cells = [[what, f"{1000 * s:.2f}", f"{sign} = {_share(times)}"] for what, s, sign, times in costs]
