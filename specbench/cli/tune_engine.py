@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import typer
 
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
+from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, check_batches
@@ -23,6 +25,7 @@ from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
+from specbench.export.start import SCHEDULE, EngineSetting
 from specbench.results.store import RunStore
 from specbench.rows import conditions_of
 
@@ -71,7 +74,7 @@ def tune_engine(
     if batches:
         options = replace(options, conditions=conditions_of(temperature=[search.temperature], batch=batches))
         check_batches(options, len(prompts))
-        configs += engine_configs(options, planned.settings)
+        configs += engine_configs(options, [*planned.settings, EngineSetting(SCHEDULE, "", 0, {})])
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
     folder = tune_folder(results, planned.name)
     RunStore.check_writable(folder)
@@ -86,7 +89,15 @@ def tune_engine(
 
             until = began + seconds - _ENDING_S
             searching = EngineSearch(
-                sweep, job.settings, store, made, clock=clock, seconds=seconds, until=until, progress=progress
+                sweep,
+                job.settings,
+                store,
+                made,
+                scheduled=partial(planned.scheduled, folder / "servers"),
+                clock=clock,
+                seconds=seconds,
+                until=until,
+                progress=progress,
             )
             job.watch(searching, lambda: until - clock.now(), progress)
             answer = job.answer(searching, store)
@@ -118,16 +129,20 @@ class _EngineJob(TuneJob):
 
         summary = summarize(load_results(self.folder))
         table = to_markdown(tables.summary_sheet(summary))
-        planned = self._planned
+        planned, raced = self._planned, search.schedule
+        chosen, batches = answer.winner.id, search.batches
+        if raced is not None and raced.instead is not None:
+            chosen, batches = raced.instead, {}
         command, needs = start_command(
             planned.engine,
             planned.target,
-            self.settings[answer.winner.id],
-            search.batches,
+            self.settings[chosen],
+            batches,
             planned.arguments,
             planned.options.engine_command,
         )
-        lines = [*batch_lines(search.batches), *needs, f"Start:  {shlex.join(command)}"]
+        said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
+        lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
         self.write_summary(summary, "\n\n".join([to_markdown(*answer_parts(answer)), *lines, table]))
         if asked.json_output:
             write_json(
@@ -136,6 +151,14 @@ class _EngineJob(TuneJob):
                     "engine": planned.engine.name,
                     "command": command,
                     "needs": needs,
+                    "schedule": None
+                    if raced is None
+                    else {
+                        "ranges": raced.ranges,
+                        "over_plain": to_dict(raced.over_plain),
+                        "over_single": to_dict(raced.over_single),
+                        "instead": raced.instead,
+                    },
                     "results": str(self.folder),
                 }
             )

@@ -7,7 +7,7 @@ import shlex
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
@@ -22,6 +22,9 @@ from specbench.specs.policies import Confidence, Fixed, PolicySpec
 
 PLAIN = "plain"
 """Name of the setting without drafts."""
+
+SCHEDULE = "schedule"
+"""Name of the setting with draft lengths by batch size."""
 
 GAMMA = "GAMMA"
 """Stands for the draft length in an engine's own options."""
@@ -70,6 +73,20 @@ class EngineDrafter:
     head: TrainingMetadata | None = None
 
 
+class Scheduled(NamedTuple):
+    """Options of a server with a draft length by batch size.
+
+    Attributes:
+        options: As those of a setting; unchanged if the engine has no such option.
+        needs: What must be done first, a sentence; empty for nothing.
+        files: Contents of the files that the options name.
+    """
+
+    options: Json
+    needs: str = ""
+    files: Mapping[str, str] = {}
+
+
 class StartedEngine(ExportEngine):
     """An engine whose server specbench starts.
 
@@ -88,18 +105,16 @@ class StartedEngine(ExportEngine):
     def target_options(self, target: ModelSpec) -> Json:
         """Return the options that name the target and its revision; a value without an option has the key ""."""
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
-        """Return the options of a server with a draft length by batch size, and what must be done first.
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> Scheduled:
+        """Return the options of a server with a draft length by batch size.
 
         Args:
             options: Options of the setting with the longest drafts.
             schedule: First and last batch size of each range, and the draft length in it; 0 for no drafts.
         """
         lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in schedule)
-        return (
-            options,
-            f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}.",
-        )
+        needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
+        return Scheduled(options, needs)
 
     def command_line(
         self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""

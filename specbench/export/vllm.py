@@ -10,7 +10,7 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
 from specbench.export.setting import Setting, location
-from specbench.export.start import StartedEngine
+from specbench.export.start import Scheduled, StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 from specbench.specs.models import ModelSpec
 
@@ -45,10 +45,10 @@ class VLLM(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"": location(target), **engine.revision(target, "--revision")}
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> Scheduled:
         ranges = [list(each) for each in schedule]
         speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
-        return {**options, "--speculative-config": speculative}, ""
+        return Scheduled({**options, "--speculative-config": speculative})
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, gamma = setting.drafter, setting.gamma

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
+from specbench.base.record import Estimate
 from specbench.results import stats
 
 if TYPE_CHECKING:
@@ -13,12 +16,56 @@ if TYPE_CHECKING:
     from specbench.specs.models import ModelSpec
 
 
-def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[tuple[int, int, int]]:
+Range: TypeAlias = tuple[int, int, int]
+"""First and last batch size, and the draft length for them; 0 for no drafts."""
+
+
+@dataclass(frozen=True)
+class ScheduleRace:
+    """A race of the draft lengths by batch size against plain decoding and the best single setting.
+
+    Attributes:
+        ranges: The draft lengths.
+        single: Draft length of the best single setting; 0 for plain decoding.
+        over_plain, over_single: Throughput over that of plain decoding and of the single setting, over all batch sizes.
+        instead: Id of the setting that is faster; ``None`` if none is.
+    """
+
+    ranges: Sequence[Range]
+    single: int
+    over_plain: Estimate
+    over_single: Estimate
+    instead: str | None
+
+    def lines(self) -> Iterator[str]:
+        """Yield sentences on how it ended."""
+        lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in self.ranges)
+        if math.isnan(self.over_plain.value):
+            yield f"There was no time to run the schedule ({lengths}): raise --minutes."
+            return
+        alone = (
+            f", {stats.ratio_text(self.over_single)} that of γ = {self.single} alone" if self.single else ""
+        )
+        yield (
+            f"The schedule ({lengths}) was run under these batches: {stats.ratio_text(self.over_plain)} the throughput"
+            f" of plain decoding{alone}."
+        )
+        if self.instead is not None:
+            yield f"It loses to {self.instead}, which is the answer for this load."
+
+
+def best_single(batches: Mapping[int, Mapping[int, float]]) -> int:
+    """Return the draft length with the highest throughput over all batch sizes, as a geometric mean."""
+    lengths = set.intersection(*(set(each) for each in batches.values()))
+    return max(lengths, key=lambda gamma: math.prod(each[gamma] for each in batches.values()))
+
+
+def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[Range]:
     """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
 
     A range ends with a measured batch size; neighbors with the same length are joined.
     """
-    ranges: list[tuple[int, int, int]] = [(1, 1, gamma)]
+    ranges: list[Range] = [(1, 1, gamma)]
     for batch, ratios in sorted(batches.items()):
         best = max(ratios, key=lambda each: ratios[each])
         first, last, length = ranges[-1]
@@ -48,7 +95,7 @@ def start_command(
     options, needs = setting.options, list(setting.needs)
     ranges = schedule(batches, setting.gamma)
     if setting.gamma and len(ranges) > 1:
-        options, needed = engine.with_schedule(options, ranges)
+        options, needed, _ = engine.with_schedule(options, ranges)
         needs += [needed] if needed else []
     first = shlex.split(wrapper) or engine.server
     return [*first, *engine.words(target, options), *arguments], needs

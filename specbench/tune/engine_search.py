@@ -9,27 +9,32 @@ differ, because the passes of a server cannot be timed and every setting is a pr
 - If not all servers of a block fit into memory, several blocks are taken together, and the servers are measured group
   by group, in the reverse order the next time. If two fit, each group has plain decoding in it, and its times are
   divided by how much slower plain decoding was in it than in the first group.
-- Batches are measured, with the draft lengths of the winner's family.
+- Batches are measured, with the draft lengths of the winner's family. The schedule that follows from them is started as
+  a server, and raced under the same load.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.grid import Cell, Sweep, make_groups
+from specbench.bench.engines.launched import CommandLine, LaunchedEngine
+from specbench.bench.grid import Cell, PromptGroup, Sweep, make_groups
 from specbench.bench.stopping import look_due
+from specbench.export.start import SCHEDULE
+from specbench.results import stats
 from specbench.results.lines import Generation, Group
 from specbench.results.run import Tuning
 from specbench.rows import Row
+from specbench.specs.sweeps import Closed
 from specbench.tune.candidates import BLOCKS, select_in_time, slower_lengths
+from specbench.tune.engine_answer import Range, ScheduleRace, best_single, schedule
 from specbench.tune.race import Block, Race, Timing, Timings, run_blocks, shuffled
 from specbench.tune.search import StoredSearch
 
@@ -37,18 +42,23 @@ if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
     from specbench.results.store import RunStore
 
+Named = TypeVar("Named", int, str)
+
 _SHORT = 2
 """Draft length of the shorter try of a family; the other is its longest."""
 
 _LENGTHS = 3
 """Draft lengths of a family that are raced at most."""
 
-_TRYING, _RACING, _BATCHING = 0.35, 0.85, 0.25
+_TRYING, _RACING, _BATCHING = 0.35, 0.85, 0.3
 """Shares of the time: no further tries after the first, the race ends by the second, or by that minus the third if
 batches are to be measured."""
 
 _GROUPS = 3
 """Groups of requests that each setting decodes at a batch size, at most."""
+
+_SCHEDULING, _ROUNDS = 0.1, 8
+"""Share of the time that is kept for a race of the draft lengths by batch size, and its rounds at most."""
 
 
 class EngineSearch(StoredSearch[LaunchedEngine]):
@@ -57,7 +67,11 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
     Args:
         sweep: One configuration for each setting (plain decoding first), then those for each batch size.
         settings: The settings by the ids of their configurations without a batch.
+        scheduled: Returns the command line of a setting with a draft length by batch size; ``None`` without one.
         store, engine, named: See ``StoredSearch``.
+
+    Attributes:
+        schedule: The race of the draft lengths by batch size; ``None`` if there was none.
     """
 
     more = "--resume"
@@ -68,10 +82,13 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         settings: Mapping[str, EngineSetting],
         store: RunStore,
         engine: LaunchedEngine,
+        *,
+        scheduled: Callable[[EngineSetting, Sequence[Range]], CommandLine | None] = lambda *_: None,
         **named: Any,
     ) -> None:
         super().__init__(sweep, store, engine, **named)
-        self._settings = settings
+        self._settings, self._scheduled = settings, scheduled
+        self.schedule: ScheduleRace | None = None
 
     @property
     def overhead_s(self) -> float:
@@ -79,7 +96,9 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
 
     def _measure_more(self) -> None:
         if self.race.leader != self._plain and self.race.verdict in ("faster", "open"):
-            self.batches = self._measure_batches(self._settings[self.race.leader])
+            winner = self._settings[self.race.leader]
+            self.batches = self._measure_batches(winner)
+            self.schedule = self._race_schedule(winner)
 
     # -- what to race ------------------------------------------------------------------------------
 
@@ -189,52 +208,102 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             each.gamma: name for name, each in self._settings.items() if each.family == winner.family
         }
         names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
+        # Once the schedule that follows from them has been raced, they are what they are.
+        known = self._has_schedule
+        until = -math.inf if known else self._until - _SCHEDULING * self._seconds
         found: dict[int, dict[int, float]] = {}
         for batch in self._sweep.options.batches:
-            configs = {
-                gamma: config
-                for gamma, name in names.items()
-                for config in self._sweep.configs
-                if config.drafter == name and config.condition.batch == batch
-            }
-            speeds = self._speeds_of_batch(configs)
-            if speeds is None:
+            configs = {gamma: self._at(self._settings[name].name, batch) for gamma, name in names.items()}
+            logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
+            for repeat, group in enumerate(self._groups_of(batch)[:_GROUPS]):
+                began = self._clock.now()
+                for gamma, speed in self._log_speeds(configs, group, repeat, until).items():
+                    logs[gamma].append(speed)
+                if not known and self._clock.now() + (self._clock.now() - began) > until:
+                    break
+            if not logs[0]:
                 break
-            found[batch] = {gamma: round(speed / speeds[0], 4) for gamma, speed in speeds.items()}
+            speeds = {
+                gamma: float(np.mean(each)) for gamma, each in logs.items() if len(each) == len(logs[0])
+            }
+            found[batch] = {gamma: round(math.exp(log - speeds[0]), 4) for gamma, log in speeds.items()}
         return found
 
-    def _speeds_of_batch(self, configs: Mapping[int, Row]) -> dict[int, float] | None:
-        """Return tokens per second by draft length; ``None`` without the time for one group of each."""
-        arrivals = configs[0].condition.workload
-        assert arrivals is not None
-        logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
-        groups = make_groups(self._sweep.prompts, arrivals)[:_GROUPS]
-        # Server by server, since batches fill the machine, and forth and back, so that drift is alike.
-        for repeat, group in enumerate(groups):
-            order = list(configs)[:: -1 if repeat % 2 else 1]
-            began = self._clock.now()
-            for place, gamma in enumerate(order):
-                config = configs[gamma]
-                seed = random.Random(f"{self._sweep.options.seed}/{group.id}").getrandbits(31)
-                cell = Cell(config.id, group.id, 0, repeat, place, warmup=False, seed=seed, group=group)
-                if cell.key not in self._stored and self._clock.now() > self._until:
-                    return _means(logs)
-                self._report(f"batches of {config.condition.batch}: {config.drafter}", 0, None)
-                result = self._measure(cell).result
-                if isinstance(result, Group) and result.seconds > 0 and result.tokens:
-                    logs[gamma].append(math.log(result.tokens / result.seconds))
-            if self._clock.now() + (self._clock.now() - began) > self._until:
+    def _race_schedule(self, winner: EngineSetting) -> ScheduleRace | None:
+        """Race the draft lengths by batch size, as a server of its own, against plain decoding and the best single
+        setting, in rounds over all batch sizes; ``None`` if they are one length, or the engine cannot do that.
+        """
+        ranges = schedule(self.batches, winner.gamma)
+        command = self._scheduled(winner, ranges) if len(ranges) > 1 else None
+        if command is None:
+            return None
+        self._engine.add(SCHEDULE, command)
+        single = best_single(self.batches)
+        choices = {0: self._plain} | {
+            each.gamma: name for name, each in self._settings.items() if each.family == winner.family
+        }
+        plain, alone = (self._settings[name].name for name in (self._plain, choices[single]))
+        servers = dict.fromkeys((plain, alone, SCHEDULE))
+        groups = {batch: self._groups_of(batch) for batch in self.batches}
+        logs: dict[str, list[float]] = {name: [] for name in servers}
+        start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
+        for number in range(
+            _ROUNDS if self._has_schedule or self._clock.now() + start_s < self._until else 0
+        ):
+            means = dict.fromkeys(servers, 0.0)
+            for batch, each in groups.items():
+                configs = {name: self._at(name, batch) for name in servers}
+                speeds = self._log_speeds(configs, each[number % len(each)], _GROUPS + number, self._until)
+                for name in servers:
+                    means[name] += speeds.get(name, math.nan) / len(groups)
+            if any(map(math.isnan, means.values())):
+                break  # the time is over, or one of them fails
+            for name, mean in means.items():
+                logs[name].append(mean)
+        distinct = min(map(len, groups.values()))  # rounds with the same prompts are repeats
+        units = [number % distinct for number in range(len(logs[SCHEDULE]))]
+        over_plain, over_single = (
+            stats.geometric_mean(np.exp(np.subtract(logs[SCHEDULE], logs[name])), units, range(len(units)))
+            for name in (plain, alone)
+        )
+        faster: dict[str | None, float] = {None: over_plain.value, self._plain: 1.0}
+        faster[choices[single]] = over_plain.value / over_single.value
+        instead = max(faster, key=lambda each: faster[each])
+        return ScheduleRace(ranges, single, over_plain, over_single, instead)
+
+    @property
+    def _has_schedule(self) -> bool:
+        """Whether the schedule was raced in an earlier call."""
+        return any(key[0].startswith(SCHEDULE) for key in self._stored)
+
+    def _at(self, server: str, batch: int) -> Row:
+        """Return the configuration of a server at a batch size."""
+        return next(
+            each for each in self._sweep.configs if (each.drafter, each.condition.batch) == (server, batch)
+        )
+
+    def _groups_of(self, batch: int) -> list[PromptGroup]:
+        return make_groups(self._sweep.prompts, Closed(batch))
+
+    def _log_speeds(
+        self, configs: Mapping[Named, Row], group: PromptGroup, repeat: int, until: float
+    ) -> dict[Named, float]:
+        """Return the logarithms of tokens per second on a group, of those that there is time for and that work.
+
+        Server by server, since batches fill the machine, and forth and back, so that drift is alike.
+        """
+        found = {}
+        for place, name in enumerate(list(configs)[:: -1 if repeat % 2 else 1]):
+            config = configs[name]
+            seed = random.Random(f"{self._sweep.options.seed}/{group.id}").getrandbits(31)
+            cell = Cell(config.id, group.id, 0, repeat, place, warmup=False, seed=seed, group=group)
+            if cell.key not in self._stored and self._clock.now() > until:
                 break
-        return _means(logs)
-
-
-def _means(logs: Mapping[int, Sequence[float]]) -> dict[int, float] | None:
-    """Return geometric means over the groups that all have; ``None`` without one of plain decoding."""
-    if not logs[0]:
-        return None
-    return {
-        gamma: math.exp(float(np.mean(each))) for gamma, each in logs.items() if len(each) == len(logs[0])
-    }
+            self._report(f"batches of {config.condition.batch}: {config.drafter}", 0, None)
+            result = self._measure(cell).result
+            if isinstance(result, Group) and result.seconds > 0 and result.tokens:
+                found[name] = math.log(result.tokens / result.seconds)
+        return found
 
 
 def _blocks_to_look(done: int) -> int:
