@@ -242,7 +242,7 @@ class DecodingOptions:
     format: str | None = _decoding(
         None,
         "--format FORMAT",
-        "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark); in place of a file the text.",
+        "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark), or with its text.",
         callback=_read_format,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -29,10 +30,17 @@ class Condition(Record, kw_only=False):
 
     temperature: Annotated[Size, doc("0 is greedy")] = 0.0
     batch: Annotated[
-        Count | None, doc("how many requests are decoded at a time; `null` for one prompt after the other")
+        Count | None,
+        doc(
+            "how many requests are decoded at a time, 0 for as many as a server takes; `null` for one prompt after the"
+            " other"
+        ),
     ] = None
     arrivals: Annotated[
-        str | None, doc("with a batch: how requests come, as `--arrivals` takes it (`closed:8`)")
+        str | None,
+        doc(
+            "with a batch: how requests come, as `--arrivals` takes it (`closed:8`), or `trace:` and its name"
+        ),
     ] = None
     context: Annotated[
         Length | None, doc("tokens of each prompt, with text in front; `null` for the prompts as they are")
@@ -59,16 +67,17 @@ class Condition(Record, kw_only=False):
 
     @property
     def words(self) -> str:
-        """What labels end with."""
-        return "".join(
+        """What labels end with; a trace without the hash of its file."""
+        words = "".join(
             f", {part}" for part in self._parts("T={:g}", "context {:,}", "batch {}", "thinking {}")
         )
+        return re.sub(r"(, trace:.*)@[0-9a-f]{8}", r"\1", words)
 
     def _parts(self, temperature: str, context: str, batch: str, thinking: str) -> list[str]:
         """Return what is unusual, in these forms."""
         parts = [temperature.format(self.temperature)] if self.temperature else []
         parts += [] if self.context is None else [context.format(self.context)]
-        parts += [] if self.batch is None else [batch.format(self.batch)]
+        parts += [batch.format(self.batch)] if self.batch else []
         parts += [] if self.arrivals is None or self.is_closed else [self.arrivals]
         return parts if self.thinking is None else [*parts, thinking.format("on" if self.thinking else "off")]
 

@@ -34,7 +34,7 @@ from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
 from specbench.rows import Condition, Row
 from specbench.specs.policies import DynamicTree, StaticTree
-from specbench.specs.sweeps import Poisson
+from specbench.specs.sweeps import Closed, Poisson
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -292,10 +292,10 @@ class CellRunner(Generic[Encoded]):
         """Decode the prompts of a group together."""
         arrivals = config.condition.workload
         assert arrivals is not None
-        clients, times = None, list[float]()
+        clients, times = None, [*group.times]
         if isinstance(arrivals, Poisson):
             times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
-        else:
+        elif isinstance(arrivals, Closed):
             clients = arrivals.clients
         requests = [self._request(name, cell, config.condition) for name in group.prompts]
         background = [self._request(name, cell, config.condition) for name in group.background]
@@ -325,7 +325,9 @@ class CellRunner(Generic[Encoded]):
         key = name, condition.thinking
         if key not in self._encoded:
             self._encoded[key] = self._engine.encode(self._prompts.at(name, condition), [])
-        return BenchRequest(self._encoded[key], random.Random(f"{cell.seed}/{name}").getrandbits(31))
+        replayed = self._prompts.prompts[name].replayed
+        seed = random.Random(f"{cell.seed}/{name}").getrandbits(31)
+        return BenchRequest(self._encoded[key], seed, None if replayed is None else replayed.answer_tokens)
 
     def measure_costs(self, batch: int | None = None, context: int | None = None) -> str:
         """Time forward passes after so much context, or those that ``batch`` requests share.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from specbench.decoding.clocks import Clock
 from specbench.decoding.records import Prefill, Step
+from specbench.options import DecodingOptions
 
 if TYPE_CHECKING:
     from specbench.generate import GenerationRun
@@ -19,10 +20,17 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest(Generic[Encoded]):
-    """A prompt, and the seed of its sampling."""
+    """A prompt, the seed of its sampling, and the length of its answer if it has one of its own."""
 
     prompt: Encoded
     seed: int
+    tokens: int | None = None
+
+    def limited(self, decoding: DecodingOptions) -> DecodingOptions:
+        """Return the options of its answer."""
+        if self.tokens is None:
+            return decoding
+        return decoding.with_changes(max_new_tokens=min(self.tokens, decoding.max_new_tokens))
 
 
 @dataclass(frozen=True, slots=True)

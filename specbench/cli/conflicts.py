@@ -51,8 +51,8 @@ EXCLUDE = (
         "it is for models",
     ),
     Row("sweep", ("engine",), "server", "it starts its own servers"),
-    Row("sweep", ("context",), "engine", "start its server and measure it with --server"),
-    Row("sweep", ("batch", "context"), "prompt_cache", "a conversation is one request after the other"),
+    Row("sweep", ("context", "trace"), "engine", "start its server and measure it with --server"),
+    Row("sweep", ("batch", "context", "trace"), "prompt_cache", "a conversation is one request after the other"),
     Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     Row(
         "sweep",

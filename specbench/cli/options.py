@@ -173,7 +173,7 @@ def drafters_field(heading: str, help: str = f"Repeatable. {_DRAFTER}") -> Any: 
 
 def prompts_field(
     heading: str = PROMPT,
-    help: str = "Repeatable: a built-in set, all, a public benchmark (gsm8k, ...) or a .jsonl file. Default: all.",  # noqa: A002
+    help: str = "Repeatable: a set, all (default), a benchmark (gsm8k) or a .jsonl file.",  # noqa: A002
 ) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
     return group(heading)((), "--prompts -p SET", help)

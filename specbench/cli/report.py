@@ -9,7 +9,8 @@ import typer
 
 from specbench.cli.console import say
 from specbench.cli.named_runs import ResultsArgument, for_each_run
-from specbench.cli.options import output
+from specbench.cli.options import Fields, output
+from specbench.cli.sweep_options import ResultsOptions
 
 
 def report(
@@ -29,6 +30,7 @@ def report(
             " specbench has.",
         ),
     ] = None,
+    shown: Annotated[ResultsOptions, Fields("slo", "price_per_hour")] = ResultsOptions(),  # noqa: B008
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
     from specbench.results.reference import read_references
@@ -37,7 +39,7 @@ def report(
     published = [] if reference is None else read_references(reference)
 
     def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, published)
+        done, paths = write_report(run, folder, published, shown.service())
         for path in paths:
             typer.echo(str(path))
         for answer in done.answers:

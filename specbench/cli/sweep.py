@@ -19,7 +19,9 @@ from specbench.cli.sweep_options import (
     ResultsOptions,
     ServerOptions,
     StartedArguments,
+    answer_limit,
     context_text,
+    fitted_prompts,
     prompts_of_sweep,
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, TemplateOptions
@@ -61,7 +63,7 @@ def sweep(
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
-    Every configuration decodes every prompt, in random order; each generation is stored as it ends (--resume).
+    Every configuration decodes every prompt; each generation is stored as it ends (--resume).
     """
     from specbench.base.load import load_snapshot
 
@@ -77,13 +79,13 @@ def sweep(
         what = compared, drafting, engines, servers, experiment, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
-    from specbench.bench.contexts import fitting
     from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
     from specbench.cli.sweep_run import SweepJob, run_folder
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
+    decoding = answer_limit(ctx, compared, decoding)
     caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
     base = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, template=template)
     options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, base)
@@ -101,9 +103,10 @@ def sweep(
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
     notes += _notes_of(engine, decoding)
-    check_contexts(options, engine.target.language_model.context_limit)
-    prompts, left_out_prompts = fitting(chosen.prompts, options.contexts, engine.count_tokens)
-    notes += left_out_prompts
+    context_limit = engine.target.language_model.context_limit
+    check_contexts(options, context_limit)
+    prompts, more = fitted_prompts(compared, experiment, chosen, options, engine.count_tokens, context_limit)
+    notes += more
 
     configs = engine.configs(options, base)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from specbench.base.errors import UsageError
+from specbench.cli.conflicts import given
 from specbench.cli.options import drafters_field, prompts_field
 from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, group
+from specbench.specs.sweeps import Replay
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from specbench.base.progress import Progress
     from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
-    from specbench.options import TemplateOptions
+    from specbench.bench.traces import Trace
+    from specbench.options import DecodingOptions, TemplateOptions
+    from specbench.results.goodput import Service
     from specbench.results.run import StoredSuite
 
 
@@ -52,6 +60,11 @@ class ComparedOptions:
         "--arrivals KIND",
         "Workload of --batch, repeatable: closed:N or poisson:RATE.",
     )
+    trace: str | None = _what(
+        None,
+        "--trace FILE",
+        "Replay a trace of Mooncake, BurstGPT or AIPerf; with :speed=X so much faster.",
+    )
     context: str | None = _what(
         None,
         "--context LENGTHS",
@@ -59,8 +72,17 @@ class ComparedOptions:
     )
     thinking: str | None = _what(None, "--thinking WHICH", "Thinking: on, off or on,off.")
 
-    def axes(self, experiment: ExperimentOptions, template: TemplateOptions) -> dict[str, Any]:
-        """Return the fields of ``SweepOptions`` that models and servers share.
+    @cached_property
+    def requests(self) -> Trace | None:
+        """The trace."""
+        from specbench.bench.traces import read_trace
+
+        return None if self.trace is None else read_trace(self.trace)
+
+    def axes(
+        self, experiment: ExperimentOptions, template: TemplateOptions, *, served: bool = False
+    ) -> dict[str, Any]:
+        """Return the fields of ``SweepOptions`` that models and servers (``served``) share.
 
         Raises:
             UsageError: A value is none.
@@ -71,14 +93,18 @@ class ComparedOptions:
 
         for value in self.temperature:
             Sampling(temperature=value)
+        if any(each.lstrip().startswith("trace:") for each in self.arrivals):
+            raise UsageError("A trace is none of the --arrivals.", "Name its file with --trace.")
+        arrivals = [*self.arrivals, *([] if self.requests is None else [str(self.requests.arrivals)])]
+        unlimited = [0] if served and arrivals else []
         conditions = conditions_of(
             temperature=self.temperature,
-            batch=[] if self.batch is None else parse_batches(self.batch),
-            arrivals=self.arrivals,
+            batch=unlimited if self.batch is None else parse_batches(self.batch),
+            arrivals=arrivals,
             context=[] if self.context is None else parse_contexts(self.context),
             thinking=[] if self.thinking is None else parse_thinking(self.thinking),
         )
-        one_turn = experiment.turns is None and not (self.batch is None and self.context is None)
+        one_turn = experiment.turns is None and (conditions[0].batch, self.context) != (None, None)
         return {
             "conditions": conditions,
             "repeats": experiment.repeats,
@@ -96,8 +122,8 @@ class ServerOptions:
     server: tuple[str, ...] = _servers(
         (),
         "--server NAME=URL",
-        "OpenAI server to measure; repeatable, the first is the baseline. --target names its tokenizer, #MODEL behind"
-        " the URL one of several models, SPECBENCH_KEY_NAME in the environment holds its key.",
+        "OpenAI server; repeatable, the first is the baseline. #MODEL behind the URL is one of its models, --target"
+        " names its tokenizer, SPECBENCH_KEY_NAME in the environment its key.",
     )
     api: Literal["chat", "completions"] = _servers(
         "chat", "--api WHAT", "chat (with the server's template) or completions."
@@ -117,8 +143,8 @@ class EngineOptions:
     engine: str | None = _engines(
         None,
         "--engine ENGINE",
-        "Start servers of vllm, sglang or llama.cpp, one per setting; options for all follow --. Behind a colon:"
-        " servers=N that run at a time (as many as fit), start-timeout=SECONDS (600).",
+        "Start vllm, sglang or llama.cpp, once per setting, with the options behind --; vllm:servers=N at a time,"
+        " :start-timeout=SECONDS (600).",
     )
     engine_command: str = _engines(
         "",
@@ -177,8 +203,27 @@ class ResultsOptions:
         "With --resume: continue although machine, versions or options changed.",
     )
     retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
+    slo: str | None = _output(
+        None,
+        "--slo LIMITS",
+        "Goodput within limits such as ttft=500ms,tpot=30ms (also e2el=4s).",
+    )
+    price_per_hour: float | None = _output(
+        None, "--price-per-hour X", "Price of what it runs on: cost of a million tokens."
+    )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
+
+    def __post_init__(self) -> None:
+        self.service()
+
+    def service(self) -> Service | None:
+        """What the limits and the price ask for."""
+        if (self.slo, self.price_per_hour) == (None, None):
+            return None
+        from specbench.results.goodput import Service
+
+        return Service.of(self.slo, self.price_per_hour)
 
 
 MINUTES, ENGINE_MINUTES = 6.0, 20.0
@@ -272,9 +317,14 @@ def prompts_of_sweep(
     from specbench.bench.suites import SUITES
 
     limit, named = experiment.limit, experiment.prompts
-    if limit is None and experiment.until is None and (not named or not SUITES.keys().isdisjoint(named)):
+    replays = any(isinstance(at.workload, Replay) for at in options.conditions)
+    if replays:
+        limit = None  # it is one of the trace's requests, which take the prompts in turn
+    elif limit is None and experiment.until is None and (not named or not SUITES.keys().isdisjoint(named)):
         limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
     chosen = chosen_prompts(experiment, limit, progress)
+    if replays:
+        chosen.sources["limit"] = experiment.limit
     if experiment.until is not None:  # the first ones have to stand for all
         chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, experiment.seed))))
     check_batches(options, len(chosen.prompts))
@@ -282,7 +332,33 @@ def prompts_of_sweep(
 
 
 def context_text(compared: ComparedOptions) -> ContextText | None:
-    """Return the text in front of prompts; ``None`` without --context."""
+    """Return the text in front of prompts; ``None`` without --context and --trace."""
     from specbench.bench.contexts import load_context_text
 
-    return None if compared.context is None else load_context_text()
+    return None if compared.context is compared.trace is None else load_context_text()
+
+
+def answer_limit(ctx: typer.Context, compared: ComparedOptions, decoding: DecodingOptions) -> DecodingOptions:
+    """Return the options with room for the longest answer of a trace, unless ``--max-new-tokens`` is given."""
+    if compared.requests is None or given(ctx, "max_new_tokens"):
+        return decoding
+    longest = max(each.answer_tokens for each in compared.requests.requests)
+    return decoding.with_changes(max_new_tokens=max(2, longest))
+
+
+def fitted_prompts(
+    compared: ComparedOptions,
+    experiment: ExperimentOptions,
+    chosen: ChosenPrompts,
+    options: SweepOptions,
+    count: Callable[[Prompt], int],
+    limit: int | None = None,
+) -> tuple[tuple[Prompt, ...], list[str]]:
+    """Return the prompts that fit the contexts, or those of a trace's requests; with notes."""
+    from specbench.bench.contexts import fitting, load_context_text
+
+    trace = compared.requests
+    if trace is None:
+        return fitting(chosen.prompts, options.contexts, count)
+    asked = replace(trace, requests=trace.requests[: experiment.limit])
+    return asked.prompts(chosen.prompts, load_context_text(), count, limit)

@@ -35,7 +35,7 @@ def paired_generations(results: Results) -> pd.DataFrame:
     rows["tokens_per_second"] = rows["tokens_per_second"].where(alone, whole_speed(rows))
     rows["total"] = rows["total_s"] / rows["new_tokens"].where(rows["new_tokens"] > 0)
     figures = ["tokens_per_second", "tokens", "seconds", "total", "token_ids", "text"]
-    pairs = _with_baseline(rows, figures, _KEY)
+    pairs = with_baseline(rows, figures, _KEY)
     pairs["ratio"] = pairs["tokens_per_second"] / pairs["base_tokens_per_second"]
     pairs["ratio_total"] = pairs["base_total"] / pairs["total"]
     meant = (pairs["temperature"] == 0) & ~pairs["kind"].isin(OTHER_ANSWERS) & same_prompts
@@ -58,7 +58,7 @@ def paired_groups(results: Results) -> pd.DataFrame:
     groups = results.groups[["config", "baseline", *keys, "new_tokens", "throughput"]]
     groups = groups.rename(columns={"new_tokens": "tokens"})
     groups["seconds"] = groups["tokens"] / groups["throughput"]
-    pairs = _with_baseline(groups, ["tokens", "seconds", "throughput"], keys)
+    pairs = with_baseline(groups, ["tokens", "seconds", "throughput"], keys)
     pairs["ratio"] = pairs["throughput"] / pairs["base_throughput"]
     return pairs.rename(columns={"group": "prompt"})
 
@@ -68,7 +68,7 @@ def whole_speed(rows: pd.DataFrame) -> pd.Series[float]:
     return rows["new_tokens"] / rows["total_s"].where(rows["total_s"] > 0)
 
 
-def _with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
+def with_baseline(rows: pd.DataFrame, figures: list[str], keys: list[str]) -> pd.DataFrame:
     """Return the rows that are not baselines, with the values of their baselines in columns ``base_<figure>``."""
     renamed = {"config": "baseline", **{name: f"base_{name}" for name in figures}}
     base = rows[["config", *keys, *figures]].rename(columns=renamed)

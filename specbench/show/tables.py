@@ -12,6 +12,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
+from specbench.results.goodput import Service, ServiceRow
 from specbench.results.heads import PLACES, HeadRow, TrainingRow
 from specbench.results.reference import ReferenceRow
 from specbench.results.requests import PERCENTILES, RequestRow
@@ -331,6 +332,20 @@ _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
     *map(_accepted_at, range(1, PLACES + 1)),
 ]
 
+_SERVICE_COLUMNS: list[_Column[ServiceRow]] = [
+    _name("configuration", lambda row: row.config.label),
+    _number("requests", 3, lambda row: row.requests, _count),
+    _ratio("requests/s", 2, lambda row: row.rate),
+]
+_GOODPUT_COLUMNS: list[_Column[ServiceRow]] = [
+    _number("within", 1, lambda row: row.within, _percent),
+    _ratio("goodput", 0, lambda row: row.goodput),
+    _ratio("goodput ×", 0, lambda row: row.goodput_ratio),
+]
+_COST_COLUMNS: list[_Column[ServiceRow]] = [
+    _ratio("cost/M", 0, lambda row: row.cost),
+    _ratio("cost ×", 0, lambda row: row.cost_ratio),
+]
 _REFERENCE_COLUMNS: list[_Column[ReferenceRow]] = [
     _name("published", lambda row: f"{row.published.target}, {row.published.drafter}"),
     _number("γ", 2, lambda row: row.published.gamma or math.nan, _count),
@@ -495,6 +510,24 @@ def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
         if row.best
     ]
     return _sheet(rows, _TRAINING_COLUMNS, said)
+
+
+def service_sheet(rows: Sequence[ServiceRow], service: Service, over: str) -> Sheet:
+    """Return a table of goodput and cost; ``over``: name of the baseline."""
+    columns, said = [*_SERVICE_COLUMNS], list[str]()
+    if service.limits:
+        columns += _GOODPUT_COLUMNS
+        limits = ", ".join(f"{name} {1000 * value:g} ms" for name, value in service.limits.items())
+        said.append(
+            f"Goodput: requests per second within {limits}, and how many times that of {over} they are."
+        )
+    if service.price_per_hour is not None:
+        columns += _COST_COLUMNS
+        price = f"{service.price_per_hour:g} per hour"
+        said.append(
+            f"Cost of a million tokens of answers at {price}, and how many times that of {over} it is."
+        )
+    return _sheet(rows, columns, [*said, "Intervals are over groups of requests, or prompts decoded alone."])
 
 
 def reference_sheet(rows: Sequence[ReferenceRow], published: int) -> Sheet:

@@ -241,7 +241,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     def count_tokens(self, prompt: Prompt) -> int:
         if self._tokenizer is None:
             raise UsageError(
-                "--context needs the tokenizer of the servers' model.", "Add --target MODEL, which names it."
+                "--context and --trace need the tokenizer of the servers' model.",
+                "Add --target MODEL, which names it.",
             )
         from specbench.generate import encode_messages, encode_prompt
 
@@ -331,7 +332,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
         mark = _mark(config, request, "each")
-        settings = self._settings(server, config.condition.temperature, decoding, request.seed, mark)
+        limited = request.limited(decoding)
+        settings = self._settings(server, config.condition.temperature, limited, request.seed, mark)
         return await self._ask(server, self._salted(config, request), settings)
 
     async def _ask(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specbench.base.files import file_errors, refuse_link, write_text
+from specbench.results.goodput import Service
 from specbench.results.reference import Reference
 from specbench.results.results import load_results
 from specbench.show.document import to_markdown
@@ -16,14 +17,17 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    folder: Path, out: Path | None = None, published: Sequence[Reference] = ()
+    folder: Path,
+    out: Path | None = None,
+    published: Sequence[Reference] = (),
+    service: Service | None = None,
 ) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
-        published: See ``make_report``.
+        published, service: See ``make_report``.
 
     Returns:
         The report, and the paths of ``report.html`` and ``report.md``.
@@ -37,7 +41,7 @@ def write_report(
     with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        report = make_report(results, folder.resolve().name, out / "plots", published)
+        report = make_report(results, folder.resolve().name, out / "plots", published, service)
         texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)

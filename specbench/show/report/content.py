@@ -17,6 +17,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
+from specbench.results.goodput import Service, service_rows
 from specbench.results.heads import head_rows, training_rows
 from specbench.results.reference import Reference, reference_rows
 from specbench.results.requests import request_rows
@@ -51,7 +52,13 @@ class Report:
     parts: list[Part]
 
 
-def make_report(results: Results, name: str, plots: Path, published: Sequence[Reference] = ()) -> Report:
+def make_report(
+    results: Results,
+    name: str,
+    plots: Path,
+    published: Sequence[Reference] = (),
+    service: Service | None = None,
+) -> Report:
     """Return a report about one run.
 
     Args:
@@ -59,6 +66,7 @@ def make_report(results: Results, name: str, plots: Path, published: Sequence[Re
         name: Name of the run.
         plots: An existing folder for the figures of the Markdown file.
         published: Accepted lengths to set beside those of the run.
+        service: What its requests have to keep to, and what it costs.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
@@ -72,6 +80,9 @@ def make_report(results: Results, name: str, plots: Path, published: Sequence[Re
     figures, missing = _figures(results, plots)
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results, summary)),
+        "Goodput and cost": Sheet([], [], [])
+        if service is None
+        else tables.service_sheet(service_rows(results, service), service, summary.over),
         "Thinking and answer": tables.part_sheet(part_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
@@ -197,6 +208,7 @@ def _method(results: Results) -> list[tuple[str, str]]:
         "Side by side": f"Requests at a time: {batches}. Arrivals: {arrivals}. closed:N is a closed loop of N clients,"
         " each of which sends its next request when the last is answered, until the last measured one has ended;"
         " poisson:RATE is that many per second at random times, the same for all, with idle time skipped."
+        " trace:NAME is a trace in windows, with prompts and answers as long as in it."
         if grouped
         else "",
         "Context": f"Lengths of prompts: {contexts} tokens, exactly. A passage of"
