@@ -409,7 +409,7 @@ def test_published_lengths_stand_beside_the_most_similar_measured_ones(tmp_path)
     published = references(
         tmp_path / "published.csv",
         "org/Big-4B,mtp,2.50,2,code,0,,specbench,a",  # exactly so
-        "Other-7B,mtp,3.1,3,maths,1,on,vllm,b",
+        "Other-7B,mtp,3.1,3,stories,1,on,vllm,b",
         "Big-4B,eagle3,2.2,,,,,,c",  # nothing is known but the target
         "Big-4B,mtp,4.4,8,,,,,d",  # no draft of this length
         "Other-7B,eagle3,3.3,2,,,,,e",  # neither target nor drafter
@@ -419,7 +419,7 @@ def test_published_lengths_stand_beside_the_most_similar_measured_ones(tmp_path)
     rows = reference_rows(results, summary, categories, published)
     assert [(row.published.source, row.config.gamma, row.prompts, row.differs) for row in rows] == [
         ("a", 2, "code", ()),
-        ("b", 3, "all", ("target Other-7B / Big-4B", "prompts maths / all", "temperature 1.0 / 0.0",
+        ("b", 3, "all", ("target Other-7B / Big-4B", "prompts stories / all", "temperature 1.0 / 0.0",
                          "engine vllm / specbench")),
         ("c", 2, "all", ("drafter eagle3 / Big-MTP",)),
     ]  # fmt: skip
