@@ -343,8 +343,13 @@ def write_tiny(
     tensors: Mapping[str, Any] | None = None,
     tokenizer: Mapping[str, Any] | None = None,
     seed: int = 0,
+    blocks: gguf.GGMLQuantizationType | None = None,
+    unpacked: bool = False,
 ) -> Path:
-    """A file of a family; ``keys`` and ``tensors`` replace its own, and leave out those that are ``None``."""
+    """A file of a family; ``keys`` and ``tensors`` replace its own, and leave out those that are ``None``.
+
+    With ``blocks``, matrices are stored in blocks of this kind, or with ``unpacked`` as the numbers of these.
+    """
     family = FAMILIES[architecture]
     shapes: dict[str, Any] = {"token_embd.weight": (SIZE, HIDDEN), **family.model}
     layers = range((keys or {}).get("block_count", family.keys.get("block_count", LAYERS)))
@@ -371,7 +376,13 @@ def write_tiny(
     for name, value in (WORDLESS if tokenizer is None else tokenizer).items():
         add(writer, f"tokenizer.{name}", value)
     for name, values in data.items():
-        if values is not None:
+        if values is not None and blocks and values.ndim > 1 and not values.shape[-1] % 32:
+            packed = gguf.quantize(values, blocks)
+            if unpacked:
+                writer.add_tensor(name, gguf.dequantize(packed, blocks))
+            else:
+                writer.add_tensor(name, packed, raw_dtype=blocks)
+        elif values is not None:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -114,6 +114,26 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     return model
 
 
+def in_groups(weight: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers up to ``most``, and scales of groups of 32 inputs, float16."""
+    outputs, inputs = weight.shape
+    groups = torch.nn.functional.pad(weight, (0, -inputs % 32)).view(outputs, -1, 32)
+    scales = (groups.abs().amax(-1) / most).half()
+    return (groups / scales[..., None].float()).round().to(torch.int8).flatten(1)[:, :inputs], scales
+
+
+def int8_by_groups(weight: torch.Tensor) -> native.Panels:
+    return native.Panels.from_int8(*in_groups(weight, 127))
+
+
+def int4_in_float16(weight: torch.Tensor) -> native.Panels:
+    codes, scales = in_groups(weight, 7)
+    return native.Panels.from_int4((codes + 8).view(torch.uint8), scales, -8 * scales)
+
+
+BY_GROUPS = {"int8 by groups": int8_by_groups, "int4 in float16": int4_in_float16}
+
+
 def rows_in_bytes(x: torch.Tensor) -> torch.Tensor:
     """Activations as they are after rounding, in float64."""
     steps = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
@@ -137,16 +157,21 @@ def test_products_are_those_of_the_rounded_weights(level):
         bytes_ = (weight / steps).round()
         panels = native.Panels.from_int8(bytes_.to(torch.int8), steps[:, 0])
         assert relative(panels.product(x), rows_in_bytes(x) @ (bytes_ * steps).double().T) < 1e-4
-        panels = native.Panels.quantize_int4(weight)
-        rounded = panels.product(torch.eye(inputs)).T
-        assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
+        for form in (native.Panels.quantize_int4, *BY_GROUPS.values()):
+            panels = form(weight)
+            rounded = panels.product(torch.eye(inputs)).T
+            assert relative(rounded, weight) < 0.2
+            assert relative(panels.product(x), rows_in_bytes(x) @ rounded.double().T) < 1e-4
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", *DTYPES], ids=str)
+@pytest.mark.parametrize("form", ["int8", "int4", *BY_GROUPS, *DTYPES], ids=str)
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(form, level):
     weight = torch.randn(190, 1100, generator=torch.Generator().manual_seed(0))
     x = torch.randn(300, 1100, generator=torch.Generator().manual_seed(1))
-    product = LAYERS[form](weight, None) if form in LAYERS else numbers(weight.to(form)).product
+    if form in LAYERS:
+        product = LAYERS[form](weight, None)
+    else:
+        product = (BY_GROUPS[form](weight) if form in BY_GROUPS else numbers(weight.to(form))).product
     one_by_one = torch.cat([product(row) for row in x.split(1)])
     for width in (*range(2, 44), 300):
         assert torch.equal(product(x[:width]), one_by_one[:width])

@@ -21,9 +21,9 @@ from specbench.generate import speculative_generate
 from specbench.models import stored_layers
 from specbench.models.load import load_model
 from specbench.models.quantized import stored_weights
-from specbench.models.stored_layers import Grid, StoredWeight
+from specbench.models.stored_layers import Grid, StoredWeight, packed_as_told
 from specbench.models.target import load_target, prepare_target
-from specbench.options import LoadOptions
+from specbench.options import LoadOptions, QuantizedName
 
 FILE = Path(__file__).with_name("quantized.safetensors")
 with safe_open(FILE, "pt") as packed:
@@ -80,25 +80,34 @@ def grid_of(folder: Path, form: str) -> Grid:
     return grid
 
 
-EXACT = {
-    "int8": {"compressed-tensors W8A8", "bitsandbytes int8", "torchao int8"},
+EXACT: dict[QuantizedName, set[str]] = {
+    "int8": {
+        *(
+            "compressed-tensors W8A8",
+            "bitsandbytes int8",
+            "torchao int8",
+            "awq",
+            "gptq 3 bits",
+            "gptq 4 bits",
+        ),
+        *("compressed-tensors W3A16", "compressed-tensors W4A16", "compressed-tensors W4A16_ASYM"),
+        "torchao int4 in bytes",
+    },
     "int4": {"compressed-tensors W4A16", "compressed-tensors W3A16", "torchao int4 in bytes"},
 }
 
 
+@pytest.mark.skipif(not native.is_available(), reason="no native products")
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "mxfp4"])
 def test_layers_that_can_take_the_numbers_of_the_checkpoint_do(tmp_path, form):
     grid = grid_of(tmp_path, form)
-    numbers, eight, four = grid.unpack(torch.float32), grid.int8(), grid.int4()
-    assert (eight is not None) == (form in EXACT["int8"])
-    assert (four is not None) == (form in EXACT["int4"])
-    if eight is not None:
-        assert torch.equal(eight[0] * eight[1][:, None], numbers)
-    if four is not None:
-        codes, scale, least = (each.float() for each in four)
-        assert torch.equal(
-            (codes.view(*scale.shape, 32) * scale[..., None] + least[..., None]).flatten(1), numbers
-        )
+    numbers = grid.unpack(torch.float32)
+    for kind, forms in EXACT.items():
+        packed = packed_as_told([grid], kind)
+        assert (packed is not None) == (form in forms)
+        if packed is not None:
+            assert isinstance(packed, Panels)
+            assert torch.allclose(packed.product(torch.eye(grid.columns)).T, numbers, rtol=1e-6, atol=0)
 
 
 @pytest.mark.skipif(not native.is_available(), reason="no native products")
@@ -170,19 +179,19 @@ def pack_like_gptq(folder: Path) -> None:
         if not key.endswith("proj.weight"):
             kept[key] = tensor
             continue
-        rows = len(tensor)
-        scales = tensor.float().abs().amax(1) / 7
-        codes = (tensor.float() / scales[:, None]).round().long() + 8
+        rows, columns = tensor.shape
+        scales = tensor.float().view(rows, 2, -1).abs().amax(2) / 7
+        codes = (tensor.float() / scales.repeat_interleave(columns // 2, 1)).round().long() + 8
         shifts = 4 * torch.arange(8)
         words = (codes.t().reshape(-1, 8, rows) << shifts[:, None]).sum(1)
-        zeros = torch.full((1, rows // 8), 0x77777777)
+        zeros = torch.full((2, rows // 8), 0x77777777)
         kept |= {
             f"{layer}.qweight": words.int(),
             f"{layer}.qzeros": zeros.int(),
-            f"{layer}.scales": scales[None],
+            f"{layer}.scales": scales.t().contiguous(),
         }
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": -1})
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 @pytest.fixture(scope="module")

@@ -275,6 +275,8 @@ def _transform_model(
             )
         trim_head(model, torch.tensor(rows, device=model.device))
         language_model.head_rows = rows
+        if language_model.stored is not None:
+            language_model.stored.drop("lm_head")
     if rounded is None:
         pack_kept(language_model, progress)
         return language_model.dtype

@@ -21,6 +21,7 @@ from specbench.base.files import file_errors
 from specbench.base.progress import Progress, announce, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
+from specbench.models.gguf_blocks import keep_places
 from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer
 
@@ -218,6 +219,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             if hasattr(model.config, trace):
                 delattr(model.config, trace)
         model.config.name_or_path = tokenizer.name_or_path = name
+        keep_places(gguf, header.tensors.values(), model, folder)
         announce(progress, f"writing the copy of {name}")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

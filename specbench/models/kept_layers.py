@@ -92,7 +92,9 @@ def kept_layers(
         yield None
         return
     parent = cache_folder() / LAYERS_FOLDER
-    place, content = _names(model, files, f"{kind} in {'panels' if panels else 'rows'}")
+    in_groups = kind == "int8" and model.stored is not None and model.stored.by_groups
+    form = "rows" if not panels else "groups" if in_groups else "panels"
+    place, content = _names(model, files, f"{kind} in {form}")
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
     announce(progress, f"reading the {kind} layers of {model.name}")

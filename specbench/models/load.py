@@ -43,6 +43,7 @@ from specbench.models.checkpoints import (
 )
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
+from specbench.models.gguf_blocks import stored_blocks
 from specbench.models.hub import HubModel
 from specbench.models.quantized import (
     note_on_quantization,
@@ -160,6 +161,7 @@ def load_model(
     spec, adapter = with_base(named)
     load = partial(
         _load_folder,
+        gguf=Path(spec.source) if spec.kind == "gguf" else None,
         name=spec.name,
         adapter=adapter,
         options=options,
@@ -284,6 +286,7 @@ def _load_folder(
     folder: Path,
     hub: HubModel | None,
     *,
+    gguf: Path | None,
     name: str,
     adapter: Adapter | None,
     options: LoadOptions,
@@ -295,6 +298,7 @@ def _load_folder(
     """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well).
 
     Args:
+        gguf: The file that it was converted from.
         adapter: Will be merged into it; the tokenizer is the adapter's if it has one.
     """
     words = adapter.folder if adapter and has_tokenizer(adapter.folder) else None
@@ -330,13 +334,15 @@ def _load_folder(
     layers = StoredLayers.of(model, weights, packed) if packed is not None and packs else None
     if packs and layers is None:
         model, _ = read(packs=False)
+    if packed is not None and gguf is not None and adapter is None and placement is None:
+        layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
     if settings := quantization_of(config, name):
         give_back_free_memory()
         into = dtype_name(dtype) if layers is None else f"{packed} layers"
         loaded.notes.append(note_on_quantization(settings, name, into))
-        loaded.stored = layers
+    loaded.stored = layers
     loaded.folder, loaded.words = folder, words or folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()

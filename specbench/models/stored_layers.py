@@ -72,37 +72,32 @@ class Grid:
         self.fill(made[last:], last)
         return made
 
-    def int8(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weight as int8 layers take it, see ``Int8Weight``; ``None`` if rows have more than a scale."""
-        if self.scales.shape[1] > 1:
-            return None
-        codes, zeros = self.codes(slice(0, len(self.scales))), torch.as_tensor(self.zeros)
-        if codes.dtype == torch.uint8:
-            codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
-        if codes.dtype != torch.int8 or zeros.any():
-            return None
-        return codes, self.scales[:, 0].contiguous()
-
-    def int4(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the weight as int4 layers take it, see ``Panels.from_int4``; ``None`` if its scales are not of
-        bfloat16, or it is told otherwise.
+    def int8(self) -> tuple[Tensor, ...] | None:
+        """Return whole numbers in int8 and their scales, [rows, 1 or groups of 32 columns], float32; ``None`` if the
+        weight is told otherwise.
         """
-        rows, groups = self.scales.shape
-        codes, zeros = self.codes(slice(0, rows)), torch.as_tensor(self.zeros)
-        if self.columns % (32 * groups) or self.groups is not None or codes.is_floating_point():
+        whole = self._whole(slice(0, len(self.scales)))
+        codes = whole.to(torch.int8)
+        scales = self.scales if self.scales.shape[1] == 1 else self._by_32(self.scales)
+        return None if scales is None or not whole.equal(codes.float()) else (codes, scales)
+
+    def int4(self) -> tuple[Tensor, ...] | None:
+        """Return codes from 0 to 15, and scales and least numbers of groups of 32 columns, float32; ``None`` if the
+        weight is told otherwise.
+        """
+        codes, zeros = self.codes(slice(0, len(self.scales))), torch.as_tensor(self.zeros)
+        scales = self._by_32(self.scales)
+        least = self._by_32(-zeros.float() * self.scales)
+        if scales is None or least is None or codes.is_floating_point():
             return None
         if codes.dtype == torch.int8:
-            codes, zeros = codes + 8, zeros + 8
-        lines = [self.scales, -zeros.float() * self.scales]
-        if (
-            codes.min() < 0
-            or codes.max() > 15
-            or any(not each.equal(each.bfloat16().float()) for each in lines)
-        ):
-            return None
-        count = self.columns // groups // 32
-        scales, least = (each.bfloat16().repeat_interleave(count, 1) for each in lines)
-        return codes.view(torch.uint8), scales, least
+            codes, least = codes + 8, least - 8 * scales
+        return None if codes.min() < 0 or codes.max() > 15 else (codes.view(torch.uint8), scales, least)
+
+    def _by_32(self, values: Tensor) -> Tensor | None:
+        """Give groups of 32 columns what theirs have; ``None`` if groups are others."""
+        count, left = divmod(self.columns, 32 * values.shape[1])
+        return None if left or self.groups is not None else values.repeat_interleave(count, 1)
 
     def fill(self, part: Tensor, begin: int = 0) -> None:
         """Unpack rows into a part of the weight, from row number ``begin`` on."""
@@ -110,12 +105,14 @@ class Grid:
         for first in range(0, len(part), step):
             last = min(first + step, len(part))
             chunk = slice(begin + first, begin + last)
-            numbers = self.codes(chunk).float()
-            if isinstance(self.zeros, Tensor):
-                numbers = numbers - self._spread(self.zeros[chunk].float())
-            elif self.zeros:
-                numbers = numbers - self.zeros
-            part[first:last] = numbers * self._spread(self.scales[chunk])
+            part[first:last] = self._whole(chunk) * self._spread(self.scales[chunk])
+
+    def _whole(self, chunk: slice) -> Tensor:
+        """Return rows without their scales, float32."""
+        numbers = self.codes(chunk).float()
+        if isinstance(self.zeros, Tensor):
+            return numbers - self._spread(self.zeros[chunk].float())
+        return numbers - self.zeros if self.zeros else numbers
 
     def _spread(self, values: Tensor) -> Tensor:
         """Give each column the value of its group."""
@@ -144,8 +141,33 @@ class StoredWeight:
 
     def fill(self) -> None:
         """Unpack what was read as an outline."""
-        assert self.outline is not None
-        self.outline.copy_(self.grid().unpack(self._dtype))
+        if self._packs and self.outline is not None:
+            self.outline.copy_(self.grid().unpack(self._dtype))
+
+
+def packed_as_told(
+    grids: Sequence[Grid], kind: QuantizedName, *, by_groups: bool = True
+) -> QuantizedWeight | None:
+    """Return a weight with the numbers of these grids, one below the other; ``None`` if they do not fit.
+
+    Args:
+        by_groups: Whether int8 layers may have a scale for each group, which takes longer than one for each row.
+    """
+    told = [grid.int4() if kind == "int4" else grid.int8() for grid in grids]
+    known = [parts for parts in told if parts is not None]
+    if len(known) < len(grids) or len({parts[1].shape[1] for parts in known}) > 1:
+        return None
+    codes, *lines = [torch.cat(each) for each in zip(*known, strict=True)]
+    if kind == "int8" and lines[0].shape[1] == 1:
+        scales = lines[0][:, 0].contiguous()
+        return Panels.from_int8(codes, scales) if native.is_available() else Int8Weight(codes, scales)
+    if not native.is_available() or (kind == "int8" and not by_groups):
+        return None
+    for dtype in (torch.bfloat16, torch.float16) if kind == "int4" else (torch.float16,):
+        short = [each.to(dtype) for each in lines]
+        if all(each.equal(line.float()) for each, line in zip(lines, short, strict=True)):
+            return Panels.from_int4(codes, *short) if kind == "int4" else Panels.from_int8(codes, *short)
+    return None
 
 
 class StoredLayers:
@@ -154,17 +176,19 @@ class StoredLayers:
     Where a layer can take the numbers of the checkpoint as they are, it does; others are rounded from float32.
 
     Args:
-        layers: The weights by the layers' names; each layer has only an outline of it.
+        layers: The weights by the layers' names; each layer has an outline of it, or all of it.
 
     Attributes:
         inner: The store of packed layers that is asked first, and is given what is packed.
-        exact: Whether all that was packed has the numbers of the checkpoint; ``None`` if nothing was.
+        by_groups: See ``packed_as_told``.
+        exact, rounded: How many layers were packed with the numbers of the checkpoint, and how many with others.
     """
 
     def __init__(self, layers: dict[str, StoredWeight], kind: QuantizedName) -> None:
         self._layers, self._kind = layers, kind
         self.inner: KeptLayers | None = None
-        self.exact: bool | None = None
+        self.by_groups = False
+        self.exact = self.rounded = 0
 
     @classmethod
     def of(cls, model: nn.Module, weights: Iterable[Any], kind: QuantizedName) -> StoredLayers | None:
@@ -192,30 +216,41 @@ class StoredLayers:
         shapes = [weight.outline.shape for weight in told if weight.outline is not None]
         rows = [shape[0] for shape in shapes]
         found = None if self.inner is None else self.inner.find(place)
-        if not told or (found and is_usable(found, self._kind, (sum(rows), shapes[0][1]), rows)):
+        if found and (not told or is_usable(found, self._kind, (sum(rows), shapes[0][1]), rows)):
             return found
-        if len(told) < len(weights) or (self._kind == "int4" and not native.is_available()):
+        made, grids = None, [weight.grid() for weight in told]
+        if told and len(told) == len(weights):
+            made = packed_as_told(grids, self._kind, by_groups=self.by_groups)
+        self.exact, self.rounded = self.exact + (made is not None), self.rounded + (made is None)
+        if made is None and (
+            len(told) < len(weights) or (self._kind == "int4" and not native.is_available())
+        ):
             for weight in told:
                 weight.fill()
             return None
-        made = self._packed([weight.grid() for weight in told], rows)
+        made = made or self._round(grids, rows)
         self.save(place, made)
         return made
 
-    def _packed(self, grids: Sequence[Grid], rows: Sequence[int]) -> QuantizedWeight:
-        told = [grid.int4() if self._kind == "int4" else grid.int8() for grid in grids]
-        known = [parts for parts in told if parts is not None]
-        if len(known) < len(grids):
-            self.exact = False
-            whole = torch.empty(sum(rows), grids[0].columns)
-            for grid, part in zip(grids, whole.split([*rows]), strict=True):
-                grid.fill(part)
-            return Panels.quantize_int4(whole) if self._kind == "int4" else int8_weight(whole)
-        self.exact = self.exact is not False
-        joined = [torch.cat(each) for each in zip(*known, strict=True)]
-        if self._kind == "int4":
-            return Panels.from_int4(*joined)
-        return Panels.from_int8(*joined) if native.is_available() else Int8Weight(*joined)
+    def _round(self, grids: Sequence[Grid], rows: Sequence[int]) -> QuantizedWeight:
+        whole = torch.empty(sum(rows), grids[0].columns)
+        for grid, part in zip(grids, whole.split([*rows]), strict=True):
+            grid.fill(part)
+        return Panels.quantize_int4(whole) if self._kind == "int4" else int8_weight(whole)
+
+    @property
+    def note(self) -> str | None:
+        """A sentence for the user on what was packed."""
+        if not self.exact + self.rounded:
+            return None
+        if not self.rounded:
+            return f"Its {self._kind} layers have the numbers of the checkpoint."
+        some = f"{self.exact} of its {self.exact + self.rounded}" if self.exact else "None of its"
+        return f"{some} {self._kind} layers have the numbers of the checkpoint: others were rounded."
+
+    def drop(self, path: str) -> None:
+        """Forget a layer that was changed since it was loaded."""
+        self._layers.pop(path, None)
 
     def discard(self) -> None:
         if self.inner is not None:

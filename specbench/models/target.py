@@ -166,6 +166,8 @@ def prepare_target(
         fold_attention(model)
     make_cache(cache, model.config)  # can refuse, before the layers change
     if language_model.quantize is not None:
+        if language_model.stored is not None:
+            language_model.stored.by_groups = True
         quantize(language_model, language_model.quantize, progress=progress)
     elif pack:
         pack_kept(language_model, progress)
@@ -197,5 +199,5 @@ def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: P
         quantize_linears(language_model.model, dtype, stored)
         stored.finish()
         language_model.stored = None
-        if stored.exact:
-            language_model.notes.append(f"Its {dtype} layers have the numbers of the checkpoint.")
+        if stored.note:
+            language_model.notes.append(stored.note)
