@@ -172,6 +172,23 @@ def test_servers_replay_a_trace(sweep, cli, models, tmp_path):
     assert "Goodput and cost" not in (cli("report", "run"), (tmp_path / "run" / "report.md").read_text())[1]
 
 
+def test_models_replay_a_trace(sweep, models, tmp_path):
+    write_trace(tmp_path / "m.jsonl", MOONCAKE)
+    asked = ["--target", models / "target", "--dtype", "float32", "--drafter", "lookup", "--gamma", 2]
+    asked += ["--draft-policy", "fixed", "--trace", "m.jsonl", "--out", "run", "--ignore-eos"]
+    sweep(*asked).refused(2, "needs a batch")
+    done = sweep(*asked, "--batch", 2, "--slo", "e2el=9s")
+    assert done.code == 0, done.err
+    lines = [each for each in read_lines(Path("run")) if not each["warmup"]]
+    assert len(lines) == 2
+    for line in lines:
+        assert [each["new_tokens"] for each in line["requests"]] == [5, 2, 3], line["error"]
+        assert [each["arrived_s"] for each in line["requests"]] == [0.0, 0.0, pytest.approx(3.053)]
+        assert line["requests"][0]["prompt_tokens"] == 30
+    (summary,) = [each for each in summarize(load_results("run")).rows if not each.is_baseline]
+    assert summary.identical_share == 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

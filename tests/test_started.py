@@ -30,7 +30,8 @@ from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
-from specbench.cli.started import engine_configs, engine_drafters, started_engine
+from specbench.cli.started import EngineServers, engine_configs, engine_drafters, started_engine
+from specbench.cli.sweep_options import EngineOptions, ServerOptions
 from specbench.export.start import SCHEDULE, EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer
@@ -38,6 +39,7 @@ from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
+from specbench.specs.servers import parse_engine
 from specbench.tune.engine_answer import Range, schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 
@@ -449,6 +451,27 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
     assert '"3": {"candidate_steps": [1]}' in needs[-1]
 
 
+def test_a_schedule_is_a_server_with_its_files(tmp_path):
+    ranges = [(1, 2, 4), (3, 8, 0)]
+    speculative = {"--speculative-config": {"num_speculative_tokens": 4}}
+    for name, options, expected in (
+        ("vllm", speculative, '"num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 8, 0]]'),
+        (
+            "sglang",
+            {"--speculative-algorithm": "EAGLE3"},
+            f"--speculative-adaptive-config {tmp_path}/adaptive.json",
+        ),
+        ("llama.cpp", {}, ""),
+    ):
+        started = parse_engine(name), started_engine(name), "m", TARGET, [], []
+        servers = EngineServers(*started, EngineOptions(), ServerOptions(), [], DecodingOptions(), 0.0)
+        command = servers.scheduled(tmp_path, EngineSetting("x@4", "x", 4, options), ranges)
+        assert (command is None) == (name == "llama.cpp")
+        assert command is None or expected in " ".join(command(8000))
+    steps = json.loads((tmp_path / "adaptive.json").read_text())
+    assert steps == {"1": {"candidate_steps": [4]}, "3": {"candidate_steps": [1]}}
+
+
 @pytest.mark.parametrize("wrong", [0, 8])
 def test_the_schedule_is_run_under_the_load_that_asked_for_it(tmp_path, wrong):
     """Once it drafts as long as it says, and once more than that."""
@@ -460,13 +483,14 @@ def test_the_schedule_is_run_under_the_load_that_asked_for_it(tmp_path, wrong):
     assert (race.over_plain.basis, race.over_single.basis) == ("prompts", "prompts")
     said = " ".join(race.lines())
     if wrong:
-        assert race.instead == f"org/small@{race.single}"
-        assert f"It loses to {race.instead}" in said
+        assert race.instead is not None
+        assert race.instead.name == f"org/small@{race.single}"
+        assert f"It is not faster than {race.instead.name}" in said
         assert race.over_single.value < 1
     else:
         assert race.instead is None
         assert min(race.over_plain.value, race.over_single.value) > 1
-        assert "loses" not in said
+        assert "not faster" not in said
     lines = (tmp_path / "run" / "generations.jsonl").read_bytes()
     again, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), **more)
     assert again.schedule == race

@@ -130,13 +130,13 @@ class _EngineJob(TuneJob):
         summary = summarize(load_results(self.folder))
         table = to_markdown(tables.summary_sheet(summary))
         planned, raced = self._planned, search.schedule
-        chosen, batches = answer.winner.id, search.batches
+        chosen, batches = self.settings[answer.winner.id], search.batches
         if raced is not None and raced.instead is not None:
             chosen, batches = raced.instead, {}
         command, needs = start_command(
             planned.engine,
             planned.target,
-            self.settings[chosen],
+            chosen,
             batches,
             planned.arguments,
             planned.options.engine_command,
@@ -157,7 +157,7 @@ class _EngineJob(TuneJob):
                         "ranges": raced.ranges,
                         "over_plain": to_dict(raced.over_plain),
                         "over_single": to_dict(raced.over_single),
-                        "instead": raced.instead,
+                        "instead": raced.instead and raced.instead.name,
                     },
                     "results": str(self.folder),
                 }

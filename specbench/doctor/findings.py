@@ -16,7 +16,7 @@ from specbench.doctor.probes import TEMPERATURE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specbench.bench.engines.client import SpeculationCounters, StreamedAnswer, TokenCount
+    from specbench.bench.engines.client import StreamedAnswer, TokenCount
     from specbench.doctor.probes import Observations
 
 Status = Literal["ok", "note", "problem"]
@@ -116,15 +116,10 @@ class Examined:
     @cached_property
     def by_position(self) -> tuple[int, tuple[int, ...]] | None:
         """Steps that drafted, and accepted tokens by position, of the counters or of the answers."""
-        return self.places(self.seen.answers, self.seen.counted)
-
-    def places(
-        self, answers: Sequence[StreamedAnswer], counted: SpeculationCounters | None
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """Return steps that drafted, and accepted tokens by position."""
+        counted = self.seen.counted
         if counted is not None and counted.accepted_at and counted.drafts:
             return counted.drafts, counted.accepted_at
-        each = [answer.speculation for answer in answers]
+        each = [answer.speculation for answer in self.seen.answers]
         known = [one for one in each if one is not None]
         if not known or len(known) < len(each):
             return None
@@ -235,24 +230,16 @@ def _temperature(e: Examined) -> Iterator[Finding]:
     if not (e.drafted and e.accepted and drafted):
         return
     greedy, sampled = e.accepted / e.drafted, accepted / drafted
+    rates = f"{100 * sampled:.0f}% of draft tokens are accepted at temperature {TEMPERATURE:g}"
+    rates += f", {100 * greedy:.0f}% at 0."
     if sampled >= _COLLAPSED * greedy or min(drafted, e.drafted) < _TELLING:
-        text = f"{100 * sampled:.0f}% of draft tokens are accepted at temperature {TEMPERATURE:g}"
-        yield Finding("temperature", "ok", f"{text}, {100 * greedy:.0f}% at 0.")
+        yield Finding("temperature", "ok", rates)
         return
-    text = f"Acceptance collapses at temperature {TEMPERATURE:g}: {100 * sampled:.0f}% of draft tokens"
-    text += f" are accepted, {100 * greedy:.0f}% at 0"
-    before, after = e.by_position, e.places(e.seen.sampled, e.seen.sampled_counted)
-    if before and after:
-        rates = [[kept / drafts for kept in each] for drafts, each in (before, after)]
-        lost = (new < _COLLAPSED * old for old, new in zip(*rates, strict=False))
-        text += f"; from position {[*lost, True].index(True) + 1} on"
-    yield Finding(
-        "temperature",
-        "problem",
-        f"{text}.",
-        "The engine may compare its drafts with sampled tokens in place of rejection sampling, or draft without the"
-        " sampling options: update it, or switch speculation off for sampled requests.",
+    remedy = (
+        "The engine may compare drafts with sampled tokens in place of rejection sampling, or draft without the"
+        " sampling options: update it, or switch speculation off for sampled requests."
     )
+    yield Finding("temperature", "problem", f"Acceptance collapses: {rates}", remedy)
 
 
 def _thinking(e: Examined) -> Iterator[Finding]:

@@ -28,14 +28,14 @@ class ScheduleRace:
         ranges: The draft lengths.
         single: Draft length of the best single setting; 0 for plain decoding.
         over_plain, over_single: Throughput over that of plain decoding and of the single setting, over all batch sizes.
-        instead: Id of the setting that is faster; ``None`` if none is.
+        instead: The setting that is faster; ``None`` if none is.
     """
 
     ranges: Sequence[Range]
     single: int
     over_plain: Estimate
     over_single: Estimate
-    instead: str | None
+    instead: EngineSetting | None
 
     def lines(self) -> Iterator[str]:
         """Yield sentences on how it ended."""
@@ -51,7 +51,7 @@ class ScheduleRace:
             f" of plain decoding{alone}."
         )
         if self.instead is not None:
-            yield f"It loses to {self.instead}, which is the answer for this load."
+            yield f"It is not faster than {self.instead.name}, which is the answer for this load."
 
 
 def best_single(batches: Mapping[int, Mapping[int, float]]) -> int:

@@ -203,23 +203,19 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
 
         The draft lengths are the winner's, half of it and 1: the best length does not grow with the batch.
         """
-        lengths = dict.fromkeys((winner.gamma, max(1, winner.gamma // 2), 1))
-        of_family = {
-            each.gamma: name for name, each in self._settings.items() if each.family == winner.family
-        }
-        names = {0: self._plain, **{gamma: of_family[gamma] for gamma in lengths if gamma in of_family}}
+        of_family, lengths = self._by_length(winner), (0, winner.gamma, max(1, winner.gamma // 2), 1)
+        servers = {gamma: of_family[gamma].name for gamma in dict.fromkeys(lengths) if gamma in of_family}
         # Once the schedule that follows from them has been raced, they are what they are.
-        known = self._has_schedule
-        until = -math.inf if known else self._until - _SCHEDULING * self._seconds
+        until = -math.inf if self._has_schedule else self._until - _SCHEDULING * self._seconds
         found: dict[int, dict[int, float]] = {}
         for batch in self._sweep.options.batches:
-            configs = {gamma: self._at(self._settings[name].name, batch) for gamma, name in names.items()}
+            configs = {gamma: self._at(server, batch) for gamma, server in servers.items()}
             logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
             for repeat, group in enumerate(self._groups_of(batch)[:_GROUPS]):
                 began = self._clock.now()
                 for gamma, speed in self._log_speeds(configs, group, repeat, until).items():
                     logs[gamma].append(speed)
-                if not known and self._clock.now() + (self._clock.now() - began) > until:
+                if not self._has_schedule and self._clock.now() + (self._clock.now() - began) > until:
                     break
             if not logs[0]:
                 break
@@ -238,18 +234,14 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         if command is None:
             return None
         self._engine.add(SCHEDULE, command)
-        single = best_single(self.batches)
-        choices = {0: self._plain} | {
-            each.gamma: name for name, each in self._settings.items() if each.family == winner.family
-        }
-        plain, alone = (self._settings[name].name for name in (self._plain, choices[single]))
+        single, of_family = best_single(self.batches), self._by_length(winner)
+        plain, alone = (of_family[gamma].name for gamma in (0, single))
         servers = dict.fromkeys((plain, alone, SCHEDULE))
         groups = {batch: self._groups_of(batch) for batch in self.batches}
         logs: dict[str, list[float]] = {name: [] for name in servers}
         start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
-        for number in range(
-            _ROUNDS if self._has_schedule or self._clock.now() + start_s < self._until else 0
-        ):
+        in_time = self._has_schedule or self._clock.now() + start_s < self._until
+        for number in range(_ROUNDS if in_time else 0):
             means = dict.fromkeys(servers, 0.0)
             for batch, each in groups.items():
                 configs = {name: self._at(name, batch) for name in servers}
@@ -266,10 +258,15 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
             stats.geometric_mean(np.exp(np.subtract(logs[SCHEDULE], logs[name])), units, range(len(units)))
             for name in (plain, alone)
         )
-        faster: dict[str | None, float] = {None: over_plain.value, self._plain: 1.0}
-        faster[choices[single]] = over_plain.value / over_single.value
-        instead = max(faster, key=lambda each: faster[each])
+        speeds = {SCHEDULE: over_plain.value, plain: 1.0, alone: over_plain.value / over_single.value}
+        fastest = max(speeds, key=lambda name: speeds[name])
+        instead = next((each for each in (of_family[0], of_family[single]) if each.name == fastest), None)
         return ScheduleRace(ranges, single, over_plain, over_single, instead)
+
+    def _by_length(self, winner: EngineSetting) -> dict[int, EngineSetting]:
+        """Return plain decoding and the settings of the winner's family by draft length."""
+        family = (each for each in self._settings.values() if each.family == winner.family)
+        return {0: self._settings[self._plain], **{each.gamma: each for each in family}}
 
     @property
     def _has_schedule(self) -> bool:
