@@ -34,13 +34,15 @@ from specbench.specs.drafters import (
 from specbench.specs.models import ADAPTED, ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
-_GROUPS = {
+GROUPS = {
     "models": ModelOptions,
     "caching": CacheOptions,
     "decoding": DecodingOptions,
     "sampling": SamplingOptions,
     "template": TemplateOptions,
 }
+"""The groups of options of a recipe, by the names of its fields."""
+
 PLACE = "/path/to"
 """Folder of models and files in a stored recipe, which holds no paths."""
 
@@ -82,6 +84,11 @@ class Recipe:
             raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
         if not self.drafter.is_plain:
             self.policy.check(self.drafter)
+
+    def with_groups(self, *groups: Any) -> Recipe:
+        """Return the recipe with these groups of options in place of its own."""
+        names = {kind: name for name, kind in GROUPS.items()}
+        return replace(self, **{names[type(each)]: each for each in groups})
 
     def with_models(self, change: Callable[[ModelSpec], ModelSpec]) -> Recipe:
         """Return the recipe with the target, and each model of the drafter, replaced by ``change(model)``."""
@@ -132,7 +139,7 @@ class Recipe:
         elif self.policy is not None:
             found += ["--draft-policy", str(self.policy)]
         found += ["--target", self.target.argument]
-        return [*found, *(word for name in _GROUPS for word in arguments_of(getattr(self, name)))]
+        return [*found, *(word for name in GROUPS for word in arguments_of(getattr(self, name)))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as ``run.json`` stores it: paths and options at their defaults are left out."""
@@ -149,7 +156,7 @@ class Recipe:
             "drafter": str(with_models(self.drafter, numbered)),
             "drafter_models": [_model_json(model) for model in own],
             "draft_policy": None if self.policy is None else str(self.policy),
-            **{name: _changed(getattr(self, name)) for name in _GROUPS},
+            **{name: _changed(getattr(self, name)) for name in GROUPS},
         }
 
     @classmethod
@@ -178,7 +185,7 @@ class Recipe:
             target=_model_of(data["target"]),
             drafter=with_models(parse_drafter(data["drafter"]), restored),
             policy=None if data["draft_policy"] is None else parse_policy(data["draft_policy"]),
-            **{name: options_of(kind, data.get(name, {})) for name, kind in _GROUPS.items()},
+            **{name: options_of(kind, data.get(name, {})) for name, kind in GROUPS.items()},
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import left_out, recipes_of, requested_policies, row_recipe
+from specbench.cli.policy import left_out, recipes_of, requested_policies, row_recipe, with_cache
 from specbench.cli.progress import starting
 from specbench.options import (
     MODELS,
@@ -92,19 +92,12 @@ def check(
         from specbench.decoding.sampling import Sampling
 
         notes: list[str] = []
+        asked = Recipe(parse_model(target)).with_groups(models, caching, decoding, sampling, template)
         if checked.recipe is not None:
-            base = row_recipe(ctx, checked.recipe, target, models, decoding, caching, sampling, template)
+            base = row_recipe(ctx, checked.recipe, asked)
             recipes = [base]
         else:
-            caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
-            base = Recipe(
-                parse_model(target),
-                models=models,
-                caching=caching,
-                decoding=decoding,
-                sampling=sampling,
-                template=template,
-            )
+            base = with_cache(ctx, asked)
             recipes, notes = _requested(base, checked, drafting)
         Sampling(**base.sampling.transforms)  # refuses what is none
         request = CheckRequest(ctx, base, checked.json_output, checked.quiet, chat, progress.console)

@@ -58,7 +58,7 @@ class OutputsJob:
             progress=progress,
             allow_pickle=request.recipe.models.allow_pickle,
         )
-        request.note_defaults(self._target.language_model)
+        request.note_models(self._target)
         self._given, rejected = _fitting(request, self._target, self._lines)
         self._result = OutputsResult(rejected=rejected)
 

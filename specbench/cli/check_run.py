@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted
 from specbench.check.greedy import worst
@@ -19,7 +19,7 @@ from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
-from specbench.cli.setting import drafter_notes
+from specbench.cli.setting import model_notes
 from specbench.cli.summary import show_notes
 from specbench.generate import encode_prompt
 from specbench.loaded import LoadedRecipe, load_models
@@ -28,13 +28,14 @@ from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 from specbench.show.document import show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import typer
 
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import GreedyOutput, Piece
+    from specbench.decoding.protocols import Drafter
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
@@ -51,9 +52,9 @@ class CheckRequest:
     chat: bool | None
     console: Console
 
-    def note_defaults(self, model: LanguageModel) -> None:
-        """Print which settings of the model apply."""
-        for line in (*model.notes, *model.defaults.notes(applied=self.recipe.decoding.model_defaults)):
+    def note_models(self, target: Target, drafters: Iterable[Drafter | SpecbenchError] = ()) -> None:
+        """Print notes on the loaded models."""
+        for line in (*target.language_model.notes, *model_notes(target, drafters, self.recipe.decoding)):
             self.note(line)
 
     def note_unused(self, why: str, *names: str | type) -> None:
@@ -138,17 +139,13 @@ class DecodingJob:
         def answer(model: LanguageModel) -> None:
             """Let ``transformers`` decode with the target, before its layers are packed."""
             self._model = model
-            request.note_defaults(model)
             prompts.extend(self._encode(model, self.prompts))
             references.extend(
                 [None] * len(prompts) if rounded else self._references(model, prompts, progress)
             )
 
         target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
-        for line in drafter_notes(each.outcome for each in loaded_drafters):
-            request.note(line)
-        if (parting := opt.widths_differ(target)) is not None:
-            request.note(parting)
+        request.note_models(target, [each.outcome for each in loaded_drafters])
         plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
         by_spec = dict(zip(drafters, loaded_drafters, strict=True))
         for recipe in self.recipes:

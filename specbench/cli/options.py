@@ -11,27 +11,19 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-import typer
-
 from specbench.base.errors import UsageError
-from specbench.cli.conflicts import given
 from specbench.options import (
     MODELS,
     OUTPUT,
     POLICY,
     PROMPT,
-    CacheOptions,
-    ModelOptions,
     group,
     panel,
-    quantized,
 )
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
-    from specbench.models.target import Target
-    from specbench.options import CacheKind
     from specbench.recipe import Recipe
 
 DEMONSTRATED = ("min_new_tokens", "residual_adjustment")
@@ -251,27 +243,6 @@ class ConfigOptions:
 
 
 # -- the command line as given --------------------------------------------------------------------------
-
-
-def widths_differ(target: Target) -> str | None:
-    """Return a note on an int8 or int4 target whose logits depend on the width of the forward pass."""
-    if target.widths_differ is None:
-        return None
-    return (
-        f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from plain"
-        f" decoding's. {target.widths_differ}"
-    )
-
-
-def cache_for(ctx: typer.Context, target: str, models: ModelOptions, caching: CacheOptions) -> CacheKind:
-    """Return the kind of cache to use; for an int8 or int4 target its configuration is read."""
-    chosen = given(ctx, "cache") or (ctx.default_map or {}).get("cache")
-    if quantized(models.dtype) is not None and not chosen:
-        from specbench.models.load import load_config
-        from specbench.models.target import default_cache
-
-        return default_cache(load_config(target), quantized=True)
-    return caching.cache
 
 
 def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[str, Any]:

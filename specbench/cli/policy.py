@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
-from specbench.cli.options import cache_for
-from specbench.options import NO_OPTIONS
+from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
@@ -20,82 +19,57 @@ if TYPE_CHECKING:
     import typer
 
     from specbench.cli.options import DraftingOptions
-    from specbench.options import (
-        CacheOptions,
-        DecodingOptions,
-        ModelOptions,
-        SamplingOptions,
-        TemplateOptions,
-    )
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.policies import PolicySpec
 
 
-def parse_recipe(
-    ctx: typer.Context,
-    drafting: DraftingOptions,
-    models: ModelOptions,
-    decoding: DecodingOptions,
-    caching: CacheOptions,
-    sampling: SamplingOptions,
-    template: TemplateOptions = NO_OPTIONS,
-) -> Recipe:
-    """Return the recipe that a command line requests.
+def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) -> Recipe:
+    """Return the recipe that a command line requests, with these groups of its options.
 
     Raises:
         UsageError: The request is impossible.
     """
     from specbench.recipe import Recipe
 
+    asked = Recipe(parse_model(drafting.target)).with_groups(*groups)
     if drafting.recipe is not None:
-        return row_recipe(
-            ctx, drafting.recipe, drafting.target, models, decoding, caching, sampling, template
-        )
-    kind = cache_for(ctx, drafting.target, models, caching)
-    target, drafter = parse_model(drafting.target), parse_drafter(drafting.drafter)
-    greedy = sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
+        return row_recipe(ctx, drafting.recipe, asked)
+    drafter = parse_drafter(drafting.drafter)
+    greedy = asked.sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
-    policy = policy.with_gamma(drafting.gamma)
-    caching = replace(caching, cache=kind)
-    return Recipe(target, drafter, policy, models, caching, decoding, sampling, template)
+    return replace(with_cache(ctx, asked), drafter=drafter, policy=policy.with_gamma(drafting.gamma))
 
 
-def row_recipe(
-    ctx: typer.Context,
-    row: str,
-    target: str,
-    models: ModelOptions,
-    decoding: DecodingOptions,
-    caching: CacheOptions,
-    sampling: SamplingOptions,
-    template: TemplateOptions = NO_OPTIONS,
-) -> Recipe:
+def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:
+    """Return a recipe with the default KV cache of an int8 or int4 target, whose configuration is read."""
+    chosen = given(ctx, "cache") or (ctx.default_map or {}).get("cache")
+    if chosen or quantized(recipe.models.dtype) is None:
+        return recipe
+    from specbench.models.load import load_config
+    from specbench.models.target import default_cache
+
+    return recipe.with_groups(CacheOptions(default_cache(load_config(recipe.target), quantized=True)))
+
+
+def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
     """Return the recipe of a row of a run, with the options on the command line in place of its own.
 
     Raises:
         UsageError: There is no such row, or one of its models is not in this folder.
     """
     from specbench.cli.named_runs import named_row
+    from specbench.recipe import GROUPS
     from specbench.results.store import read_recipe
 
     recipe = read_recipe(*named_row(row))
     if given(ctx, "target"):
-        recipe = replace(recipe, target=parse_model(target))
-
-    def changed(own: Any, asked: Any) -> Any:
-        names = [each.name for each in fields(asked) if given(ctx, each.name)]
-        return replace(own, **{name: getattr(asked, name) for name in names})
-
-    recipe = replace(
-        recipe,
-        models=changed(recipe.models, models),
-        caching=changed(recipe.caching, caching),
-        decoding=changed(recipe.decoding, decoding),
-        sampling=changed(recipe.sampling, sampling),
-        template=changed(recipe.template, template),
-    )
+        recipe = replace(recipe, target=asked.target)
+    for name in GROUPS:
+        new = getattr(asked, name)
+        changes = {each.name: getattr(new, each.name) for each in fields(new) if given(ctx, each.name)}
+        recipe = recipe.with_groups(replace(getattr(recipe, name), **changes))
     return recipe.found_in(Path())
 
 

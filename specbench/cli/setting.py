@@ -12,7 +12,6 @@ from specbench.backends.torch.kernels.native import why_unavailable
 from specbench.backends.torch.kernels.surgery import quantization_of
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
-from specbench.cli.options import widths_differ
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.parts import models_of
@@ -21,19 +20,18 @@ from specbench.drafters.translate import TranslatingDrafter
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
     from specbench.loaded import LoadedRecipe
+    from specbench.models.target import Target
+    from specbench.options import DecodingOptions
 
 
 def facts(loaded: LoadedRecipe) -> list[str]:
     """Return what the user should know of the models before reading an output."""
     target, drafter, decoding = loaded.target, loaded.drafter, loaded.recipe.decoding
-    lines = [*loaded.notes, *target.language_model.defaults.notes(applied=decoding.model_defaults)]
-    lines += drafter_notes([drafter])
+    lines = [*loaded.notes, *model_notes(target, [drafter], decoding)]
     if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
         lines.append("The drafter grammar has no effect without --format.")
     if not decoding.residual_adjustment:
         lines.append("NOT LOSSLESS: the residual adjustment is off.")
-    if (parting := widths_differ(target)) is not None:
-        lines.append(parting)
     if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":
         lines.append(
             "Packed linear layers are not available on this machine: decoding uses the ordinary, slower ones."
@@ -45,6 +43,19 @@ def facts(loaded: LoadedRecipe) -> list[str]:
             )
             break
     return lines
+
+
+def model_notes(
+    target: Target, drafters: Iterable[Drafter | SpecbenchError], decoding: DecodingOptions
+) -> list[str]:
+    """Return notes on the settings of a target, on its drafters, and on logits that depend on a pass's width."""
+    notes = [*target.language_model.defaults.notes(applied=decoding.model_defaults), *drafter_notes(drafters)]
+    if target.widths_differ is not None:
+        notes.append(
+            f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from"
+            f" plain decoding's. {target.widths_differ}"
+        )
+    return notes
 
 
 def drafter_notes(drafters: Iterable[Drafter | SpecbenchError]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import left_out
+from specbench.cli.policy import left_out, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -30,7 +30,6 @@ from specbench.specs.models import parse_model
 from specbench.specs.policies import Fixed, TakesGamma
 
 if TYPE_CHECKING:
-    from specbench.bench.engines.own import ModelEngine
     from specbench.bench.grid import SweepOptions
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
@@ -86,8 +85,7 @@ def sweep(
     from specbench.results.store import RunStore
 
     decoding = answer_limit(ctx, compared, decoding)
-    caching = replace(caching, cache=opt.cache_for(ctx, target, models, caching))
-    base = Recipe(parse_model(target), models=models, caching=caching, decoding=decoding, template=template)
+    base = with_cache(ctx, Recipe(parse_model(target)).with_groups(models, caching, decoding, template))
     options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, base)
     with starting(quiet) as progress:
         chosen = prompts_of_sweep(experiment, options, progress)
@@ -97,15 +95,18 @@ def sweep(
     sources = {**describe_models(base, drafters), **chosen.sources}
     folder = run_folder(results, sources, options)
     from specbench.bench.engines.own import check_engine, load_engine
+    from specbench.cli.setting import model_notes
 
     with starting(quiet) as progress:
         check_engine(base, drafters, options, progress)
         RunStore.check_writable(folder)
         engine = load_engine(base, drafters, options, progress)
-    notes += _notes_of(engine, decoding)
-    context_limit = engine.target.language_model.context_limit
-    check_contexts(options, context_limit)
-    prompts, more = fitted_prompts(compared, experiment, chosen, options, engine.count_tokens, context_limit)
+    model = engine.target.language_model
+    outcomes = [each.outcome for each in engine.drafters]
+    notes += [*model.notes, *model_notes(engine.target, outcomes, decoding)]
+    check_contexts(options, model.context_limit)
+    count, limit = engine.count_tokens, model.context_limit
+    prompts, more = fitted_prompts(compared, experiment, chosen, options, count, limit)
     notes += more
 
     configs = engine.configs(options, base)
@@ -157,14 +158,3 @@ def _compared_models(
         **axes,
     )
     return options, drafters, left_out(policies, drafters)
-
-
-def _notes_of(engine: ModelEngine, decoding: DecodingOptions) -> list[str]:
-    """Return notes on the loaded models."""
-    from specbench.cli.setting import drafter_notes
-
-    model = engine.target.language_model
-    notes = [*model.notes, *model.defaults.notes(applied=decoding.model_defaults)]
-    notes += drafter_notes(each.outcome for each in engine.drafters)
-    parting = opt.widths_differ(engine.target)
-    return notes if parting is None else [*notes, parting]
