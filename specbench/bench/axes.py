@@ -100,7 +100,12 @@ def parse_policies(specs: Sequence[str]) -> tuple[PolicySpec, ...]:
                 "The draft lengths of the policy fixed are those of --gamma.",
                 f"Give --gamma {policy.gamma}.",
             )
+    refuse_repeated(policies)
+    return tuple(policies)
+
+
+def refuse_repeated(policies: Sequence[PolicySpec]) -> None:
+    """Raise ``UsageError`` if a draft policy is given twice."""
     names = [str(policy) for policy in policies]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
-    return tuple(policies)

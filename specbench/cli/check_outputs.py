@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
@@ -20,12 +18,10 @@ from specbench.check.outputs import (
 )
 from specbench.check.render import outputs_parts
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
-from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.loaded import transforms_of
 from specbench.models.devices import check_options
 from specbench.models.target import load_target
-from specbench.show.document import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,12 +77,8 @@ class OutputsJob:
         finally:  # an interrupt loses nothing of what is checked
             header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
             piece = pieces_of(target.language_model)
-            if self.request.json_output:
-                write_json({**header, **result.to_dict(piece)})
-            else:
-                console = Console(highlight=False)
-                parts = outputs_parts(result, dtype=rounding, piece=piece)
-                show(console, *parts, wrap=console.is_terminal)
+            parts = outputs_parts(result, dtype=rounding, piece=piece)
+            self.request.show({**header, **result.to_dict(piece)}, parts)
         if result.verdict == "wrong" or result.failed:
             return 1
         return 2 if result.rejected else 0

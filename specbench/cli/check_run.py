@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     import typer
 
     from specbench.base.progress import Progress
+    from specbench.base.record import Json
     from specbench.bench.prompts import Prompt
     from specbench.check.greedy import GreedyOutput, Piece
     from specbench.decoding.protocols import Drafter
     from specbench.models.load import LanguageModel
     from specbench.models.target import Target
     from specbench.recipe import Recipe
+    from specbench.show.document import Part
 
 
 @dataclass
@@ -66,6 +68,14 @@ class CheckRequest:
         """Print a note on stderr."""
         if not self.quiet:
             show_notes([text], spaced=False, console=self.console)
+
+    def show(self, figures: Json, parts: Sequence[Part]) -> None:
+        """Print what was found."""
+        if self.json_output:
+            write_json(figures)
+        else:
+            console = Console(highlight=False)
+            show(console, *parts, wrap=console.is_terminal)
 
     def encode(
         self,
@@ -204,12 +214,9 @@ class DecodingJob:
     def _show(self, results: Sequence[DecodingCheck], complete: bool) -> None:
         """Print what was found, under what was checked."""
         header, piece = self._header, pieces_of(self._model)
-        if self.request.json_output:
-            verdict = worst([result.verdict for result in results])
-            found = [result.to_dict(piece) for result in results]
-            write_json({**header, "verdict": verdict, "complete": complete, "configurations": found})
-            return
-        console = Console(highlight=False)
+        verdict = worst([result.verdict for result in results])
+        found = [result.to_dict(piece) for result in results]
+        figures = {**header, "verdict": verdict, "complete": complete, "configurations": found}
         target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
         parts = check_parts(results, target, dtype=header["rounding"], piece=piece)
-        show(console, *parts, wrap=console.is_terminal)
+        self.request.show(figures, parts)

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
 from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
@@ -73,17 +72,14 @@ def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
     return recipe.found_in(Path())
 
 
-def requested_policies(
-    specs: Sequence[str],
-    gammas: Sequence[int],
-    *,
-    greedy: bool,
-) -> list[PolicySpec]:
+def requested_policies(specs: Sequence[str], gammas: Sequence[int], *, greedy: bool) -> list[PolicySpec]:
     """Return every requested policy, without ``specs`` the default one; one that takes a γ once with each.
 
     Raises:
         UsageError: An option that none of the policies takes, or one policy twice.
     """
+    from specbench.bench.axes import refuse_repeated
+
     starts: Sequence[int | None] = gammas or [None]
     words = [*map(parse_policy, specs)] or [default_policy(greedy=greedy, gamma=starts[0])]
     if gammas and not any(isinstance(policy, TakesGamma) for policy in words):
@@ -93,10 +89,7 @@ def requested_policies(
         for policy in words
         for gamma in (starts if isinstance(policy, TakesGamma) and policy.gamma is None else [None])
     ]
-    names = [str(policy) for policy in policies]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise UsageError(f"The draft policy {repeated[0]} is given twice.", "Give each once.")
+    refuse_repeated(policies)
     return policies
 
 

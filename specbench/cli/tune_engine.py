@@ -120,15 +120,10 @@ class _EngineJob(TuneJob):
 
     def show(self, answer: TuneAnswer, search: EngineSearch, starts: str, asked: TuneResultsOptions) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
-        from specbench.results.results import load_results
-        from specbench.results.summary import summarize
-        from specbench.show import tables
-        from specbench.show.document import to_markdown, to_text
+        from specbench.show.document import to_text
         from specbench.tune.answer import answer_parts, as_json
         from specbench.tune.engine_answer import batch_lines, start_command
 
-        summary = summarize(load_results(self.folder))
-        table = to_markdown(tables.summary_sheet(summary))
         planned, raced = self._planned, search.schedule
         chosen, batches = self.settings[answer.winner.id], search.batches
         if raced is not None and raced.instead is not None:
@@ -143,7 +138,7 @@ class _EngineJob(TuneJob):
         )
         said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
         lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
-        self.write_summary(summary, "\n\n".join([to_markdown(*answer_parts(answer)), *lines, table]))
+        self.write_answer(answer, *lines)
         if asked.json_output:
             write_json(
                 {

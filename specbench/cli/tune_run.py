@@ -197,6 +197,20 @@ class TuneJob(RunJob):
         store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, search)))
         return answer
 
+    def write_answer(self, answer: TuneAnswer, *lines: str) -> Results:
+        """Write the answer, lines and the table of all rows into two files; return the results."""
+        from specbench.results.results import load_results
+        from specbench.results.summary import summarize
+        from specbench.show.document import to_markdown
+        from specbench.show.tables import summary_sheet
+        from specbench.tune.answer import answer_parts
+
+        results = load_results(self.folder)
+        summary = summarize(results)
+        parts = [to_markdown(*answer_parts(answer)), *lines, to_markdown(summary_sheet(summary))]
+        self.write_summary(summary, "\n\n".join(parts))
+        return results
+
     def say_at_end(self, search: StoredSearch[Any], *lines: str) -> None:
         """Print warnings, lines, and where the measurements are."""
         for warning in search.warnings:
@@ -225,16 +239,9 @@ class _OwnTuneJob(TuneJob):
         self, answer: TuneAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None
     ) -> None:
         """Write and print the answer."""
-        from specbench.results.results import load_results
-        from specbench.results.summary import summarize
-        from specbench.show import tables
-        from specbench.show.document import to_markdown
-        from specbench.tune.answer import answer_parts, as_json, exports, exports_json, full_text, short_text
+        from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
 
-        results, out = load_results(self.folder), shown.out
-        summary = summarize(results)
-        table = to_markdown(tables.summary_sheet(summary))
-        self.write_summary(summary, "\n".join([to_markdown(*answer_parts(answer)), table]))
+        results, out = self.write_answer(answer), shown.out
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder, self.recipes) if search.race.verdict == "faster" else None
         if shown.json_output:

@@ -121,16 +121,14 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
             "drafter_dtype": setting.drafter_dtype,
             "temperature": setting.temperature,
         },
-        "measured": None
-        if measured is None
-        else {
+        "measured": measured
+        and {
             **_figures(measured),
             "best": measured.best,
             "verdict": measured.verdict,
-            "at_gamma": None if setting.at_gamma is None else _figures(setting.at_gamma),
-            "in_place_of": None
-            if replaces is None
-            else {
+            "at_gamma": setting.at_gamma and _figures(setting.at_gamma),
+            "in_place_of": replaces
+            and {
                 "config": replaces.fastest.config,
                 "share": replaces.share.value if replaces.share.prompts else None,
                 "low": replaces.share.low,

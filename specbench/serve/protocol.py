@@ -11,7 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -148,21 +148,17 @@ class BaseRequest(_Body):
     @property
     def decoding(self) -> DecodingKeywords:
         """Decoding options that are given."""
-        given = DecodingKeywords()
-        if self.max_new_tokens is not None:
-            given["max_new_tokens"] = self.max_new_tokens
-        if self.min_tokens is not None:
-            given["min_new_tokens"] = self.min_tokens
-        if self.stop is not None:
-            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-        if self.ignore_eos is not None:
-            given["ignore_eos"] = self.ignore_eos
-        if (
-            self.response_format is not None and self.response_format.type != "text"
-        ):  # in place of the server's own format
-            given["format"] = f"json-schema={self.response_format.schema_text}"
-            given.setdefault("min_new_tokens", 0)  # the server's own does not go with a format
-        return given
+        every: Json = {
+            "max_new_tokens": self.max_new_tokens,
+            "min_new_tokens": self.min_tokens,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "ignore_eos": self.ignore_eos,
+        }
+        given: Any = {name: value for name, value in every.items() if value is not None}
+        form = self.response_format
+        if form is not None and form.type != "text":  # in place of the server's own format
+            given = {"min_new_tokens": 0, **given, "format": f"json-schema={form.schema_text}"}
+        return cast("DecodingKeywords", given)
 
     @property
     def wants_usage(self) -> bool:
