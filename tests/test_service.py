@@ -179,6 +179,7 @@ def test_models_replay_a_trace(sweep, models, tmp_path):
     sweep(*asked).refused(2, "needs a batch")
     done = sweep(*asked, "--batch", 2, "--slo", "e2el=9s")
     assert done.code == 0, done.err
+    assert "over plain decoding" in done.out
     lines = [each for each in read_lines(Path("run")) if not each["warmup"]]
     assert len(lines) == 2
     for line in lines:

@@ -73,7 +73,7 @@ def find_answers(
             answer = answers.of_contexts()
         elif rows[0].config.kind == "server":
             answer = answers.of_servers()
-        elif any(row.config.condition.batch is not None for row in rows):
+        elif any(row.config.condition.is_closed for row in rows):
             answer = answers.of_curves(batch_curves, list(_throughputs(answers.baselines("plain"))))
         else:
             answer = answers.of_one_request()

@@ -334,17 +334,17 @@ _TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
 
 _SERVICE_COLUMNS: list[_Column[ServiceRow]] = [
     _name("configuration", lambda row: row.config.label),
-    _number("requests", 3, lambda row: row.requests, _count),
-    _ratio("requests/s", 2, lambda row: row.rate),
+    _number("requests", 6, lambda row: row.requests, _count),
+    _ratio("requests/s", 5, lambda row: row.rate),
 ]
 _GOODPUT_COLUMNS: list[_Column[ServiceRow]] = [
-    _number("within", 1, lambda row: row.within, _percent),
+    _number("within", 4, lambda row: row.within, _percent),
     _ratio("goodput", 0, lambda row: row.goodput),
-    _ratio("goodput ×", 0, lambda row: row.goodput_ratio),
+    _ratio("goodput ×", 1, lambda row: row.goodput_ratio),
 ]
 _COST_COLUMNS: list[_Column[ServiceRow]] = [
-    _ratio("cost/M", 0, lambda row: row.cost),
-    _ratio("cost ×", 0, lambda row: row.cost_ratio),
+    _ratio("cost/M", 2, lambda row: row.cost),
+    _ratio("cost ×", 3, lambda row: row.cost_ratio),
 ]
 _REFERENCE_COLUMNS: list[_Column[ReferenceRow]] = [
     _name("published", lambda row: f"{row.published.target}, {row.published.drafter}"),
