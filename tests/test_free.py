@@ -208,7 +208,7 @@ def test_in_a_cascade_the_model_goes_on_where_nothing_matches():
     drafter = CascadeDrafter(
         SuffixDrafter(Suffix(min=2)), ModelDrafter(ScriptedScorer(TARGET, VOCAB), "model")
     )
-    drafter.model.guesses = None  # a pass for each of its tokens
+    drafter.model.takes_guesses = False  # a pass for each of its tokens
     _, *steps = decode_steps(
         [1, 0, 2], target, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
         max_new_tokens=30,

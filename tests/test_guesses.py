@@ -66,7 +66,7 @@ def decode(
     made = DRAFTERS[drafter](cache)
     (model,) = models_of(made)
     if not guesses:
-        model.guesses = None
+        model.takes_guesses = False
     target = ScriptedScorer(TARGET, VOCAB, cache=cache)
     records = [
         *decode_steps(

@@ -171,7 +171,7 @@ def scripted(tokens: Sequence[int], **options: Any) -> ScriptedScorer:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_pass_of_the_drafter_gives_a_draft(rule):
     drafter = model()
-    drafter.guesses = None
+    drafter.takes_guesses = False
     _, steps = decode(RULES[rule](), drafter)
     assert len(drafter.scorer.passes) == sum(step.gamma for step in steps)
 

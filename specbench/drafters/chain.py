@@ -53,17 +53,17 @@ class ChainDrafter(Drafter):
         clock: Times its prefill; ``None`` for the device's clock.
 
     Attributes:
-        guesses: What its next passes may read ahead; ``None`` for a pass per token.
+        takes_guesses: Whether its next passes may read guesses; otherwise each gives one token.
         assumed: A sentence on what its files do not say; empty if they say everything.
     """
 
-    _takes_guesses = True
+    takes_guesses = True
     assumed = ""
 
     def __init__(self, scorer: Scorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(DrafterTraits(name, vocabulary=scorer.vocabulary))
         self.scorer = scorer
-        self.guesses = Guesses() if self._takes_guesses else None
+        self._guesses = Guesses()
         self._clock = clock or clock_for(str(scorer.device))
         self._has_read = False  # anything of the prompt
         self._distributions = torch.empty(0, 0)
@@ -131,12 +131,12 @@ class ChainDrafter(Drafter):
         self, context: Sequence[int], draft: Draft, sampling: Sampling, limit: int
     ) -> Decoding[torch.Tensor]:
         """Return the logits after context and draft, [1, vocab], after a pass if the last one has not given them."""
-        logits = None if self.guesses is None else self.guesses.row_after(draft.tokens)
+        logits = self._guesses.row_after(draft.tokens)
         if logits is None:
             request = self._asked(context, draft, sampling, limit)
             logits = yield from self._run(request, draft)
-            if self.guesses is not None and len(logits) > 1:
-                self.guesses.keep(draft.tokens, request.tokens, logits)
+            if len(logits) > 1:
+                self._guesses.keep(draft.tokens, request.tokens, logits)
                 logits = logits[:1]
         return logits
 
@@ -144,9 +144,9 @@ class ChainDrafter(Drafter):
         """Return the pass that gives the logits after context and draft, and those after guesses that pay."""
         self._drop_guesses(context, draft)
         tokens = draft.tokens
-        if self.guesses is not None and self._may_guess():
+        if self._may_guess():
             most = limit - 1 - len(tokens)  # no more than the chain can use
-            guesses = self.guesses.find(context, tokens, most, sampling)
+            guesses = self._guesses.find(context, tokens, most, sampling)
             if guesses and self.can_read(context, [*tokens, *guesses]):
                 return ForwardRequest(self.scorer, context, [*tokens, *guesses], rows=1 + len(guesses))
         return ForwardRequest(self.scorer, context, tokens, rows=1)
@@ -184,7 +184,7 @@ class ChainDrafter(Drafter):
 
     def has_read(self, draft: Draft) -> bool:
         """Return whether the last pass has given the logits after this draft."""
-        return self.guesses is not None and self.guesses.has_read(draft.tokens)
+        return self._guesses.has_read(draft.tokens)
 
     def _may_guess(self) -> bool:
         """Return whether the next pass may read guesses.
@@ -194,12 +194,12 @@ class ChainDrafter(Drafter):
         and their pass is made anyway. On GPUs the gain is not measured.
         """
         scorer = self.scorer
-        alone = scorer.batch is None and scorer.device.type not in _READ_LATE
+        alone = self.takes_guesses and scorer.batch is None and scorer.device.type not in _READ_LATE
         return alone and scorer.reads_trees and scorer.cached_len > 0
 
     def _drop_guesses(self, context: Sequence[int], draft: Draft) -> None:
         """Roll back what the last pass has read and the draft has not taken."""
-        right = None if self.guesses is None else self.guesses.settle(draft.tokens)
+        right = self._guesses.settle(draft.tokens)
         if right is not None:
             self.scorer.rollback(len(context) + right)
 
@@ -245,7 +245,7 @@ class ChainDrafter(Drafter):
     def fork(self, scorer_like: ScorerLike) -> Self:
         fork = copy.copy(self)
         fork.scorer = scorer_like(self.scorer)
-        fork.guesses = Guesses() if self._takes_guesses else None
+        fork._guesses = Guesses()
         fork._distributions = torch.empty(0, 0)
         return fork
 
@@ -258,8 +258,7 @@ class ChainDrafter(Drafter):
 
     def _forget_prompt(self) -> None:
         self._has_read = False
-        if self.guesses is not None:
-            self.guesses.begin()
+        self._guesses.begin()
 
     def unread(self, prompt: Sequence[int]) -> int:
         return max(0, len(prompt) - self.scorer.cached_len)

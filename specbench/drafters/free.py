@@ -14,11 +14,12 @@ from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
 from specbench.decoding.drafts import Draft, GrowingTree
 from specbench.decoding.logits import Logits
-from specbench.decoding.protocols import Drafter, DrafterTraits, top
+from specbench.decoding.protocols import Drafter, DrafterTraits, DraftPolicy, top
 from specbench.decoding.tree import grow_tree
-from specbench.drafters.forced import UnforcedPolicy, forced_token
+from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
+    from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
@@ -210,7 +211,7 @@ class MixedDraft:
         self.draft = Draft(match_confidence=[], prefill_s=free.read(context), passes=0)
         self._q: list[torch.Tensor | None] = []
         self._context = context
-        self._unforced = UnforcedPolicy(plan.policy) if free.forces else None
+        self._unforced = _UnforcedPolicy(plan.policy) if free.forces else None
         self.policy = self._unforced or plan.policy
         self.plan = replace(plan, policy=self.policy)
 
@@ -221,7 +222,7 @@ class MixedDraft:
             limit: The longest draft, without its forced tokens.
         """
         draft = self.draft
-        while self._unforced and (token := forced_token(self._context, draft, self.plan)) is not None:
+        while self._unforced and (token := _forced_token(self._context, draft, self.plan)) is not None:
             draft.forced.append(len(draft.tokens))
             draft.match_confidence.append(1.0)  # type: ignore[union-attr]
             self.add_guess(Guess(token, 1.0))
@@ -255,6 +256,54 @@ class MixedDraft:
             rows = zip(draft.tokens, self._q, strict=True)
             draft.q = torch.stack([_one_hot(token, known) if q is None else q for token, q in rows])
         return draft
+
+
+def _forced_token(context: Sequence[int], draft: Draft, plan: StepPlan) -> int | None:
+    """Return the only token that the format allows after a draft; ``None`` if there is none, or no room for it."""
+    if len(draft.tokens) >= min(plan.budget, LONGEST_DRAFT):
+        return None
+    mask = plan.sampling.mask_after(context, draft.tokens)
+    return None if mask is None else mask.only
+
+
+class _UnforcedPolicy(DraftPolicy):
+    """Shows a draft policy a chain without its forced tokens, which it neither chose nor can learn from.
+
+    Args:
+        policy: The policy.
+    """
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.name, self.unconditional = policy.name, policy.unconditional
+        self._policy, self._seen = policy, Draft()
+
+    def begin_step(self, budget: int) -> int:
+        self._seen = Draft(match_confidence=[])
+        return self._policy.begin_step(budget)
+
+    def expand(self, draft: Draft) -> Sequence[int]:
+        return (len(draft.tokens) - 1,) if self._policy.expand(self.update(draft)) else ()
+
+    def num_children(
+        self, draft: Draft, nodes: Sequence[int], distributions: Sequence[TokenDistribution]
+    ) -> Sequence[int]:
+        seen = self.update(draft)
+        return self._policy.num_children(seen, (len(seen.tokens) - 1,), distributions)
+
+    def prefers_model(self, draft: Draft) -> bool:
+        return self._policy.prefers_model(self.update(draft))
+
+    def update(self, draft: Draft) -> Draft:
+        """Return what the policy sees of a draft: always the same object, since policies keep it until they learn."""
+        seen, forced = self._seen, {*draft.forced}
+        seen.tokens = [token for i, token in enumerate(draft.tokens) if i not in forced]
+        guessed = draft.match_confidence or []
+        seen.match_confidence = [each for i, each in enumerate(guessed) if i not in forced]
+        if draft.logits is not None:
+            seen.logits = [each for i, each in enumerate(draft.logits) if i not in forced]
+        seen.passes, seen.next_is_read = draft.passes, draft.next_is_read
+        seen.rejected_guess = draft.rejected_guess
+        return seen
 
 
 def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ class HeadDrafter(ModelDrafter):
     """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
 
     scorer: AnyHeadScorer  # type: ignore[assignment]
-    _takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
+    takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
     def __init__(self, scorer: AnyHeadScorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(scorer, name, clock)  # type: ignore[arg-type]

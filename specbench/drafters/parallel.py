@@ -33,7 +33,7 @@ class ParallelDrafter(ModelDrafter):
         masks: The tokens that it reads after the context, one fewer than it drafts at most.
     """
 
-    _takes_guesses = False
+    takes_guesses = False
 
     def __init__(self, scorer: Scorer, name: str, masks: Sequence[int], clock: Clock | None = None) -> None:
         super().__init__(scorer, name, clock)

@@ -35,11 +35,11 @@ def context_limit(drafter: Drafter) -> int | None:
 @contextmanager
 def without_guesses(drafters: Iterable[Drafter]) -> Iterator[None]:
     """Let models read no guesses within the block, so that each of their passes gives one token."""
-    kept = {model: model.guesses for drafter in drafters for model in models_of(drafter)}
-    for model in kept:
-        model.guesses = None
+    taking = [each for drafter in drafters for each in models_of(drafter) if each.takes_guesses]
+    for model in taking:
+        model.takes_guesses = False
     try:
         yield
     finally:
-        for model, guesses in kept.items():
-            model.guesses = guesses
+        for model in taking:
+            model.takes_guesses = True

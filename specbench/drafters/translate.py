@@ -81,7 +81,7 @@ class TranslatingDrafter(ChainDrafter):
         clock: See ``ChainDrafter``.
     """
 
-    _takes_guesses = False  # what follows a token may change its spelling in the model's tokens
+    takes_guesses = False  # what follows a token may change its spelling in the model's tokens
 
     def __init__(
         self, scorer: Scorer, name: str, translation: Translation, clock: Clock | None = None

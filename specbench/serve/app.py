@@ -240,7 +240,7 @@ class _Api:
         if name is not None and name != self._model["id"]:
             model = excerpt(name, MAX_NAME)
             message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
-            raise _ProtocolError(404, error_body(message, code="model_not_found"))
+            raise _ProtocolError(404, message, "model_not_found")
 
     def _prompt(self, parsed: ChatRequest | TextRequest, form: CallForm | None) -> list[int]:
         if isinstance(parsed, TextRequest):
@@ -260,9 +260,9 @@ class _Api:
 class _ProtocolError(HTTPException):
     """An error with its body."""
 
-    def __init__(self, status: int, body: Json) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(status)
-        self.body = body
+        self.body = error_body(message, code=code)
 
 
 class _RecordStream(AsyncIterator["Prefill | Step"]):
@@ -427,8 +427,8 @@ async def _read_body(request: Request) -> bytes:
     if kind != "application/json":
         # Also for safety: any page in a browser may send other kinds here by themselves.
         message = "The body has to be JSON: send the header 'Content-Type: application/json'."
-        raise _ProtocolError(415, error_body(message))
-    too_large = _ProtocolError(413, error_body(f"The body has more than {_MAX_BODY_BYTES} bytes."))
+        raise _ProtocolError(415, message)
+    too_large = _ProtocolError(413, f"The body has more than {_MAX_BODY_BYTES} bytes.")
     if int(request.headers.get("content-length", 0)) > _MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
@@ -439,8 +439,7 @@ async def _read_body(request: Request) -> bytes:
                 if len(body) > _MAX_BODY_BYTES:
                     raise too_large
     except TimeoutError as error:
-        message = f"The body did not arrive within {_BODY_TIMEOUT_S:.0f} seconds."
-        raise _ProtocolError(408, error_body(message)) from error
+        raise _ProtocolError(408, f"The body did not arrive within {_BODY_TIMEOUT_S:.0f} seconds.") from error
     return bytes(body)
 
 
