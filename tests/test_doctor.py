@@ -327,13 +327,12 @@ def test_acceptance_that_collapses_at_a_temperature_is_named(examine):
         return {"timings": {"draft_n": 40, "draft_n_accepted": 1 if body["temperature"] else 30}}
 
     _, findings = examine(Manner(owner="llamacpp", facts=facts), Counts(None))
-    (said,) = [each for each in findings if each["check"] == "temperature"]
-    assert said["status"] == "problem"
-    assert said["text"] == (
+    (named,) = [each for each in findings if each["check"] == "temperature"]
+    assert named["status"] == "problem"
+    assert named["text"] == (
         "Acceptance collapses: 2% of draft tokens are accepted at temperature 0.8, 75% at 0."
     )
-    later = SpeculationCounters(100, 400, 67, (60, 5, 2, 0))
-    said = found(drafting(4, (70, 30, 20, 10), sampled_counted=later), "temperature")
+    said = found(drafting(4, (70, 30, 20, 10), sampled=(400, 67)), "temperature")
     assert (said.status, said.text) == (
         "ok",
         "17% of draft tokens are accepted at temperature 0.8, 32% at 0.",

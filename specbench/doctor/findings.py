@@ -25,9 +25,6 @@ Expected = Literal["on", "off"]
 _TELLING = 20
 """If so many draft tokens were tested and none was accepted, it is no coincidence."""
 
-_COLLAPSED = 1 / 3
-"""Acceptance has collapsed if it is less than this share of what it is at temperature 0."""
-
 _SUM_SLACK = 0.01
 _WORDS_PER_TOKEN = 1.05
 """Most words of a text per token; ordinary text has fewer words than tokens."""
@@ -82,10 +79,7 @@ class Examined:
     @property
     def reported(self) -> tuple[int, int] | None:
         """Drafted and accepted tokens that the answers report; ``None`` if one of them does not."""
-        return self._reported(self.seen.answers)
-
-    def _reported(self, answers: Sequence[StreamedAnswer]) -> tuple[int, int] | None:
-        always = self.seen.dialect.reports_drafts
+        answers, always = self.seen.answers, self.seen.dialect.reports_drafts
         known = all(each.drafted is not None and each.accepted is not None for each in answers)
         if not answers or not (known or always):
             return None
@@ -105,13 +99,6 @@ class Examined:
         if self.reported is not None:
             return self.reported[1]
         return 0 if self.seen.counted is None else self.seen.counted.accepted
-
-    @property
-    def sampled(self) -> tuple[int, int] | None:
-        """Drafted and accepted tokens over all answers at a temperature; ``None`` if unknown."""
-        counted = self.seen.sampled_counted
-        told = self._reported(self.seen.sampled)
-        return told if told or counted is None else (counted.drafted, counted.accepted)
 
     @cached_property
     def by_position(self) -> tuple[int, tuple[int, ...]] | None:
@@ -225,20 +212,17 @@ def _acceptance(e: Examined) -> Iterator[Finding]:
 
 
 def _temperature(e: Examined) -> Iterator[Finding]:
-    """Acceptance at a temperature, beside that at 0."""
-    drafted, accepted = e.sampled or (0, 0)
+    """Acceptance at a temperature, which has collapsed if it is less than a third of that at 0."""
+    drafted, accepted = e.seen.sampled
     if not (e.drafted and e.accepted and drafted):
         return
-    greedy, sampled = e.accepted / e.drafted, accepted / drafted
-    rates = f"{100 * sampled:.0f}% of draft tokens are accepted at temperature {TEMPERATURE:g}"
-    rates += f", {100 * greedy:.0f}% at 0."
-    if sampled >= _COLLAPSED * greedy or min(drafted, e.drafted) < _TELLING:
+    greedy, sampled = (f"{100 * each:.0f}%" for each in (e.accepted / e.drafted, accepted / drafted))
+    rates = f"{sampled} of draft tokens are accepted at temperature {TEMPERATURE:g}, {greedy} at 0."
+    if 3 * accepted * e.drafted >= e.accepted * drafted or min(drafted, e.drafted) < _TELLING:
         yield Finding("temperature", "ok", rates)
         return
-    remedy = (
-        "The engine may compare drafts with sampled tokens in place of rejection sampling, or draft without the"
-        " sampling options: update it, or switch speculation off for sampled requests."
-    )
+    remedy = "Update the engine, which may accept only what it samples itself, or draft without the sampling options;"
+    remedy += " or switch speculation off for sampled requests."
     yield Finding("temperature", "problem", f"Acceptance collapses: {rates}", remedy)
 
 

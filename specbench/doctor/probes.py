@@ -56,7 +56,7 @@ class Observations:
         before: Counters before the first request.
         uncounted: Whether there is a page of metrics, without such counters.
         idle: Increase of the counters while nothing was asked.
-        sampled, sampled_counted: As ``answers`` and ``counted``, at ``TEMPERATURE``.
+        sampled: Drafted and accepted tokens at ``TEMPERATURE``.
         again: Texts of one prompt, greedy: two streams, and one answer without a stream if there is one.
         plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
         turns: The answers of a conversation's first two turns; empty if they were not asked.
@@ -75,8 +75,7 @@ class Observations:
     before: SpeculationCounters | None = None
     uncounted: bool = False
     idle: SpeculationCounters | None = None
-    sampled: list[StreamedAnswer] = field(default_factory=list)
-    sampled_counted: SpeculationCounters | None = None
+    sampled: tuple[int, int] = (0, 0)
     again: list[str] = field(default_factory=list)
     plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     turns: list[StreamedAnswer] = field(default_factory=list)
@@ -180,14 +179,16 @@ class Examination:
             seen.idle = None if later is None else later.since(counters)
 
     async def _sampled(self) -> None:
-        """Ask all prompts at a temperature."""
+        """Ask all prompts at a temperature, and count drafts as the answers do, or else the counters."""
         seen, more = self.seen, {"temperature": TEMPERATURE, "seed": 0, **self.seen.dialect.sampled}
         before = await self._since_start()
-        for prompt in _PROMPTS:
-            seen.sampled.append(await self._ask(prompt, seen.limit, **more))
+        answers = [await self._ask(prompt, seen.limit, **more) for prompt in _PROMPTS]
+        seen.sampled = sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
         await asyncio.sleep(_LATE_S)
         now = await self._since_start()
-        seen.sampled_counted = None if now is None or before is None else now.since(before)
+        if now is not None and before is not None and not seen.sampled[0]:
+            meanwhile = now.since(before)
+            seen.sampled = meanwhile.drafted, meanwhile.accepted
 
     async def _add_answer(self, prompt: str) -> None:
         self.seen.answers.append(await self._ask(prompt, self.seen.limit))

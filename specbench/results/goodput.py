@@ -116,9 +116,10 @@ def _units(results: Results, limits: Mapping[str, float]) -> pd.DataFrame:
     done = results.done.assign(token_s=1.0 / results.done["tokens_per_second"])
     met = pd.Series(True, index=done.index)
     for name, limit_s in limits.items():
-        met &= ~(
+        late = (
             done[_TIMES[name]].astype(float) > limit_s
-        )  # an answer of one token has no time per later token
+        )  # never where it is no number: an answer of one token
+        met &= ~late
     done = done.assign(unit=done["group"].where(done["group"] != "", done["prompt"]), met=met.astype(float))
     keys = ["config", "baseline", "unit", "repeat"]
     units = done.groupby(keys, sort=False, as_index=False).agg(
