@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tiny import tiny_tokenizer
 
-from specbench.decoding.origins import ORIGINS
-from specbench.decoding.records import Prefill, Step, StepTimes
+from specbench.decoding.records import ORIGINS, Prefill, Step, StepTimes
 from specbench.decoding.stops import LabeledText, TextStream
 from specbench.show.painted import painted
 

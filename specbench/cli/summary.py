@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specbench.backends.torch.blocks import PoolUsage
-    from specbench.decoding.origins import Origin
-    from specbench.decoding.records import Generation, Step
+    from specbench.decoding.records import Generation, Origin, Step
 
 _LABEL = 8  # cells of a label with the gap after it
 _WIDEST = 100
@@ -64,7 +63,7 @@ def show_legend(paint: Callable[[str, Origin], str]) -> None:
     """Name on a terminal what the styles of the text stand for, with an empty line after it."""
     from rich.text import Text
 
-    from specbench.decoding.origins import ORIGINS
+    from specbench.decoding.records import ORIGINS
 
     console = _console()
     if console.is_terminal:

@@ -19,8 +19,7 @@ from specbench.options import OUTPUT, group
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from specbench.decoding.origins import Origin
-    from specbench.decoding.records import Generation, Prefill, Step
+    from specbench.decoding.records import Generation, Origin, Prefill, Step
     from specbench.decoding.thinking import Labeled
     from specbench.generate import GenerationRun
     from specbench.results.trace import Event

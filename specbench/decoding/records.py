@@ -6,12 +6,11 @@ accepted) or a *target* token (nothing was drafted).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from specbench.base.textsafe import counted
-from specbench.decoding.origins import Origin
 
 PARTS = ("draft", "verify", "accept", "rollback", "other")
 """The parts of a step's time, in order."""
@@ -24,15 +23,30 @@ FinishReason = Literal["eos", "stop-string", "length", "context-limit"]
 Closing = Literal["corrected", "bonus", "target"]
 """The source of a step's last token: the residual after a rejection, or the target after an accepted or empty draft."""
 
+Origin = Literal["accepted", "forced", Closing]
+"""The source of an output's token: an accepted draft, one that the format forced, or what closes a step."""
 
-def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
-    """Return the length of the longest branch of a draft (see ``Draft.parents``)."""
-    if parents is None:
-        return tokens
+ORIGINS: dict[Origin, str] = {
+    "accepted": "accepted draft",
+    "forced": "forced by the format",
+    "corrected": "corrected",
+    "bonus": "bonus",
+    "target": "the target's own",
+}
+"""What each is called in a legend."""
+
+
+def depths_of(parents: Iterable[int]) -> list[int]:
+    """Return the depth of each node of a draft (see ``Draft.parents``), 1 right after the context."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
+    return depths
+
+
+def depth_of(tokens: int, parents: Sequence[int] | None) -> int:
+    """Return the length of the longest branch of a draft."""
+    return tokens if parents is None else max(depths_of(parents), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from specbench.base.record import Seconds, ratio
+from specbench.decoding.records import depths_of
 
 SLOPE = 0.02
 """The assumed cost of another token in a target pass, in units of v(1)."""
@@ -62,9 +63,7 @@ def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> f
 
 def read_by_depth(parents: Sequence[int]) -> list[int]:
     """Return the rows of the passes that draft a tree, after the first: by depth the nodes with children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    depths = depths_of(parents)
     counts = Counter(depths[node] for node in set(parents) if node >= 0)
     return [counts[depth] for depth in range(1, len(counts) + 1)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specbench.base.textsafe import terminal_safe
-from specbench.decoding.origins import Origin
+from specbench.decoding.records import Origin
 
 # Codes of SGR: what tells the origins apart without color, and the color.
 _TERMINAL: dict[Origin, tuple[str, str]] = {

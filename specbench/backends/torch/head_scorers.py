@@ -17,6 +17,7 @@ from specbench.backends.torch.head_forward import HeadInput, HeadOutput, choose_
 from specbench.backends.torch.heads import MedusaHeads, ParallelEagleHead, RecurrentHead
 from specbench.backends.torch.scorer import DeviceTokens, FittedLogits
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
+from specbench.decoding.records import depths_of
 from specbench.decoding.tree import tree_mask, tree_positions
 
 Input = TypeVar("Input")
@@ -375,7 +376,6 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
 
 def node_depths(request: ForwardRequest) -> list[int]:
     """Return the depth in the draft of each row, from 0 after the context."""
-    depths = [0]
-    for parent in range(-1, len(request.tokens) - 1) if request.parents is None else request.parents:
-        depths.append(depths[parent + 1] + 1)
-    return depths
+    if request.parents is None:
+        return [*range(len(request.tokens) + 1)]
+    return [0, *depths_of(request.parents)]
