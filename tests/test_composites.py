@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -149,17 +150,37 @@ def test_loaded_objects_of_whole_models_are_targets():
     assert survey.decoded(IDS, target, load_drafter("lookup", target), 3) == expected
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no native passes here")
-def test_texts_get_the_native_passes_of_their_class():
+def wide_llava() -> Any:
+    """A model whose text is of a family with native passes, and wide enough for these."""
     text = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     sight = survey.tiny_composite(LlavaConfig).vision_config
-    model = (
-        LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=sight)).bfloat16().eval()
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=sight)).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5", "mistral3", "gemma3", "llama4", "kimi_k25"])
+def test_texts_have_the_layers_passes_and_caches_of_their_twin(kind, dtype):
+    whole = (wide_llava() if kind == "llava" else whole_model(kind)).to(dtype)
+    texts = [wrap_target(whole, name="whole")]
+    model = texts[0].language_model.model
+    texts.append(wrap_target(type(model)(copy.deepcopy(model.config)).to(dtype).eval(), name="twin"))
+    ours, twins = (
+        {
+            "layers": [(name, type(module)) for name, module in text.language_model.model.named_modules()],
+            "attention": text.language_model.model.config._attn_implementation,
+            "forward": type(text.scorer.forward),
+            "caches": [type(layer) for layer in text.scorer.cache.held.layers],
+            "packed": text.packed,
+            "trees": text.scorer.takes_trees,
+        }
+        for text in texts
     )
-    assert isinstance(wrap_target(model, name="whole").scorer.forward, NativeForward)
+    assert ours == twins
+    if kind == "llava" and dtype == torch.bfloat16 and native.is_available():
+        assert ours["forward"] is NativeForward
 
 
 def test_a_whole_model_that_is_spread_over_devices_stays_so():
