@@ -1,7 +1,8 @@
 """Check every language model class of the installed transformers, tiny and random, for lossless decoding.
 
-    python benchmarks/architectures.py                  # all of them, about twenty minutes; writes the table
+    python benchmarks/architectures.py                  # all of them, about an hour; writes the table
     python benchmarks/architectures.py llama gemma3_text qwen3_5
+    python benchmarks/architectures.py --seen FILE      # notes verdicts in a file, and goes on from there
 
 For each model type, in float32 and with contexts beyond a sliding window of 8 tokens:
 
@@ -319,14 +320,18 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
                 whole.save_pretrained(folder)
                 loaded.append(load_model(folder, LoadOptions("float32"), tokenizer=False))
                 if not seed:
-                    expected, alone = own_answer(whole, ids)
+                    own = generating(whole, ids)
+                    expected = generated(own, ids)
             except SpecbenchError as error:
                 return "refused", error.message
             except Exception as error:
                 return "not tried", f"the random model does not run: {first_line(error)}"
         target, sibling = loaded
         read = sum(tensor.numel() for tensor in target.model.state_dict().values())
-        kinds, notes = [], [PARTS[isinstance(target.model, whole_class)] if alone else NEEDS]
+        kinds, notes = (
+            [],
+            [PARTS[isinstance(target.model, whole_class)] if isinstance(own, whole_class) else NEEDS],
+        )
         if target.files is not None and target.files.numbers != read:
             return "wrong", f"{target.files.numbers} weights are counted, and {read} loaded"
         for cache in CACHES:
@@ -348,15 +353,13 @@ def examine_composite(config_class: Any, whole_class: Any) -> tuple[str, str]:
     return ("wrong", "; ".join(said)) if said else ("lossless", "; ".join(notes))
 
 
-def own_answer(whole: Any, ids: list[int]) -> tuple[list[int], bool]:
-    """Return what the `generate` of a whole model answers, or that of its text part, if it takes no text alone; and
-    whether it does.
-    """
+def generating(whole: Any, ids: list[int]) -> Any:
+    """Return a whole model, or the part of it that has a `generate`, if that of the whole takes no text alone."""
     try:
-        return generated(whole, ids), True
+        generated(whole, ids, 1)
     except Exception:
-        part = next(each for each in whole.modules() if each is not whole and hasattr(each, "generate"))
-        return generated(part, ids), False
+        return next(each for each in whole.modules() if each is not whole and hasattr(each, "generate"))
+    return whole
 
 
 def first_line(error: Exception) -> str:
@@ -517,10 +520,16 @@ def main() -> int:
     """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; all without any")
-    wanted = parser.parse_args().types
+    parser.add_argument(
+        "--seen", type=Path, help="file of verdicts: types in it are skipped, others are added"
+    )
+    given = parser.parse_args()
+    wanted, seen = given.types, given.seen
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     found: dict[str, tuple[str, str]] = {}
+    if seen is not None and seen.exists():
+        found = {kind: (verdict, reason) for kind, verdict, reason in map(json.loads, seen.open())}
     for mapping, look in (
         (MODEL_FOR_MULTIMODAL_LM_MAPPING, examine_composite),
         (MODEL_FOR_CAUSAL_LM_MAPPING, examine),
@@ -530,6 +539,9 @@ def main() -> int:
             if kind not in found and (not wanted or kind in wanted):
                 found[kind] = look(config_class, model_class)
                 print(f"{kind:24} {found[kind][0]:10} {found[kind][1]}", flush=True)
+                if seen is not None:
+                    with seen.open("a") as file:
+                        print(json.dumps([kind, *found[kind]]), file=file)
     if not wanted:
         write_table(
             {config.model_type: found[config.model_type] for config in MODEL_FOR_MULTIMODAL_LM_MAPPING}
