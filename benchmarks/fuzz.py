@@ -3,6 +3,7 @@
     python benchmarks/fuzz.py --minutes 30              # cases 0, 1, 2, ... for 30 minutes
     python benchmarks/fuzz.py --seed 4711 --minutes 30  # others
     python benchmarks/fuzz.py --seed 23 --cases 1      # one of them again, alone
+    python benchmarks/fuzz.py --models composite       # models that also see or hear, loaded from folders
 
 A case draws a model (random weights of a Llama-family shape, or of another in models.md), wraps it as users do, and
 decodes a few prompts with one drafter and one draft policy. In float32 the tokens must be those of `transformers`'
@@ -26,31 +27,38 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from architectures import Guesses, one_by_one, tiny_config, whole
+from architectures import VOCABULARY, Guesses, generating, one_by_one, tiny_composite, tiny_config, whole
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import distributions
+import head_files
 import scripted_drafters
-from tiny import tiny_tokenizer
+from tiny import letter_tokenizer, tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
-from specbench.base.errors import SpecbenchError
+from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.progress import quiet_transformers
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
+from specbench.models.checkpoints import check_config
+from specbench.models.composites import without_timm
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
-from specbench.models.load import wrap_model
-from specbench.models.target import Target, load_target, wrap_target
+from specbench.models.load import LanguageModel, load_model, wrap_model
+from specbench.models.target import Target, load_target, prepare_target, wrap_target
 from specbench.options import LoadOptions, quantized
 from specbench.policies import build_policy
 from specbench.specs.drafters import Cascade, parse_drafter
@@ -81,9 +89,22 @@ FREE = (
     "suffix",
     "suffix:n=3,keep",
 )
+HEADS = {
+    "eagle3": (
+        head_files.speculators_settings((0, 1, 1), vocab=VOCABULARY, speculators_config={}),
+        head_files.eagle_tensors(vocab=VOCABULARY),
+    ),
+    "eagle-1": (head_files.eagle_one_settings(VOCABULARY), head_files.eagle_one_tensors(vocab=VOCABULARY)),
+    "medusa": (head_files.medusa_settings(VOCABULARY), head_files.medusa_tensors(vocab=VOCABULARY)),
+}
 STEERED = ("", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "mlp.down_proj",
            "self_attn.o_proj", "mlp.up_proj")  # fmt: skip
+WHOLE = {config.model_type: (config, made) for config, made in MODEL_FOR_MULTIMODAL_LM_MAPPING.items()}
+"""Configuration and class of models that also see or hear."""
+WITH_MTP = ("qwen3_5", "qwen3_5_moe")
+FLOAT = LoadOptions("float32")
 TOKENIZER = tiny_tokenizer()
+LETTERS = letter_tokenizer("".join(map(chr, range(33, 32 + VOCABULARY))))
 
 
 @dataclass
@@ -109,7 +130,12 @@ class Case:
     defaults: dict[str, Any] = field(default_factory=dict)
     top_k: int = 0
     conversation: bool = False
+    place: str = ""
     prompts: list[tuple[list[int], int]] = field(default_factory=list)
+
+    @property
+    def tokenizer(self) -> Any:
+        return LETTERS if self.kind in WHOLE else TOKENIZER
 
     @property
     def limit(self) -> int:
@@ -120,18 +146,33 @@ class Case:
     def __str__(self) -> str:
         empty = Case(self.number)
         said = {
-            k: v for k, v in vars(self).items() if v != getattr(empty, k) and k not in ("number", "prompts")
+            k: v
+            for k, v in vars(self).items()
+            if v != getattr(empty, k) and k not in ("number", "prompts", "place")
         }
         said["prompts"] = [(len(ids), new) for ids, new in self.prompts]
         return f"case {self.number}: " + ", ".join(f"{key}={value}" for key, value in said.items())
 
 
-def draw(number: int, recurrent: bool = False) -> Case:
+@cache
+def composites() -> list[str]:
+    """Return the types of composite models that are not refused."""
+    found = []
+    for kind, (config, _) in WHOLE.items():
+        with suppress(SpecbenchError):
+            check_config(config(), kind)
+            found.append(kind)
+    return found
+
+
+def draw(number: int, models: str | None = None) -> Case:
     """Return the case of a number."""
     r = random.Random(number)
     case = Case(number)
-    case.kind = r.choice(RECURRENT if recurrent else LLAMAS if r.random() < 0.75 else OTHERS)
-    vocabulary = len(TOKENIZER)
+    recurrent, composite = models == "recurrent", models == "composite"
+    kinds = RECURRENT if recurrent else composites() if composite else ()
+    case.kind = r.choice(kinds or (LLAMAS if r.random() < 0.75 else OTHERS))
+    vocabulary = len(case.tokenizer)
     case.shape = {"vocab_size": vocabulary}
     if case.kind in LLAMAS:
         shared, group, size = r.choice((1, 2, 3)), r.choice((1, 2, 3, 4)), r.choice((8, 16, 32, 64))
@@ -159,6 +200,8 @@ def draw(number: int, recurrent: bool = False) -> Case:
     case.cache = r.choice(("dynamic", "dynamic", "preallocated", "preallocated", "none", "static"))
     if recurrent:
         case.cache = r.choice(("dynamic", "dynamic", "dynamic", "none"))
+    if composite:
+        case.cache = r.choice(("dynamic", "dynamic", "dynamic", "preallocated"))
     if case.dtype != "float32":  # what bit-exact passes take
         case.cache, case.shape["max_position_embeddings"] = "preallocated", 1024
     if case.shape.get("sliding_window") is not None and (case.dtype != "float32" or case.cache == "static"):
@@ -180,6 +223,10 @@ def draw(number: int, recurrent: bool = False) -> Case:
         case.drafter = f"{front}+{r.choice(('model', own))}"
     else:
         case.drafter = "guesses"
+    if composite and r.random() < 0.3:
+        case.drafter = r.choice([*HEADS])
+    if case.kind in WITH_MTP and r.random() < 0.5:
+        case.drafter = "mtp"
     case.drafter_noise = r.choice((0.0, 0.01, 0.05, 1.0))
     case.drafter_int8 = r.random() < 0.5
     gamma = r.choice((1, 1, 2, 3, 4, 5, 7, 8, 12, 30, *((70, 100) if recurrent else ())))
@@ -211,7 +258,8 @@ def draw(number: int, recurrent: bool = False) -> Case:
             length = max(2, length)
         if recurrent and r.random() < 0.1:  # read in two passes in a batch, and in an output's blocks
             length = r.choice((70, 540))
-        words = r.sample(range(vocabulary - 3), k=r.choice((3, 10, 100)))
+        known = range(3, VOCABULARY - 4) if composite else range(vocabulary - 3)
+        words = r.sample(known, k=min(r.choice((3, 10, 100)), len(known)))
         new = r.choice((1, 2, 7, 20, 40, *((110,) if recurrent and r.random() < 0.2 else ())))
         case.prompts.append((r.choices(words, k=length), new))
     case.conversation = r.random() < 0.4
@@ -224,7 +272,9 @@ def draw(number: int, recurrent: bool = False) -> Case:
 def build_model(case: Case, noise: float = 0.0) -> Any:
     """Return the case's model, the same every time; with noise, a similar one."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[case.kind]
-    if case.kind in LLAMAS:
+    if case.kind in WHOLE:
+        config = tiny_composite(kind)
+    elif case.kind in LLAMAS:
         config = kind(
             **case.shape, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None
         )
@@ -233,9 +283,10 @@ def build_model(case: Case, noise: float = 0.0) -> Any:
         config.vocab_size = case.shape["vocab_size"]
         if case.kind in RECURRENT:
             config.max_position_embeddings = 1024
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_timm():
         torch.manual_seed(case.number)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        made = WHOLE[case.kind][1] if case.kind in WHOLE else transformers.AutoModelForCausalLM.from_config
+        model = made(config).eval().requires_grad_(False)
         if noise:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * noise)
@@ -257,17 +308,48 @@ def steer(model: Any, place: str) -> None:
     (layer.get_submodule(place) if place else layer).register_forward_hook(change)
 
 
+def saved(model: Any, case: Case, name: str) -> str:
+    """Save a model in a folder of its own, and return the folder."""
+    folder = Path(case.place) / f"{case.number}-{name}"
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    case.tokenizer.save_pretrained(folder)
+    if case.drafter == "mtp":
+        add_mtp_layer(folder / "model.safetensors")
+    return str(folder)
+
+
+def load_whole(model: Any, case: Case, name: str) -> LanguageModel:
+    """Return the text part of a model, loaded from a folder; loading its tokenizer might add tokens."""
+    loaded = load_model(saved(model, case, name), FLOAT, tokenizer=False)
+    loaded.tokenizer = case.tokenizer
+    return loaded
+
+
+def add_mtp_layer(path: Path) -> None:
+    """Add an MTP layer to a checkpoint of Qwen3.5, with the decoder layer of the model's last."""
+    tensors, last = load_file(path), "model.language_model.layers.1."
+    width = tensors[f"{last}input_layernorm.weight"].numel()
+    own = {key: each.clone() for key, each in tensors.items() if key.startswith(last)}
+    tensors |= {key.replace(last, "mtp.layers.0."): each for key, each in own.items()}
+    tensors |= {
+        f"mtp.{name}.weight": torch.ones(width)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    tensors["mtp.fc.weight"] = torch.eye(width).repeat(1, 2)
+    save_file(tensors, path, {"format": "pt"})
+
+
 def build_target(case: Case) -> Target:
     model = build_model(case)
     hook_first = case.hook_first and not quantized(case.dtype)
     if case.hook is not None and hook_first:
         steer(model, case.hook)
     if quantized(case.dtype):
-        with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-            model.save_pretrained(folder)
-            TOKENIZER.save_pretrained(folder)
-            target = load_target(folder, LoadOptions(dtype=case.dtype, device="cpu"))
+        target = load_target(saved(model, case, "target"), LoadOptions(dtype=case.dtype, device="cpu"))
         model = target.language_model.model
+    elif case.kind in WHOLE:
+        target = prepare_target(load_whole(model, case, "target"), case.cache, pack=case.pack)
     else:
         target = wrap_target(model, TOKENIZER, name="fuzzed", cache=case.cache, pack=case.pack)
     if case.hook is not None and not hook_first:
@@ -277,11 +359,17 @@ def build_target(case: Case) -> Target:
 
 def build_drafter(case: Case, target: Target, prompt: list[int], answer: Sequence[int]) -> Any:
     def made(word: str) -> Any:
+        if word in HEADS:
+            word = str(head_files.write_head(Path(case.place) / word, *HEADS[word]))
         if word == "model":
-            twin = wrap_model(build_model(case, case.drafter_noise), target.tokenizer, "drafter")
+            own = build_model(case, case.drafter_noise)
+            if case.kind in WHOLE:
+                twin = load_whole(own, case, "drafter")
+            else:
+                twin = wrap_model(own, target.tokenizer, "drafter")
             cache = "preallocated" if case.cache in ("static", "none") else case.cache
             return wrap_drafter(twin, target, cache=cache, int8=case.drafter_int8)
-        return load_drafter(word, target)
+        return load_drafter(word, target, FLOAT if case.kind in WHOLE else None)
 
     if case.drafter == "guesses":
         return Guesses(prompt, answer, case.number)
@@ -312,19 +400,19 @@ def generated(reference: Any, case: Case, prompt: list[int], new: int, end: int 
     return tokens
 
 
-def cut(tokens: list[int], end: int | None, stop: str | None) -> list[int]:
+def cut(tokenizer: Any, tokens: list[int], end: int | None, stop: str | None) -> list[int]:
     """Return the output up to an end token or stop string, by decoding every prefix."""
     for length in range(1, len(tokens) + 1):
-        if tokens[length - 1] == end or (stop is not None and stop in TOKENIZER.decode(
+        if tokens[length - 1] == end or (stop is not None and stop in tokenizer.decode(
             tokens[:length], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )):  # fmt: skip
             return tokens[:length]
     return tokens
 
 
-def choose_stop(r: random.Random, tokens: Sequence[int]) -> str | None:
+def choose_stop(r: random.Random, tokenizer: Any, tokens: Sequence[int]) -> str | None:
     """Return a piece of the coming text, or one that does not occur."""
-    text = "".join(each for each in TOKENIZER.decode(tokens, skip_special_tokens=True) if each != "\ufffd")
+    text = "".join(each for each in tokenizer.decode(tokens, skip_special_tokens=True) if each != "\ufffd")
     start = r.randrange(len(text)) if text else 0
     return text[start : start + r.choice((1, 2, 4))] or None
 
@@ -389,8 +477,8 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
             expected = generated(reference, case, prompt, new, end)  # which forbids it for a while
         if limit is not None:
             expected = expected[: limit - len(prompt)]
-        stop = choose_stop(r, expected) if case.stop_string else None
-        expected = cut(expected, end, stop)
+        stop = choose_stop(r, case.tokenizer, expected) if case.stop_string else None
+        expected = cut(case.tokenizer, expected, end, stop)
         target.language_model.end_ids = () if end is None else (end,)
         if drafter is None or case.drafter == "guesses":
             drafter = build_drafter(case, target, prompt, expected)
@@ -408,6 +496,15 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
         seen.accepted += sum(step.accepted for step in result.steps if isinstance(step, Step))
         if case.top_k:
             check_sampled(case, reference, prompt, found)
+            if (
+                case.kind in WHOLE
+                and not case.rule.startswith(("auto", "egag"))
+                and "keep" not in case.drafter
+            ):
+                own = build_drafter(case, target, prompt, expected)
+                again = decode(target, own, case, prompt, new, stop=stops).result().token_ids
+                if list(again) != found:
+                    raise WrongOutputError(f"{found} is not {list(again)} of the same seed")
             continue
         if found == expected:
             continue
@@ -518,19 +615,33 @@ def attempt(case: Case, work: Callable[[], Seen], findings: list[str]) -> Seen:
 
 
 def prepare(case: Case) -> tuple[Any, Target]:
-    reference = build_model(case)
+    try:
+        reference = build_model(case)
+        if case.kind in WHOLE:
+            reference = generating(reference, [3, 4, 5])
+    except Exception as error:
+        if case.kind not in WHOLE:
+            raise
+        raise RunError(f"No small {case.kind} runs.") from error
     if case.hook is not None:
         steer(reference, case.hook)
     return reference, build_target(case)
 
 
-def run_number(number: int, findings: list[str], recurrent: bool = False) -> list[Seen]:
+def run_number(number: int, findings: list[str], models: str | None = None) -> list[Seen]:
     """Run a case, every eighth time three cases in three threads, or a distribution."""
-    if number % 8 in (3, 6) and not recurrent:
+    if number % 8 in (3, 6) and not models:
         return [attempt(Case(number), lambda: run_distribution(number), findings)]
-    cases = [draw(number, recurrent)]
+    cases = [draw(number, models)]
     if number % 8 == 7:
-        cases += [draw(1_000_000 + 2 * number, recurrent), draw(1_000_001 + 2 * number, recurrent)]
+        cases += [draw(1_000_000 + 2 * number, models), draw(1_000_001 + 2 * number, models)]
+    with tempfile.TemporaryDirectory() as place:
+        for case in cases:
+            case.place = place
+        return run_cases(cases, findings)
+
+
+def run_cases(cases: Sequence[Case], findings: list[str]) -> list[Seen]:
     loaded: list[tuple[Case, Any]] = []
     seen = []
     for case in cases:  # models are made in turn, for their weights come from the one global generator
@@ -557,7 +668,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="the most it takes")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, help="how many; one case is printed in full")
-    parser.add_argument("--recurrent", action="store_true", help="models with recurrent layers only")
+    parser.add_argument("--models", choices=("recurrent", "composite"), help="models of one sort only")
     given = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     until = time.monotonic() + 60 * given.minutes
@@ -567,8 +678,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() > until:
             break
         if given.cases == 1:
-            print(draw(number, given.recurrent))
-        for seen in run_number(number, findings, given.recurrent):
+            print(draw(number, given.models))
+        for seen in run_number(number, findings, given.models):
             total.update(
                 tokens=seen.tokens, accepted=seen.accepted, ties=seen.ties, batched=seen.batched,
                 enumerated=seen.enumerated,

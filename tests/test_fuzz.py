@@ -13,10 +13,15 @@ CASE = 2
 
 
 @pytest.mark.parametrize(
-    ("seed", "cases"), [(0, 12), pytest.param(1000, 200, marks=pytest.mark.slow, id="many")]
+    ("seed", "cases", "more"),
+    [
+        (0, 12, ()),
+        (0, 6, ("--models", "composite")),
+        pytest.param(1000, 200, (), marks=pytest.mark.slow, id="many"),
+    ],
 )
-def test_random_cases_find_nothing(seed, cases, capsys):
-    code = fuzz.main(["--seed", str(seed), "--cases", str(cases)])
+def test_random_cases_find_nothing(seed, cases, more, capsys):
+    code = fuzz.main(["--seed", str(seed), "--cases", str(cases), *more])
     shown = capsys.readouterr().out
     assert code == 0, shown
     result = json.loads(shown.splitlines()[-1])
