@@ -155,7 +155,7 @@ SEEING: dict[str, Any] = {
 }  # fmt: skip
 """Settings of parts that see or hear, where they differ from those of texts."""
 PARTS = ("with a causal class of their text", "with the class of the whole model, by token ids")
-NEEDS = "with a causal class; compared with its `generate`, for that of the whole model takes no text alone"
+NEEDS = "with a causal class, compared with its `generate`, for that of the whole model takes no text alone"
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 """Positions of several axes, for heads of 8 numbers."""
 
@@ -493,22 +493,17 @@ def build(word: str, target: Target) -> Any:
 
 def write_table(found: Mapping[str, tuple[str, str]]) -> None:
     """Write what was found of models that also see or hear into docs/models.md."""
-    groups: dict[str, list[str]] = {
-        each: [] for each in (*PARTS, NEEDS, "refused", "not tried here", "wrong")
-    }
+    groups: dict[str, list[str]] = {each: [] for each in (*PARTS, NEEDS, "not tried here", "wrong")}
+    refused: dict[str, list[str]] = {}
     for kind, (verdict, reason) in sorted(found.items()):
-        if verdict == "lossless":
-            groups[reason.partition("; ")[0]].append(f"`{kind}`")
-        elif verdict == "refused":
-            why = reason.rstrip(".").partition("speculatively: ")[2] or reason.rstrip(".").partition(") ")[2]
-            groups[verdict].append(f"`{kind}`: {why}")
-        else:
-            groups["not tried here" if verdict == "not tried" else verdict].append(f"`{kind}`")
-    rows = [
-        f"| {name} | {len(kinds)} | {('; ' if name == 'refused' else ', ').join(kinds)} |"
-        for name, kinds in groups.items()
-        if kinds
-    ]
+        name = reason.partition("; ")[0] if verdict == "lossless" else verdict.replace("tried", "tried here")
+        place = groups
+        if verdict == "refused":
+            _, other, why = reason.rstrip(".").partition(" cannot be decoded speculatively: ")
+            place, name = refused, why if other else f"it {reason.rstrip('.').partition(') ')[2]}"
+        place.setdefault(name, []).append(f"`{kind}`")
+    groups |= {f"refused: {why}": kinds for why, kinds in refused.items()}
+    rows = [f"| {name} | {len(kinds)} | {', '.join(kinds)} |" for name, kinds in groups.items() if kinds]
     page = Path(__file__).parents[1] / "docs/models.md"
     start, end = "<!-- benchmarks/architectures.py writes this -->\n", "<!-- end -->"
     before, _, rest = page.read_text(encoding="utf-8").partition(start)
@@ -542,10 +537,9 @@ def main() -> int:
                 if seen is not None:
                     with seen.open("a") as file:
                         print(json.dumps([kind, *found[kind]]), file=file)
-    if not wanted:
-        write_table(
-            {config.model_type: found[config.model_type] for config in MODEL_FOR_MULTIMODAL_LM_MAPPING}
-        )
+    composites = [config.model_type for config in MODEL_FOR_MULTIMODAL_LM_MAPPING]
+    if found.keys() >= {*composites}:
+        write_table({kind: found[kind] for kind in composites})
     counts = Counter(verdict for verdict, _ in found.values())
     print(json.dumps({"transformers": transformers.__version__, **counts}))
     return int(counts["wrong"] > 0)
