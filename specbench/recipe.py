@@ -146,7 +146,7 @@ class Recipe:
         own: list[ModelSpec] = []
 
         def numbered(model: ModelSpec) -> ModelSpec:
-            if model.kind == "python":
+            if model.kind in ("python", "mtp"):
                 return model
             own.append(model)
             return ModelSpec("hub", f"MODEL{len(own)}")

@@ -138,7 +138,9 @@ def _drafter(name: str) -> DrafterSpec:
     name = re.sub(r" \((int4)?\w*\)", lambda dtype: ":dtype=int4" if dtype[1] else "", name)
     front, plus, model = name.rpartition("+")
     try:
-        return with_models(parse_drafter(name), lambda each: _model(each.name))
+        return with_models(
+            parse_drafter(name), lambda each: each if each.kind == "mtp" else _model(each.name)
+        )
     except UsageError:
         if not plus:
             return SmallModel(_model(model))

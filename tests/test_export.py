@@ -386,6 +386,15 @@ def test_a_run_tells_of_its_heads(tmp_path):
     assert "vLLM cannot load the head in head: it is compact" in message
 
 
+def test_mtp_layers_of_a_measured_target_are_exported(tmp_path):
+    write_run(
+        tmp_path / "run", drafters=(Drafter("mtp", 0.8, 0.1),), gammas=(2,), prompts_per_category=1, repeats=1
+    )
+    run = load_results(change_run(tmp_path / "run", heads={"mtp": {"kind": "mtp"}}))
+    options = ENGINES["vllm"].export(RunSettings(run).all()[0]).options["--speculative-config"]
+    assert options["method"] == "mtp"
+
+
 def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
     row = f"{kept_run('smollm2-135m-head')}:lookup+smollm2-135m-head (int8) auto"
     cli("export", row, "--to", "vllm").refused(2, "it is compact", "serve")

@@ -29,6 +29,9 @@ RECIPES = {
         DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
     ),
+    "layers of the target": Recipe(
+        ModelSpec("folder", "/secret/big"), parse_drafter("mtp"), parse_policy("auto")
+    ),
     "tree": Recipe(ModelSpec("gguf", "/secret/big.gguf"), OTHER, parse_policy("static-tree:nodes=8")),
 }
 
@@ -41,6 +44,7 @@ def test_what_is_stored_is_read_again_without_paths(name):
     again = Recipe.from_json(json.loads(json.dumps(stored)))
     assert again.to_json() == stored
     assert str(again.drafter) == str(recipe.drafter)
+    assert type(again.drafter) is type(recipe.drafter)
     assert (again.policy, again.decoding, again.sampling, again.caching) == (
         recipe.policy, recipe.decoding, recipe.sampling, recipe.caching,
     )  # fmt: skip

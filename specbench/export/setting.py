@@ -23,7 +23,7 @@ from specbench.results.run import Run, find_config
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.rows import Row
-from specbench.specs.drafters import DrafterSpec, SmallModel
+from specbench.specs.drafters import DrafterSpec, Mtp, SmallModel
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import Fixed, PolicySpec
 
@@ -313,6 +313,7 @@ class RunSettings:
         recipe = config.recipe.with_models(self._placed)
         dtype: Any = self._run.target.dtype or "auto"
         own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, config.policy)
+        of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
         return Setting(
             replace(recipe, models=replace(recipe.models, dtype=dtype)),
@@ -321,7 +322,7 @@ class RunSettings:
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
             measured=self._measured(row),
             at_gamma=self._measured(max(same, key=_speedup)) if same else None,
-            head=self._run.heads.get(config.drafter),
+            head=None if of_target else self._run.heads.get(config.drafter),
         )
 
     def _measured(self, row: SummaryRow) -> MeasuredSetting:
