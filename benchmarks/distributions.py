@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"NOT EXACT  {cell}: {gap:.2e}", flush=True)
     for (verification, policy), gap in worst.items():
         print(f"{verification:13} {policy:42} {counts[verification, policy]:5} cells, worst gap {gap:.1e}")
-    for message, times in refused.most_common():
+    for message, times in refused.most_common(20):
         print(f"{times:6} refused: {message}")
     print(
         json.dumps(
