@@ -119,52 +119,51 @@ def _contexts(drafter: FreeDrafter, answer: Answer) -> Iterator[tuple[int, list[
 def _of_free(drafter: FreeDrafter, answer: Answer, longest: int) -> Chances:
     n = len(answer.tokens)
     accept, drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
-    random = Randomness(0)
     for i, context in _contexts(drafter, answer):
-        plan = StepPlan(longest, FixedLength(longest), answer.sampling, random)
-        drafts[i] = len(run_to_end(drafter.propose(context, plan)).tokens)
-        for j, chance in enumerate(_guesses(drafter, answer, i, context, longest)):
-            if not chance:  # None: the draft ends
-                break
-            accept[i, j] = chance
+        plan = StepPlan(longest, FixedLength(longest), answer.sampling, Randomness(0))
+        draft = run_to_end(drafter.propose(context, plan))
+        if draft.q is not None:
+            raise _random(drafter)
+        drafts[i] = len(draft.tokens)
+        accept[i, : draft_matches(draft.tokens, answer, i)] = 1.0
     return Chances(accept, drafts)
 
 
-def _guesses(
-    drafter: FreeDrafter, answer: Answer, i: int, context: Sequence[int], longest: int
-) -> Iterator[float | None]:
-    """Yield for each token of a draft after ``context``, while those before it are the answer's, the chance that it is
-    accepted; ``None`` where the drafter has no guess.
-    """
-    following = answer.tokens[i : i + longest]
-    for j, token in enumerate(following):
-        guess = drafter.allowed_guess(context, following[:j], answer.sampling)
-        if guess is None:
-            yield None
-        elif guess.q is None:
-            yield float(int(guess.token) == token)
-        else:
-            raise UsageError(
-                f"{drafter.traits.name} draws its tokens at random, so a replay does not tell what it drafts.",
-                "Leave it out.",
-            )
+def draft_matches(draft: Sequence[int], answer: Answer, i: int) -> int:
+    """Return how many tokens of a draft after the first i tokens are the answer's."""
+    pairs = enumerate(zip(draft, answer.tokens[i:], strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(draft), len(answer.tokens) - i))
+
+
+def _random(drafter: Drafter) -> UsageError:
+    return UsageError(
+        f"{drafter.traits.name} draws its tokens at random, so a replay does not tell what it drafts.",
+        "Leave it out.",
+    )
 
 
 # -- cascades --------------------------------------------------------------------------------------
 
 
 def _of_cascade(drafter: CascadeDrafter, answer: Answer, longest: int, read: ReadAnswer) -> Chances:
-    """Return the chances where copied tokens and a model's alternate as the guesses have it."""
-    n = len(answer.tokens)
+    """Return the chances where copied tokens and a model's alternate, by the guesses after the answer's own tokens."""
+    n, free = len(answer.tokens), drafter.free
     accept, drafts = np.zeros((n, longest)), np.full(n, longest)
     most = longest if drafter.max_passes is None else drafter.max_passes
-    for i, context in _contexts(drafter.free, answer):
+    for i, context in _contexts(free, answer):
         passes = 0
-        drafter.free.read(context)
-        for j, chance in enumerate(_guesses(drafter.free, answer, i, context, longest)):
-            if chance is None and (passes == most or i + j >= read.readable):
+        free.read(context)
+        following = answer.tokens[i : i + longest]
+        for j, token in enumerate(following):
+            guess = free.allowed_guess(context, following[:j], answer.sampling)
+            if guess is not None:
+                if guess.q is not None:
+                    raise _random(free)
+                accept[i, j] = int(guess.token) == token
+            elif passes == most or i + j >= read.readable:
                 drafts[i] = j
                 break
-            passes += chance is None
-            accept[i, j] = read.chances[i + j] if chance is None else chance
+            else:
+                passes += 1
+                accept[i, j] = read.chances[i + j]
     return Chances(accept, drafts)

@@ -58,6 +58,7 @@ _UNSET: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (), "json_schema": (), "regex": ("",), "ebnf": ("",), "grammar": ("",),
     "dry_multiplier": (0,), "xtc_probability": (0,), "mirostat": (0,), "typical_p": (1,), "dynatemp_range": (0,),
+    "top_n_sigma": (-1,),
 }  # fmt: skip
 """Settings that change the target's distribution and that drafters do not apply, with what switches them off."""
 

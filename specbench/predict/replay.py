@@ -22,6 +22,7 @@ from specbench.decoding.records import Closing, Step, StepTimes
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.drafters.parts import models_of, without_guesses
 from specbench.predict.answers import Answer, Counts, ReadAnswer
+from specbench.predict.chances import draft_matches
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, DraftPolicy
@@ -72,9 +73,7 @@ def replay(
         while i < n:
             before, context = copy.deepcopy(policy), [*answer.prompt, *answer.tokens[:i]]
             draft = run_to_end(drafter.propose(context, StepPlan(int(room[i]), policy, sampling, random)))
-            pairs = enumerate(zip(draft.tokens, answer.tokens[i:], strict=False))
-            count, within = len(draft.tokens), min(len(draft.tokens), n - i)
-            right = next((place for place, (a, b) in pairs if a != b), within)
+            count, right = len(draft.tokens), draft_matches(draft.tokens, answer, i)
             closing: Closing | None = "corrected" if right < count else "bonus" if count else "target"
             closing = None if i + right == n else closing
             known = right + (closing == "corrected")
