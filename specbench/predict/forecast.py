@@ -61,9 +61,8 @@ class PredictedRow:
         counts, starts = replay(drafter, answer, read, build_policy(self.spec), longest)
         self.drafted += counts.drafted
         self.passes += counts.passes
-        if self.spec.word != "fixed" and not isinstance(
-            drafter, CascadeDrafter
-        ):  # which would copy what comes
+        copies = isinstance(drafter, CascadeDrafter)  # now also what comes later in the answer
+        if self.spec.word != "fixed" and not copies:
             some = starts[:: max(1, len(starts) // _STARTS)]
             self.redrafted += sum(each.drafted for each in some)
             self.really += draft_on(drafter, answer, some)
@@ -184,12 +183,10 @@ def _drafting_s(costs: PassCosts, drafter: str, passes: float) -> float:
 
 def _step_s(row: PredictedRow, costs: PassCosts, drafter: str, counts: Counts | None = None) -> float:
     """Return the mean seconds of the steps of an answer, of all answers without ``counts``."""
+    if not costs.target_s:
+        return math.nan
     drafted, passes = row.per_step(counts)
-    return (
-        costs.target_pass_s(1.0 + drafted) + _drafting_s(costs, drafter, passes)
-        if costs.target_s
-        else math.nan
-    )
+    return costs.target_pass_s(1.0 + drafted) + _drafting_s(costs, drafter, passes)
 
 
 # -- computing them --------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def replay(
     n, prompt, room = len(answer.tokens), len(answer.prompt), answer.room()
     tested, accepted = np.zeros(longest), np.zeros(longest)
     starts: list[StepStart] = []
-    drafted = passes = known = 0
+    drafted = passes = 0
     nothing, random = torch.zeros(1, 1), Randomness(seed)
     with _known_passes(drafter, answer, read) as sampling:
         drafter.begin(answer.prompt)
