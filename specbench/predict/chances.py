@@ -70,7 +70,7 @@ def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> Read
     """
     if type(drafter) is not ModelDrafter:
         raise UsageError(
-            f"What {drafter.traits.name} drafts depends on the target's own states or tokens, which logs do not have.",
+            f"{drafter.traits.name} is no model that drafts one token after the other with the target's tokens.",
             "Run it where the target is: specbench sweep, or specbench tune.",
         )
     sampling = answer.sampling.at(len(answer.prompt), None, ())
