@@ -23,11 +23,14 @@ import specbench.cli.tune
 import specbench.results.advice
 import specbench.tune.answer
 from specbench.base.errors import RunError
+from specbench.base.record import NO_FIGURE, Estimate
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.cli import run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
+from specbench.predict import here
+from specbench.predict.here import Prediction, Predictions
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
 from specbench.results.store import read_run
@@ -104,7 +107,7 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     assert said.out.startswith("lookup auto: 2.00× [2.00, 2.00] over plain decoding")
     stages = [line for line in said.err.splitlines() if line.endswith(" ...")]
     assert stages[0] == "loading target ..."  # each of them, where no terminal draws a bar
-    assert {"quantizing small to int8 ...", "trying drafters ..."} <= {*stages}
+    assert {"quantizing small to int8 ...", "decoding plainly ..."} <= {*stages}
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-target-tune", folder.name)
     stored = run_json(folder)
@@ -230,7 +233,7 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     def stop(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
         nonlocal calls
         calls += 1
-        if calls == 15:
+        if calls == 7:
             raise KeyboardInterrupt
         return generate(self, config, prompt, *options, **named)
 
@@ -241,14 +244,14 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     (folder,) = (tmp_path / "results").iterdir()
     assert f"--results results/{folder.name} --resume" in said.err
     lines = (folder / "generations.jsonl").read_text().splitlines()
-    assert len(lines) == 14
+    assert len(lines) == 6
     assert not (tmp_path / "specbench.toml").exists()
     tune("--results", folder).refused(2, "holds results already", "--resume")
     said = tune("--resume")
     assert said.code == 0, said.err
     assert f"Continuing results/{folder.name}." in said.err
     assert said.out.startswith("lookup auto: 2.00")
-    assert (folder / "generations.jsonl").read_text().splitlines()[:14] == lines
+    assert (folder / "generations.jsonl").read_text().splitlines()[:6] == lines
     tune("--resume", "--overwrite").refused(2, "no unfinished run of `specbench tune`")
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
 
@@ -284,6 +287,12 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
 ):
     """Others use the machine all along, and 12 blocks do not tell what is fast on some prompts only."""
     differing(monkeypatch)
+    faster = Prediction(Estimate(1.5, None, None, 4), NO_FIGURE)
+    monkeypatch.setattr(
+        here,
+        "predict_rows",
+        lambda _, sweep, *__, **___: Predictions({row.id: faster for row in sweep.configs[1:]}),
+    )
     monkeypatch.setattr(
         specbench.tune.answer,
         "disturbance",
@@ -329,9 +338,7 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
     monkeypatch.setattr(ModelEngine, "generate", fail)
     said = tune("-v")
     assert said.code == 0, said.err
-    assert re.search(
-        r"Not raced: self:int8 .*\(failed: There was not enough memory for this configuration\)\.", said.out
-    )
+    assert re.search(r"self:int8 .* failed", said.out)
     assert said.out.startswith("lookup auto: 2.00")
 
 

@@ -19,8 +19,9 @@ from specbench.decoding.stops import StopRules
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.lookup import LookupDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
+from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.predict import chances, forecast
@@ -334,7 +335,7 @@ def test_sampled_policies_are_right_on_average():
 @pytest.mark.parametrize(
     ("drafter", "rule", "words"),
     [
-        (SelfDrafter(ScriptedScorer(TARGET, VOCABULARY), "self"), None, "depends on the target's own states"),
+        (ParallelDrafter(ScriptedScorer(TARGET, VOCABULARY), "pard", [0]), None, "not told by its own pass"),
         (small_model(), "auto", "decides by what only a run has"),
         (small_model(), "dynamic-tree", "drafts trees"),
         (LookupDrafter(), "svip", "has none"),

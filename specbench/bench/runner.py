@@ -60,6 +60,7 @@ class SweepProgress:
         failed: How many of those done have failed.
         seconds_left: An estimate; ``None`` before the first measurement.
         problem: Why forward passes could not be timed just now; empty if they could.
+        latest: What was measured last; ``None`` before the first measurement.
     """
 
     now: str
@@ -68,6 +69,7 @@ class SweepProgress:
     failed: int
     seconds_left: float | None
     problem: str
+    latest: Measurement | None = None
 
 
 class SweepRun(Generic[Encoded]):
@@ -111,11 +113,18 @@ class SweepRun(Generic[Encoded]):
         self._left = [cell for cell in self._planned if cell.key not in done]
         self._waiting = Counter(cell.config for cell in self._left)
         self._took: dict[str, deque[float]] = {}
+        self._latest: Measurement | None = None
+        self._rule: StoppingRule | None = None
         self.measured = self.failed = 0
         self.found = len(self._planned) - len(self._left)
         self.warnings: tuple[RunWarning, ...] = ()
         known = {cell.key for cell in self._planned} & done
         self._failed_before = sum(each.result is None for each in store.measurements() if each.key in known)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether anything is left to measure."""
+        return bool(self._left)
 
     def cells(self) -> Iterator[SweepProgress]:
         """Measure cell by cell; yield how far the sweep is, at the beginning and after each cell.
@@ -126,10 +135,10 @@ class SweepRun(Generic[Encoded]):
             KeyboardInterrupt: Interrupted by the user; the generation in progress is lost.
             RunError: The store can no longer be written.
         """
-        cells, rule, until = iter(self._left), None, self._sweep.options.until
+        cells, until = iter(self._left), self._sweep.options.until
         if until is not None and self._left:
-            rule = StoppingRule(until, self._minutes, self._store, self._planned, self._clock)
-            cells = rule.cells(self._left)
+            self._rule = StoppingRule(until, self._minutes, self._store, self._planned, self._clock)
+            cells = self._rule.cells(self._left)
         if (first := next(cells, None)) is not None:  # else there is nothing to warm up for
             runner = CellRunner(self._sweep, self._store, self._engine, self._snapshot)
             warmed = self._store.done_keys()
@@ -142,8 +151,8 @@ class SweepRun(Generic[Encoded]):
                 yield self._progress(runner.configs[cell.config].label, problem)
                 self._measure(runner, cell)
             yield self._progress("")
-        if rule is not None:
-            rule.end()
+        if self._rule is not None:
+            self._rule.end()
 
     def finish(self) -> None:
         """Review the whole run, and mark it finished."""
@@ -170,7 +179,7 @@ class SweepRun(Generic[Encoded]):
 
     def _measure(self, runner: CellRunner[Encoded], cell: Cell) -> None:
         began = self._clock.now()
-        measurement = runner.measure(cell)
+        measurement = self._latest = runner.measure(cell)
         took = self._took.setdefault(cell.config, deque(maxlen=_LATEST))
         took.append(self._clock.now() - began)
         self.measured += 1
@@ -180,9 +189,11 @@ class SweepRun(Generic[Encoded]):
     def _progress(self, now: str, problem: str = "") -> SweepProgress:
         means = {name: fmean(each) for name, each in self._took.items()}
         usual = fmean(means.values()) if means else None
-        left_s = usual and sum(number * means.get(name, usual) for name, number in self._waiting.items())
+        beaten = () if self._rule is None else self._rule.beaten
+        waiting = {name: number for name, number in self._waiting.items() if name not in beaten}
+        left_s = usual and sum(number * means.get(name, usual) for name, number in waiting.items())
         done, failed = self.found + self.measured, self.failed + self._failed_before
-        return SweepProgress(now, done, len(self._planned), failed, left_s, problem)
+        return SweepProgress(now, done, len(self._planned), failed, left_s, problem, self._latest)
 
 
 def run_sweep(
@@ -204,7 +215,7 @@ class CellRunner(Generic[Encoded]):
         sweep: Sweep,
         store: RunStore,
         engine: BenchEngine[Encoded],
-        snapshot: Callable[[], LoadSnapshot],
+        snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self.configs = {config.id: config for config in sweep.configs}
         self._prompts = ContextPrompts(sweep.prompts, sweep.options.template, sweep.text, engine.count_tokens)
@@ -273,6 +284,11 @@ class CellRunner(Generic[Encoded]):
             ],
         )
         return Measurement(line, result)
+
+    def output(self, config: Row, prompt: str) -> Sequence[int]:
+        """Decode the first turn of a prompt, and store nothing."""
+        encoded = self._engine.encode(self._prompts.at(prompt, config.condition), [])
+        return self._engine.generate(config, encoded, self._sweep.options.decoding, seed=0).token_ids
 
     def _generate(self, cell: Cell, config: Row, decoding: DecodingOptions) -> Generation:
         """Decode a turn of a prompt."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from msgspec import structs
 
 from specbench.results.results import load_results
-from specbench.results.run import Stopping
+from specbench.results.run import RIVALS, Stopping
 from specbench.results.stats import AT_EVERY_LOOK
 from specbench.results.summary import SummaryRow, best_by_baseline, summarize
 from specbench.specs.sweeps import parse_until
@@ -86,6 +86,8 @@ def looks(prompts: int, repeats: int) -> set[int]:
 class StoppingRule(Judge):
     """The judge of a sweep: its answer is the verdict on the fastest configuration, or a narrow interval.
 
+    A configuration whose interval lies below that of the fastest is measured no further.
+
     Args:
         until: See ``parse_until``.
         minutes: Time limit; ``None`` for none.
@@ -103,6 +105,7 @@ class StoppingRule(Judge):
         self._decoded = {cell: number for number, cell in enumerate(firsts)}
         prompts = sum(cell.repeat == 0 for cell in firsts)
         self._looks = looks(prompts, len(firsts) // max(1, prompts))
+        self.beaten: set[str] = set()
         self._rule = Stopping(until=until, minutes=minutes, confidence=AT_EVERY_LOOK)
         store.update(stopping=self._rule)
 
@@ -117,7 +120,7 @@ class StoppingRule(Judge):
             if self._clock.now() > self._until and block[0].order == 0:
                 self.ending = "time"
                 return
-            yield from block
+            yield from (cell for cell in block if cell.config not in self.beaten)
 
     def is_sure(self, following: Sequence[Sequence[Cell]]) -> bool:
         return self._decoded.get(following[0][0]) in self._looks and self._is_answered()
@@ -129,8 +132,14 @@ class StoppingRule(Judge):
         self._store.update(stopping=structs.replace(self._rule, ended=self.ending))
 
     def _is_answered(self) -> bool:
-        rows = summarize(load_results(self._store.path)).rows
-        best = best_by_baseline(row for row in rows if row.measured)
+        rows = [row for row in summarize(load_results(self._store.path)).rows if row.measured]
+        best = best_by_baseline(rows)
+        fastest = {row.config.baseline: row for row in best}
+        self.beaten = {
+            row.config.id
+            for row in rows
+            if row.config.kind in RIVALS and _is_slower(row, fastest[row.config.baseline])
+        }
         return bool(best) and all(map(self._is_known, best))
 
     def _is_known(self, row: SummaryRow) -> bool:
@@ -140,3 +149,8 @@ class StoppingRule(Judge):
         if speedup.basis != "prompts" or speedup.low is None or speedup.high is None:
             return False
         return (speedup.high - speedup.low) / 2 <= self._half_width * speedup.value
+
+
+def _is_slower(row: SummaryRow, fastest: SummaryRow) -> bool:
+    high, low = row.speedup.high, fastest.speedup.low
+    return row.speedup.basis == "prompts" and high is not None and low is not None and high < low

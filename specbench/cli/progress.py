@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import terminal_safe
 
-_PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters")
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PRINTED_ONCE = ("fetching", "converting", "waiting", "trying drafters", "decoding plainly")
 _KEPT = "(the result is kept)"
 """The end of the names of stages that take long only the first time; they are printed as well."""
 
@@ -49,6 +53,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
     Attributes:
         console: The console to print on while the bar is drawn.
         prefix: Stands in front of the names of stages.
+        above: Returns what is drawn above the line; ``None`` for nothing.
     """
 
     def __init__(self, quiet: bool = False, *, animated: bool = True, every: bool = False) -> None:
@@ -57,7 +62,15 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
         self.console = Console(stderr=True, highlight=False)
         self._quiet, self._every = quiet, every
-        self._bar = Progress(
+        self.above: Callable[[], RenderableType] | None = None
+
+        class Bar(Progress):
+            def get_renderables(bar) -> Iterable[RenderableType]:  # noqa: N805
+                if self.above is not None:
+                    yield self.above()
+                yield from super().get_renderables()
+
+        self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(24, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
             TaskProgressColumn("{task.percentage:>3.0f}%"),

@@ -62,7 +62,8 @@ def sweep(
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
-    Every configuration decodes every prompt; each generation is stored as it ends (--resume).
+    All rows are predicted from a few plain outputs first. Then every configuration decodes every prompt; each
+    generation is stored as it ends (--resume).
     """
     from specbench.base.load import load_snapshot
 
@@ -80,7 +81,8 @@ def sweep(
         return
     from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_run import SweepJob, run_folder
+    from specbench.cli.sweep_predicted import PredictedSweepJob
+    from specbench.cli.sweep_run import run_folder
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -111,7 +113,7 @@ def sweep(
 
     configs = engine.configs(options, base)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
+    job = PredictedSweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
     job.run(sources, start, notes)
 
 

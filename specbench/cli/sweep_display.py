@@ -1,26 +1,112 @@
-"""The progress of a running sweep."""
+"""The progress of a running sweep: a bar, and a table whose rows are predicted, and then measured."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
+from specbench.base.record import NO_FIGURE, Estimate
+from specbench.base.textsafe import counted, one_line
 from specbench.cli.console import duration
+from specbench.results import stats
+from specbench.results.lines import Generation
+from specbench.show.document import Sheet, tables_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.console import Console
+    from rich.table import Table
 
     from specbench.bench.runner import SweepProgress
     from specbench.cli.progress import StageProgress
+    from specbench.results.lines import Measurement
+    from specbench.rows import Row
+
+_PREDICTED = "predicted"
+
+_BESIDE = 6
+"""Lines of a terminal that the table leaves free."""
+
+
+class _Figures(NamedTuple):
+    """Speedup and tokens per step."""
+
+    speedup: Estimate
+    tokens_per_step: Estimate
+
+
+class RunningTable:
+    """What is known of the rows of a running sweep, the fastest first.
+
+    Args:
+        rows: The rows.
+        predicted: Predicted speedups and tokens per step, by id.
+    """
+
+    def __init__(self, rows: Sequence[Row], predicted: Mapping[str, tuple[Estimate, Estimate]]) -> None:
+        self._rows, self._predicted = rows, predicted
+        self._speeds: dict[str, dict[tuple[str, int, int], float]] = {row.id: {} for row in rows}
+        self._counts: dict[str, list[tuple[int, int, str]]] = {row.id: [] for row in rows}
+
+    def add(self, measured: Measurement) -> None:
+        """Add a measurement."""
+        line, result = measured.line, measured.result
+        if isinstance(result, Generation) and result.decode_s > 0:
+            tokens = result.new_tokens - result.first_tokens
+            self._speeds[line.config][line.prompt, line.turn, line.repeat] = tokens / result.decode_s
+            self._counts[line.config].append((tokens, len(result.steps.emitted), line.prompt))
+
+    def _measured(self, row: Row) -> _Figures | None:
+        """Return the speedup on prompts that plain decoding was measured on too; ``None`` before there are any."""
+        mine, plain = self._speeds[row.id], self._speeds[row.baseline]
+        both = [key for key in mine if plain.get(key)]
+        if not both:
+            return None
+        speedup = stats.geometric_mean(
+            [mine[key] / plain[key] for key in both], [key[0] for key in both], [key[2] for key in both]
+        )
+        tokens, steps, prompts = zip(*self._counts[row.id], strict=True)
+        return _Figures(speedup, stats.pooled_rate(tokens, steps, prompts) if any(steps) else NO_FIGURE)
+
+    def sheet(self) -> Sheet:
+        """Return the table; each row says whether it is predicted or measured."""
+        found: list[tuple[float, list[str]]] = []
+        for row in self._rows:
+            measured = None if row.id == row.baseline else self._measured(row)
+            each = measured or self._predicted.get(row.id)
+            if each is None:
+                continue
+            speedup, tokens = each
+            source = _PREDICTED
+            if measured is not None:
+                source = f"measured, {counted(measured.speedup.prompts, 'prompt')}"
+            cells = [one_line(row.label), _text(tokens), _text(speedup), source]
+            found.append((speedup.value, cells))
+        found.sort(key=lambda each: -each[0])
+        headings = ["configuration", "tokens/step", "× plain", "source"]
+        rows = [cells for _, cells in found]
+        return Sheet(headings, rows, ranks=[0, 1, 0, 0], left=frozenset({3}), styles={_PREDICTED: "dim"})
+
+    def drawn(self, console: Console) -> Table:
+        """Return the table as a terminal shows it, the first rows if it is low."""
+        sheet = self.sheet()
+        most = max(1, console.height - _BESIDE)
+        return tables_of(replace(sheet, rows=sheet.rows[:most]), console.width)[0][0]
 
 
 class SweepDisplay:
-    """A bar on a terminal, elsewhere a line now and then. It draws only between measurements.
+    """A bar on a terminal below a table of all rows, elsewhere a line now and then. It draws only between measurements.
 
     Args:
         cells: What a sweep measures, in the plural.
         progress: The bar.
         say: Prints a line.
         lines: Whether to print lines of progress.
+
+    Attributes:
+        table: What is known of the rows; ``None`` if nothing was predicted.
     """
 
     def __init__(
@@ -28,11 +114,18 @@ class SweepDisplay:
     ) -> None:
         self._cells, self._progress, self._say, self._lines = cells, progress, say, lines
         self._said = -1
+        self._latest: Measurement | None = None
+        self.table: RunningTable | None = None
 
     def show(self, at: SweepProgress) -> None:
         """Show how far the sweep is."""
         if at.problem:
             self._say(f"Single forward passes could not be timed: {at.problem}")
+        if self.table is not None:
+            if at.latest is not None and at.latest is not self._latest:
+                self._latest = at.latest
+                self.table.add(at.latest)
+            self._progress.above = partial(self.table.drawn, self._progress.console)
         failed = f", {at.failed} failed" if at.failed else ""
         left = "time left unknown" if at.seconds_left is None else f"{duration(at.seconds_left)} left"
         text = f"{at.done} of {at.total} {self._cells}{failed}, {left}"
@@ -41,3 +134,7 @@ class SweepDisplay:
         if self._lines and at.seconds_left is not None and tenth > self._said:
             self._said = tenth
             self._say(text)
+
+
+def _text(estimate: Estimate) -> str:
+    return "–" if math.isnan(estimate.value) else stats.ratio_text(estimate, "")

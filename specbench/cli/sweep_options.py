@@ -226,7 +226,7 @@ class ResultsOptions:
         return Service.of(self.slo, self.price_per_hour)
 
 
-MINUTES, ENGINE_MINUTES = 6.0, 20.0
+MINUTES, ENGINE_MINUTES = 1.0, 20.0
 """Time limits of a search."""
 
 
@@ -275,8 +275,8 @@ class SearchOptions:
     minutes: float | None = _option(
         None,
         "--minutes X",
-        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, with --engine"
-        f" {ENGINE_MINUTES:g}.",
+        f"Time limit for everything; the search can end sooner. Default: {MINUTES:g}, or more for a slow target; with"
+        f" --engine {ENGINE_MINUTES:g}.",
     )
     seed: int = _option(0, "--seed N", "Seed of the random order and of sampling.", min=0)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from specbench.bench.engines.engine import BenchEngine
     from specbench.bench.grid import Sweep, SweepOptions
     from specbench.bench.runner import SweepRun
+    from specbench.cli.sweep_display import RunningTable
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
     from specbench.results.summary import Summary
@@ -172,6 +173,7 @@ class SweepJob(RunJob):
                 retry = self._results.retry_failed
                 run = SweepRun(self.sweep, store, self.engine, retry_failed=retry, minutes=self._minutes)
                 try:
+                    display.table = self.predict(store, progress) if run.is_missing else None
                     for at in run.cells():
                         display.show(at)
                     run.finish()
@@ -185,6 +187,10 @@ class SweepJob(RunJob):
                 self._say_at_end(run, self._stored(store) if interrupted else None)
         if interrupted or run.failed:
             raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
+
+    def predict(self, store: RunStore, progress: StageProgress) -> RunningTable | None:  # noqa: ARG002
+        """Predict the rows before they are measured; ``None`` where nothing is predicted."""
+        return None
 
     def _stored(self, store: RunStore) -> str:
         """Return how many of the generations to measure are stored; empty if none is."""

@@ -9,7 +9,6 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.sweep_options import (
     ENGINE_MINUTES,
-    MINUTES,
     EngineOptions,
     SearchOptions,
     ServerOptions,
@@ -33,20 +32,19 @@ def tune(
 ) -> None:
     """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
 
-    Drafters without a model, forms of the target itself, the named models and cascades of them are tried on a few
-    tokens. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time is up.
-    Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1: no
-    configuration was found.
+    Drafters without a model, forms of the target itself, the named models and cascades of them are predicted from a few
+    plain outputs. The promising ones are raced, prompt by prompt and in turn, until they can be told apart or the time
+    is up. Other commands read the specbench.toml; it is provisional if the time was too short to be sure. Exit code 1:
+    no configuration was found.
 
     With --engine, servers of that engine are started and raced instead, and the answer is its command line.
     """
-    minutes = search.minutes or (MINUTES if engines.engine is None else ENGINE_MINUTES)
-    if search.minutes == 0 or not minutes > 0:
+    if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
-    search = replace(search, minutes=minutes)
     if engines.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 
+        search = replace(search, minutes=search.minutes or ENGINE_MINUTES)
         tune_engine(target, search, template, engines, servers, decoding, results, arguments or ())
         return
     from specbench.cli.tune_run import run_tune

@@ -99,7 +99,7 @@ def tune_engine(
                 until=until,
                 progress=progress,
             )
-            job.watch(searching, lambda: until - clock.now(), progress)
+            job.watch(searching, progress)
             answer = job.answer(searching, store)
         said = made.summary()
     job.show(answer, searching, said, results)

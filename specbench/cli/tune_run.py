@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from specbench.bench.prompts import interleave
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_options import chosen_prompts
+from specbench.cli.sweep_options import MINUTES, chosen_prompts
 from specbench.cli.sweep_run import FOLDER, RunJob, new_folder
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
@@ -32,13 +33,15 @@ from specbench.results.store import RunStore, read_run, stored_runs
 from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.tune.candidates import GAMMAS, rules_to_try
+from specbench.tune.candidates import GAMMAS, MIN_SHARE, rules_to_try
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
+    from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
+    from specbench.predict.here import Report
     from specbench.results.results import Results
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.loading import LoadedCandidates
@@ -61,8 +64,7 @@ def run_tune(
     results: TuneResultsOptions,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
-    assert search.minutes is not None
-    quiet = results.quiet
+    quiet, minutes = results.quiet, search.minutes or MINUTES
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
     if results.out.exists() and not results.overwrite:
@@ -112,22 +114,22 @@ def run_tune(
     job = _OwnTuneJob(sweep, loaded, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         job.say_at_start(start, job.notes(), None if stored is None else "")
-        until = began + 60 * search.minutes - max(_ENDING_S, _ENDING_SHARE * 60 * search.minutes)
         from specbench.tune.loading import exportable
         from specbench.tune.search import Search
 
-        kept = exportable(configs, loaded.engine)
         searching = Search(
             sweep,
             store,
             loaded.engine,
+            predict=partial(job.predict, report=progress.update),
+            longer=search.minutes is None,
             clock=clock,
-            seconds=60 * search.minutes,
-            until=until,
-            kept=kept,
+            seconds=60 * minutes,
+            until=began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes),
+            kept=exportable(configs, loaded.engine),
             progress=progress,
         )
-        job.watch(searching, lambda: until - clock.now(), progress)
+        job.watch(searching, progress)
         answer = job.answer(searching, store)
     job.show(answer, searching, results, search.cache)
     if searching.race.ending == "interrupted":
@@ -169,13 +171,13 @@ class TuneJob(RunJob):
 
     advice = "Restore what changed, or give other --results."
 
-    def watch(self, search: StoredSearch[Any], left_s: Callable[[], float], progress: StageProgress) -> None:
+    def watch(self, search: StoredSearch[Any], progress: StageProgress) -> None:
         """Run a search, and show its race. After an interrupt, one that has raced something gives the best so far."""
         labels = {config.id: config.label for config in self.sweep.configs}
         ended = False
         try:
             for race in search.measure():
-                shown = race_state(race, labels, left_s())
+                shown = race_state(race, labels, search.left_s)
                 progress.update(f"racing: {shown}", 0, None)
                 if race.look_due and not self.quiet and not self.console.is_terminal:
                     self.say(shown)
@@ -234,6 +236,22 @@ class _OwnTuneJob(TuneJob):
         from specbench.cli.setting import drafter_notes
 
         return [*self.loaded.notes, *drafter_notes(each.outcome for each in self.loaded.engine.drafters)]
+
+    def predict(
+        self,
+        outputs: Mapping[str, Sequence[int]],
+        costs: PassCosts,
+        *,
+        report: Report,
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Predict speedups from plain outputs, see ``Search``."""
+        from specbench.predict.here import predict_rows
+
+        plain = self.sweep.configs[0]
+        found = predict_rows(
+            self.loaded.engine, self.sweep, plain, outputs, costs, least=MIN_SHARE, report=report
+        )
+        return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
 
     def show(
         self, answer: TuneAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ class Answer:
         name: By which answers to the same prompt are recognized.
         category: Kind of prompt; empty if it has none.
         pass_s: Seconds in which the target, decoding plainly, emitted a token; ``None`` if it is not known.
+        end_ids: Tokens that could have ended it.
     """
 
     prompt: Sequence[int]
@@ -40,6 +42,12 @@ class Answer:
     name: str = ""
     category: str = ""
     pass_s: float | None = None
+    end_ids: Sequence[int] = ()
+
+    @cached_property
+    def transforms(self) -> Sampling:
+        """The transforms for this output."""
+        return self.sampling.at(len(self.prompt), self.limit, self.end_ids)
 
     def room(self) -> NDArray[np.int64]:
         """Return how many tokens a draft after the first i tokens can have: one more token ends its step."""

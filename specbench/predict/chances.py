@@ -1,7 +1,8 @@
-"""What a loaded drafter would have done along an answer, by one pass of its model over the text or by a replay.
+"""What a loaded drafter would have done along an answer, by one pass of its model over the text or by its own drafts.
 
 A small model reads prompt and answer once; row i of its logits gives q of token i, after the transforms that the answer
-was sampled with. Drafters without a model are asked after every token what they would draft, as the loop asks them.
+was sampled with. Every other drafter is asked after every token what it would draft, as the loop asks it, as long as
+its draft is the answer.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ import numpy as np
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import StepOutcome
-from specbench.decoding.protocols import StepPlan, run_to_end
-from specbench.decoding.sampling import Randomness
+from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.protocols import ForwardRequest, StepPlan, run_to_end
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import FreeDrafter
-from specbench.drafters.model import ModelDrafter
+from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.parts import models_of
 from specbench.policies import FixedLength
-from specbench.predict.answers import Answer, ReadAnswer
+from specbench.predict.answers import Answer, Floats, ReadAnswer
+from specbench.predict.known import known_passes
 from specbench.predict.law import Chances
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.protocols import Drafter, Scorer
 
 _ROWS = 64
 """Rows of logits that are computed at a time: those of a whole answer may not fit into memory."""
+
+_RARE = 1e-3
+"""A chance that a draft is accepted so far below which it counts as rejected."""
 
 
 def model_of(drafter: Drafter) -> Drafter:
@@ -35,24 +40,36 @@ def model_of(drafter: Drafter) -> Drafter:
     return drafter.model if isinstance(drafter, CascadeDrafter) else drafter
 
 
-def chances_of(drafter: Drafter, answer: Answer, longest: int, read: ReadAnswer | None = None) -> Chances:
+def reads_alone(drafter: Drafter) -> bool:
+    """Return whether one pass over an answer tells what a drafter's model would draft."""
+    return type(model_of(drafter)) in (ModelDrafter, SelfDrafter)
+
+
+def chances_of(
+    drafter: Drafter,
+    answer: Answer,
+    longest: int,
+    read: ReadAnswer | None = None,
+    states: TargetStates | None = None,
+) -> Chances:
     """Return what a drafter would do along an answer, with drafts of up to ``longest`` tokens.
 
     Args:
         drafter, answer: The drafter and the answer.
         longest: The longest draft.
-        read: What its model has read (``read_answer``); ``None`` to read it now.
-
-    Raises:
-        UsageError: It needs the target, or the answer was sampled and its probabilities are not known.
+        read: What its model has read (``read_answer``), of a cascade with logits; ``None`` if it does not read alone.
+        states: The target's hidden states, if it is not known that the drafter needs none.
     """
-    if isinstance(drafter, FreeDrafter):
-        return _of_free(drafter, answer, longest)
-    read = read or read_answer(model_of(drafter), answer)
-    if isinstance(drafter, CascadeDrafter):
-        return _of_cascade(drafter, answer, longest, read)
-    drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
-    return Chances.by_position(read.chances, drafts, longest)
+    if read is not None and not isinstance(drafter, CascadeDrafter):
+        drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
+        return Chances.by_position(read.chances, drafts, longest)
+    along = _AlongAnswer(answer, longest, certain=isinstance(drafter, FreeDrafter))
+    with known_passes(drafter, answer, read):
+        for i, context in _contexts(drafter, answer, states):
+            along.first = i
+            plan = StepPlan(longest, along, answer.transforms, along)  # type: ignore[arg-type]
+            along.note(run_to_end(drafter.propose(context, plan)))
+    return along.chances()
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -63,17 +80,17 @@ def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> Read
 
     Args:
         drafter, answer: The drafter and the answer.
-        keep: Whether to keep the logits, for a replay.
+        keep: Whether to keep the logits, for the drafts of a cascade or a policy.
 
     Raises:
-        UsageError: See ``chances_of``.
+        UsageError: It needs the target, or the answer was sampled and its probabilities are not known.
     """
-    if type(drafter) is not ModelDrafter:
+    if not reads_alone(drafter) or not isinstance(drafter, ModelDrafter):
         raise UsageError(
-            f"{drafter.traits.name} is no model that drafts one token after the other with the target's tokens.",
+            f"What {drafter.traits.name} drafts is not told by its own pass over an answer alone.",
             "Run it where the target is: specbench sweep, or specbench tune.",
         )
-    sampling = answer.sampling.at(len(answer.prompt), None, ())
+    sampling = answer.transforms
     if not sampling.greedy and answer.probabilities is None:
         raise UsageError(
             "The answer was sampled, and its tokens' probabilities are not known.", "Log it with logprobs."
@@ -84,6 +101,7 @@ def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> Read
     readable = n if limit is None else max(0, min(n, limit - prompt + 1))
     chances, kept = np.zeros(n), list[torch.Tensor]()
     drafter.begin(answer.prompt)
+    scorer.begin()  # also where it shares the target's cache
     for first in range(0, readable, _ROWS):
         last = min(first + _ROWS, readable)
         logits = scorer.logits(text[: prompt + last - 1], rows=last - first, prompt=prompt)
@@ -94,76 +112,176 @@ def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> Read
         else:
             assert answer.probabilities is not None
             q = sampling.probabilities(logits, before, after[:-1])
-            places = torch.tensor(after, device=q.device)[:, None]
-            of_tokens = q.gather(-1, places)[:, 0].double().cpu().numpy()
-            chances[first:last] = np.minimum(1.0, of_tokens / answer.probabilities[first:last])
+            chances[first:last] = np.minimum(1.0, _of(q, after) / answer.probabilities[first:last])
         if keep:
             kept.append(logits)
     return ReadAnswer(chances, readable, torch.cat(kept) if kept else None)
 
 
-# -- drafters without a model ----------------------------------------------------------------------
+def _of(rows: torch.Tensor, tokens: Sequence[int]) -> Floats:
+    """Return each row's probability of its token."""
+    places = torch.tensor(tokens, device=rows.device)[:, None]
+    found: Floats = rows.gather(-1, places)[:, 0].double().cpu().numpy()
+    return found
 
 
-def _contexts(drafter: FreeDrafter, answer: Answer) -> Iterator[tuple[int, list[int]]]:
+def target_probabilities(target: Scorer, answer: Answer) -> Floats:
+    """Return the target's probability of each token of a sampled answer, by its own pass."""
+    prompt, text, found = len(answer.prompt), [*answer.prompt, *answer.tokens], list[Floats]()
+    target.begin()
+    for first in range(prompt, len(text), _ROWS):
+        last = min(first + _ROWS, len(text))
+        request = ForwardRequest(target, text[: last - 1], rows=last - first, prompt=prompt)
+        after = text[first:last]
+        p = answer.transforms.probabilities(target.score(request).logits, text[:first], after[:-1])
+        found.append(_of(p, after))
+    return np.concatenate(found)
+
+
+class TargetStates:
+    """The target's hidden states along an answer, for drafters that need them.
+
+    They are those of one pass over the answer; but where a drafter also reads the target's cache, the target reads the
+    answer bit by bit, as in decoding.
+
+    Args:
+        target: The target.
+        drafter: What needs the states.
+        answer: The answer.
+    """
+
+    def __init__(self, target: Scorer, drafter: Drafter, answer: Answer) -> None:
+        self._target, self._layers = target, drafter.traits.layers
+        self._prompt, self._text = len(answer.prompt), [*answer.prompt, *answer.tokens]
+        self._bit_by_bit = any(
+            isinstance(model, SelfDrafter) or getattr(model.scorer, "target_cache", None) is not None
+            for model in models_of(drafter)
+        )
+        self._whole: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Begin the answer, again or for the first time."""
+        if self._bit_by_bit or (self._layers and self._whole is None):
+            self._target.begin()
+        if self._layers and not self._bit_by_bit and self._whole is None:
+            self._whole = self._read(len(self._text))
+
+    def of(self, first: int, last: int) -> torch.Tensor | None:
+        """Return the states of the tokens from ``first`` up to ``last``, which follow those asked for before."""
+        if self._bit_by_bit:
+            return self._read(last)
+        return None if self._whole is None else self._whole[first:last]
+
+    def _read(self, length: int) -> torch.Tensor | None:
+        request = ForwardRequest(
+            self._target, self._text[:length], rows=1, layers=self._layers, prompt=self._prompt
+        )
+        return self._target.score(request).hidden
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def _contexts(
+    drafter: Drafter, answer: Answer, states: TargetStates | None
+) -> Iterator[tuple[int, list[int]]]:
     """Yield the places after which a step can begin, with the context, which the drafter has learned from."""
     nothing = torch.zeros(1, 1)  # in place of the target's logits
     context = list(answer.prompt)
+    if states is not None:
+        states.begin()
     drafter.begin(context)
     for i, token in enumerate(answer.tokens[:-1], 1):
+        fed = None if states is None else states.of(0 if i == 1 else len(context) - 1, len(context))
         context.append(token)
-        drafter.update(StepOutcome(context, 1, nothing))
+        drafter.update(StepOutcome(context, 1, nothing, states=fed))
         yield i, context
 
 
-def _of_free(drafter: FreeDrafter, answer: Answer, longest: int) -> Chances:
-    n = len(answer.tokens)
-    accept, drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
-    for i, context in _contexts(drafter, answer):
-        plan = StepPlan(longest, FixedLength(longest), answer.sampling, Randomness(0))
-        draft = run_to_end(drafter.propose(context, plan))
-        if draft.q is not None:
-            raise _random(drafter)
-        drafts[i] = len(draft.tokens)
-        accept[i, : draft_matches(draft.tokens, answer, i)] = 1.0
-    return Chances(accept, drafts)
+class _AlongAnswer(FixedLength):
+    """The policy of drafts that end at their first token that is not the answer's, and the source of their draws.
+
+    What a drafter draws is the answer's token; what the test of it would be is noted.
+
+    Args:
+        answer: The answer.
+        longest: The longest draft.
+        certain: Whether nothing is gained by ending a draft, so that its length is known too.
+
+    Attributes:
+        first: After how many tokens the draft begins.
+    """
+
+    unconditional = False
+    first = 0
+
+    def __init__(self, answer: Answer, longest: int, *, certain: bool) -> None:
+        super().__init__(longest)
+        n = len(answer.tokens)
+        self._answer, self._certain = answer, certain
+        self._accept, self._drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
+        self._passes = np.full((n, longest), np.nan)
+
+    def begin_step(self, budget: int) -> int:
+        self._limit, self._ended, self._survival = super().begin_step(budget), False, 1.0
+        self._before: list[int] = []  # passes before each token
+        self._drawn: dict[int, float] = {}
+        return self._limit
+
+    def should_continue(self, draft: Draft) -> bool:
+        place, tokens = len(draft.tokens), self._answer.tokens
+        self._before.append(draft.passes or 0)
+        if not self._certain:
+            wrong = place > 0 and draft.tokens[-1] != tokens[self.first + place - 1]
+            self._ended = wrong or self.first + place >= len(tokens) or self._survival < _RARE
+        return not self._ended
+
+    def draw(self, q: torch.Tensor) -> int:
+        """Return the answer's token, where ``Randomness`` draws one from q."""
+        place = len(self._before) - 1
+        at = self.first + place
+        if self._answer.probabilities is None:
+            raise UsageError(
+                "A drafter draws at random, and the probabilities of the answer's tokens are not known.",
+                "Leave it out.",
+            )
+        if at >= len(self._answer.tokens):
+            return int(q.argmax())
+        token = int(self._answer.tokens[at])
+        self._drawn[place] = chance = min(1.0, float(q[token]) / self._answer.probabilities[at])
+        self._survival *= chance
+        return token
+
+    def note(self, draft: Draft) -> None:
+        """Note a finished draft."""
+        count, i = len(draft.tokens), self.first
+        right = next(
+            (
+                j
+                for j, (a, b) in enumerate(zip(draft.tokens, self._answer.tokens[i:], strict=False))
+                if a != b
+            ),
+            min(count, len(self._answer.tokens) - i),
+        )
+        self._accept[i, :right] = [self._drawn.get(j, 1.0) for j in range(right)]
+        self._drafts[i] = self._limit if self._ended else count
+        self._passes[i, :count] = np.diff([*self._before[:count], draft.passes or 0])
+
+    def chances(self) -> Chances:
+        """Return what was noted; behind wrong tokens a pass is as likely as at this place of other drafts."""
+        known = ~np.isnan(self._passes)
+        seen = known.sum(axis=0)
+        means = np.where(known, self._passes, 0.0).sum(axis=0) / np.maximum(seen, 1)
+        means[seen == 0] = means[seen > 0][-1] if seen.any() else 0.0
+        return Chances(self._accept, self._drafts, np.where(known, self._passes, means))
 
 
-def draft_matches(draft: Sequence[int], answer: Answer, i: int) -> int:
-    """Return how many tokens of a draft after the first i tokens are the answer's."""
-    pairs = enumerate(zip(draft, answer.tokens[i:], strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(draft), len(answer.tokens) - i))
-
-
-def _random(drafter: Drafter) -> UsageError:
-    return UsageError(
-        f"{drafter.traits.name} draws its tokens at random, so a replay does not tell what it drafts.",
-        "Leave it out.",
-    )
-
-
-# -- cascades --------------------------------------------------------------------------------------
-
-
-def _of_cascade(drafter: CascadeDrafter, answer: Answer, longest: int, read: ReadAnswer) -> Chances:
-    """Return the chances where copied tokens and a model's alternate, by the guesses after the answer's own tokens."""
-    n, free = len(answer.tokens), drafter.free
-    accept, drafts = np.zeros((n, longest)), np.full(n, longest)
-    most = longest if drafter.max_passes is None else drafter.max_passes
-    for i, context in _contexts(free, answer):
-        passes = 0
-        free.read(context)
-        following = answer.tokens[i : i + longest]
-        for j, token in enumerate(following):
-            guess = free.allowed_guess(context, following[:j], answer.sampling)
-            if guess is not None:
-                if guess.q is not None:
-                    raise _random(free)
-                accept[i, j] = int(guess.token) == token
-            elif passes == most or i + j >= read.readable:
-                drafts[i] = j
-                break
-            else:
-                passes += 1
-                accept[i, j] = read.chances[i + j]
-    return Chances(accept, drafts)
+def matching_path(draft: Draft, answer: Answer, i: int) -> list[int]:
+    """Return the nodes of a draft after the first i tokens that are the answer's next tokens."""
+    path: list[int] = []
+    for token in answer.tokens[i:]:
+        node = draft.child(path[-1] if path else -1, token)
+        if node is None:
+            break
+        path.append(node)
+    return path

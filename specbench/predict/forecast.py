@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,21 +16,21 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import FreeDrafter
 from specbench.policies import build_policy
 from specbench.predict.answers import Answer, Counts, ReadAnswer
-from specbench.predict.chances import chances_of, model_of, read_answer
+from specbench.predict.chances import TargetStates, chances_of, model_of, read_answer, reads_alone
 from specbench.predict.law import expected_steps
-from specbench.predict.replay import draft_on, replay
+from specbench.predict.replay import UNTIMED, StepSeconds, StepStart, draft_on, replay
 from specbench.results import stats
 from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:
-    from specbench.decoding.protocols import Drafter
+    from specbench.decoding.protocols import Drafter, Scorer
     from specbench.specs.policies import PolicySpec
 
 _WALKS = 16
 """Replays of a policy along a sampled answer."""
 
 _SAMPLED = 16
-"""Answers, spread over all, on which replays count a model's forward passes, and drafts behind a wrong token."""
+"""Answers, spread over all, on which replays count a model's passes, and its drafts behind a wrong token."""
 
 _STARTS = 2
 """Steps of each of these from which the model drafts on."""
@@ -44,8 +44,8 @@ class PredictedRow:
         name: The policy as tables have it.
         spec: The policy.
         counts: What is expected, for each answer.
-        drafted, passes: Of replays on sampled answers.
-        redrafted, really: Tokens drafted in some of their steps, by the replay and by the model itself.
+        drafted, passes: Of replays of fixed lengths on sampled answers: a pass also reads what lookup guesses.
+        redrafted, really: Tokens drafted in some steps of other replays, by the replay and by the model itself.
     """
 
     name: str
@@ -56,24 +56,16 @@ class PredictedRow:
     redrafted: int = 0
     really: int = 0
 
-    def sample(self, drafter: Drafter, answer: Answer, read: ReadAnswer | None, longest: int) -> None:
-        """Replay an answer, which the model has just read."""
-        counts, starts = replay(drafter, answer, read, build_policy(self.spec), longest)
-        self.drafted += counts.drafted
-        self.passes += counts.passes
-        copies = isinstance(drafter, CascadeDrafter)  # now also what comes later in the answer
-        if self.spec.word != "fixed" and not copies:
-            some = starts[:: max(1, len(starts) // _STARTS)]
-            self.redrafted += sum(each.drafted for each in some)
-            self.really += draft_on(drafter, answer, some)
-
     def per_step(self, counts: Counts | None = None) -> tuple[float, float]:
         """Return drafted tokens and forward passes of the drafter in a step, of all answers or one."""
         chosen = self.counts if counts is None else [counts]
-        drafted = ratio(math.fsum(each.drafted for each in chosen), math.fsum(each.steps for each in chosen))
-        if self.redrafted:
-            drafted *= self.really / self.redrafted
-        return drafted, drafted * self.passes / self.drafted if self.drafted else 0.0
+        steps = math.fsum(each.steps for each in chosen)
+        more = self.really / self.redrafted if self.redrafted else 1.0
+        drafted, passes = (
+            more * ratio(math.fsum(each), steps)
+            for each in zip(*((each.drafted, each.passes) for each in chosen), strict=True)
+        )
+        return drafted, drafted * self.passes / self.drafted if self.drafted else passes
 
     @property
     def by_place(self) -> list[float]:
@@ -198,56 +190,123 @@ def forecast(
     gammas: Sequence[int],
     policies: Sequence[PolicySpec] = (),
     report: Callable[[int], None] | None = None,
+    *,
+    target: Scorer | None = None,
+    costs: PassCosts | None = None,
+    reads: MutableMapping[int, ReadAnswer] | None = None,
+    most: int = _SAMPLED,
 ) -> Forecast:
     """Return what is expected of a drafter on answers.
 
     Args:
-        drafter: A loaded drafter, see ``chances.chances_of``.
+        drafter: A loaded drafter.
         answers: Answers of the target.
         gammas: Draft lengths, at least one.
-        policies: Further draft policies, for chains.
+        policies: Further draft policies.
         report: Called with how many answers are done.
+        target: Reads the answers for drafters that need its hidden states; ``None`` where it is not there.
+        costs: Times of passes, for policies that decide by them.
+        reads: What the drafter's model has read of the answers, by their number; filled, with logits.
+        most: Answers on which a model's passes are counted, at most.
 
     Raises:
         UsageError: The drafter depends on the target, or a policy needs what it lacks.
     """
-    _check_policies(drafter, policies)
-    free, longest = isinstance(drafter, FreeDrafter), max(gammas)
+    free, alone, longest = isinstance(drafter, FreeDrafter), reads_alone(drafter), max(gammas)
+    replayed = _is_replayed(drafter)
+    if drafter.traits.several and any(not each.sampling.greedy for each in answers):
+        raise UsageError(
+            f"Sampled drafts of {drafter.traits.name} cannot be predicted.", "Leave it out, or run it."
+        )
+    _check_policies(drafter, policies, costs)
+    if not free and not alone and target is None:
+        read_answer(model_of(drafter), answers[0])  # says why
+    redrafts = alone and not isinstance(drafter, CascadeDrafter)  # a cascade would copy what comes later
     rows = [*(PredictedRow(f"γ={g}", Fixed(g)) for g in gammas), *(PredictedRow(str(p), p) for p in policies)]
     usable = [each for each in answers if free or each.sampling.greedy or each.probabilities is not None]
-    sampled = {*range(0, 0 if free else len(usable), max(1, len(usable) // _SAMPLED))}
+    sampled = {*range(0, len(usable), max(1, len(usable) // most))}
     for done, answer in enumerate(usable):
         if report is not None:
             report(done)
-        keep = done in sampled or bool(policies)
-        read = None if free else read_answer(model_of(drafter), answer, keep=keep)
-        law = expected_steps(chances_of(drafter, answer, longest, read), answer.room(), gammas)
-        law += [_replayed(drafter, answer, read, each, longest) for each in policies]
-        for row, counts in zip(rows, law, strict=True):
-            row.counts.append(counts)
-            if done in sampled:
-                row.sample(drafter, answer, read, longest)
+        keep = done in sampled or bool(policies) or isinstance(drafter, CascadeDrafter) or reads is not None
+        read, states = (None if reads is None else reads.get(done)), None
+        fresh = alone and read is None
+        if fresh:
+            read = read_answer(model_of(drafter), answer, keep=keep)
+            if reads is not None:
+                reads[done] = read
+        elif target is not None and not free and not alone:
+            states = TargetStates(target, drafter, answer)
+        by_law = 0 if replayed else len(gammas)
+        if not replayed:
+            chances = chances_of(drafter, answer, longest, read, states)
+            for row, counts in zip(rows, expected_steps(chances, answer.room(), gammas), strict=False):
+                row.counts.append(counts)
+                if alone and done in sampled:
+                    again, _ = replay(drafter, answer, build_policy(row.spec), longest, read=read)
+                    row.drafted, row.passes = row.drafted + again.drafted, row.passes + again.passes
+        for row in rows[by_law:]:
+            seconds = UNTIMED if costs is None else _step_seconds(drafter, answer, costs)
+            starts = _replay(row, drafter, answer, longest, read, states, seconds)
+            if fresh and redrafts and done in sampled and not row.spec.tree:
+                some = starts[:: max(1, len(starts) // _STARTS)]
+                row.redrafted += sum(each.drafted for each in some)
+                row.really += draft_on(drafter, answer, some)
     return Forecast(drafter.traits.name, rows, usable, len(answers) - len(usable))
 
 
-def _replayed(
-    drafter: Drafter, answer: Answer, read: ReadAnswer | None, spec: PolicySpec, longest: int
-) -> Counts:
-    """Return the mean counts of a policy's replays along an answer."""
+def _replay(
+    row: PredictedRow,
+    drafter: Drafter,
+    answer: Answer,
+    longest: int,
+    read: ReadAnswer | None,
+    states: TargetStates | None,
+    seconds: StepSeconds,
+) -> list[StepStart]:
+    """Add the mean counts of a policy's replays along an answer to its row; return how the steps of one began."""
     seeds = range(1 if answer.sampling.greedy or read is None else _WALKS)
-    walks = [replay(drafter, answer, read, build_policy(spec), longest, seed)[0] for seed in seeds]
-    return Counts(*(np.mean(each, axis=0) for each in zip(*walks, strict=True)))
+    walks = [
+        replay(drafter, answer, build_policy(row.spec), longest, read=read, states=states, seconds=seconds,
+               seed=seed)
+        for seed in seeds
+    ]  # fmt: skip
+    counted = zip(*(counts for counts, _ in walks), strict=True)
+    row.counts.append(Counts(*(np.mean(each, axis=0) for each in counted)))
+    return walks[0][1]
 
 
-def _check_policies(drafter: Drafter, policies: Sequence[PolicySpec]) -> None:
+def _is_replayed(drafter: Drafter) -> bool:
+    """Return whether fixed lengths are replayed too: drafts of several drafters are trees, and forced tokens do not
+    count towards their length.
+    """
+    free = drafter.free if isinstance(drafter, CascadeDrafter) else drafter
+    return drafter.traits.several or (isinstance(free, FreeDrafter) and free.forces)
+
+
+def _step_seconds(drafter: Drafter, answer: Answer, costs: PassCosts) -> StepSeconds:
+    """Return what steps along an answer take; a prompt takes what the drafter was timed to read it in."""
+    name, prompt, free = drafter.traits.name, len(answer.prompt), isinstance(drafter, FreeDrafter)
+    reading_s = reading_seconds(costs.reading_s.get(name, {}), prompt)
+    read_s = reading_s / prompt / drafter.traits.prior.reading_share
+
+    def draft_s(passes: float) -> float:
+        return _drafting_s(costs, name, passes) if passes or free else 0.0
+
+    return StepSeconds(draft_s, costs.target_pass_s, read_s)
+
+
+def _check_policies(drafter: Drafter, policies: Sequence[PolicySpec], costs: PassCosts | None) -> None:
+    free = isinstance(drafter, FreeDrafter)
     for each in policies:
-        if each.tree or each.word in ("auto", "confidence-head"):
-            reason = "drafts trees" if each.tree else "decides by what only a run has"
+        reason = ""
+        if each.tree and (costs is None or not drafter.traits.trees):
+            reason = "it drafts trees"
+        elif each.word == "confidence-head" or (each.word == "auto" and costs is None):
+            reason = "it decides by what only a run has"
+        elif each.needs_logits and free:
+            reason = f"it reads the drafter's distribution, and {drafter.traits.name} has none"
+        if reason:
             raise UsageError(
-                f"The draft policy {each.word} cannot be predicted: it {reason}.", "Leave it out, or run it."
-            )
-        if each.needs_logits and isinstance(drafter, FreeDrafter):
-            raise UsageError(
-                f"The draft policy {each.word} reads the drafter's distribution, and {drafter.traits.name} has none.",
-                "Leave it out.",
+                f"The draft policy {each.word} cannot be predicted: {reason}.", "Leave it out, or run it."
             )

@@ -38,10 +38,12 @@ class Chances:
         accept: At [i, j] the chance that token j (from 0) of a draft after the first i tokens is accepted, if those
             before it are; 0 where there is no such token. Shape [n, longest draft].
         drafts: How many tokens a draft after the first i tokens has, if it is as long as it can be, [n].
+        passes: At [i, j] the drafter's passes for token j of that draft; ``None`` for one each.
     """
 
     accept: Floats
     drafts: NDArray[np.int64]
+    passes: Floats | None = None
 
     @classmethod
     def by_position(cls, chances: Floats, drafts: NDArray[np.int64], longest: int) -> Chances:
@@ -57,7 +59,7 @@ class Chances:
 
 
 def expected_steps(chances: Chances, room: NDArray[np.int64], gammas: Sequence[int]) -> list[Counts]:
-    """Return the expected counts with each of these draft lengths, every drafted token taking a pass.
+    """Return the expected counts with each of these draft lengths.
 
     Args:
         chances: What the drafter does.
@@ -85,5 +87,8 @@ def expected_steps(chances: Chances, room: NDArray[np.int64], gammas: Sequence[i
     begins = begins[:, :n]
     weights = begins[:, :, None] * within
     steps, tokens = begins.sum(axis=1).tolist(), (begins * drafted).sum(axis=1).tolist()
+    each = np.ones(chances.accept.shape) if chances.passes is None else chances.passes
+    together = np.concatenate([np.zeros((n, 1)), np.cumsum(each, axis=1)], axis=1)
+    passes = (begins * together[np.arange(n), drafted]).sum(axis=1).tolist()
     tested, accepted = (weights * survival[:, :-1]).sum(axis=1), (weights * survival[:, 1:]).sum(axis=1)
-    return list(map(Counts, steps, tokens, tokens, tested, accepted))
+    return list(map(Counts, steps, tokens, passes, tested, accepted))

@@ -193,7 +193,7 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
             case Facts():
                 console.print(_grid(part))
             case Sheet():
-                tables, notes = _tables(part, console.width)
+                tables, notes = tables_of(part, console.width)
                 for table in tables:
                     console.print(table)
                 for note in notes:
@@ -228,7 +228,8 @@ def _grid(facts: Facts) -> Table:
     return grid
 
 
-def _tables(sheet: Sheet, width: int) -> tuple[list[Table], list[str]]:
+def tables_of(sheet: Sheet, width: int) -> tuple[list[Table], list[str]]:
+    """Return a table in a terminal of some width, in parts if it is a matrix, and the sentences below it."""
     headings = [_in_two_lines(_safe_line(heading)) for heading in sheet.headings]
     rows = [[_safe_line(cell) for cell in row] for row in sheet.rows]
     widths = _widths(headings, rows)

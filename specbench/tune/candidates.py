@@ -1,23 +1,17 @@
-"""Choose what `specbench tune` races: configurations of a sweep's grid, their predicted speedups, and a selection.
+"""Choose what `specbench tune` races: configurations of a sweep's grid, and a selection by their predicted speedups.
 
-A few short generations with each drafter, with ``PROBED`` tokens a step or with trees, show how many draft tokens are
-accepted; times of single forward passes give their cost. Together they predict the speedup of every configuration
-(``theory.predicted_speedup``), and configurations far below the best prediction are not raced. All functions are pure.
-The settings of an engine are predicted from other measurements, and selected alike (``select_in_time``).
+Configurations far below the best prediction (``specbench.predict``) are not raced. All functions are pure. The settings
+of an engine are predicted from other measurements, and selected alike (``select_in_time``).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from dataclasses import replace as replace_fields
 
 from msgspec.structs import replace
 
-from specbench.decoding.theory import PassCosts, never_falling, predicted_speedup
-from specbench.results.lines import StepLists
 from specbench.results.run import Tuning
 from specbench.rows import Row
 from specbench.specs.drafters import (
@@ -36,18 +30,12 @@ from specbench.specs.policies import PolicySpec, parse_policy
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
 
-PROBED = GAMMAS[-1]
-"""γ of the short generations: the longest tells what shorter ones would have accepted."""
-
-BLOCKS = 8
+BLOCKS = 6
 """Blocks of the race that the time should suffice for."""
 
-PROBED_TREE = "dynamic-tree"
-"""The tree of the short generations, which is raced too."""
-
-MIN_SHARE = 0.75
+MIN_SHARE = 0.8
 """Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
-out: policies that adapt, prompts that differ, passes that are slower within a step."""
+out: other prompts, and passes that are slower within a step."""
 
 _BLOCK_CHAIN = "auto:verification=block"
 """The chain of ``auto``, with block verification, above temperature 0."""
@@ -94,7 +82,7 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
         return ("auto", "fixed", *block)
-    return ("auto", *block, "fixed", PROBED_TREE)
+    return ("auto", *block, "fixed", "dynamic-tree")
 
 
 def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
@@ -102,105 +90,6 @@ def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
     probabilities.
     """
     return drafter.has_logits or policy != parse_policy(_BLOCK_CHAIN)
-
-
-def probes_of(configs: Sequence[Row]) -> list[Row]:
-    """Return the configurations of the short generations: for each drafter the longest chain, and a tree."""
-    return [config for config in configs if config.gamma == PROBED or _drafts_tree(config)]
-
-
-def _drafts_tree(config: Row) -> bool:
-    return config.policy is not None and config.policy.word == PROBED_TREE
-
-
-# -- predictions -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The steps of short generations with one configuration, one number per step.
-
-    Attributes:
-        drafted: Number of drafted tokens; for a tree, along its longest branch.
-        emitted: Number of emitted tokens, including the bonus or correction token.
-        forced: Number of accepted tokens that the output's format forced.
-    """
-
-    drafted: list[int]
-    accepted: list[int]
-    emitted: list[int]
-    passes: list[int]
-    nodes: list[int]
-    forced: list[int]
-
-    @classmethod
-    def of(cls, generations: Iterable[StepLists]) -> Probe:
-        """Join the steps of several generations."""
-        joined = list(generations)
-        names = [each.name for each in fields(cls)]
-        return cls(*([n for steps in joined for n in getattr(steps, name)] for name in names))
-
-    def chain_speedup(self, gamma: int, drafter: str, costs: PassCosts) -> float:
-        """Return the speedup of a shorter chain, from the number of tokens accepted among the first γ of each step.
-
-        This ignores that the steps of shorter chains would begin at other tokens. Forced tokens do not count towards γ.
-        """
-        forced = self.forced
-        chosen = [drafted - free for drafted, free in zip(self.drafted, forced, strict=True)]
-        share = sum(self.passes) / max(1, sum(chosen))  # a cascade's free tokens need no pass
-        lengths = [min(gamma, each) for each in chosen]
-        tokens = sum(
-            1 + free + min(gamma, accepted - free)
-            for accepted, free in zip(self.accepted, forced, strict=True)
-        )
-        verified = [length + free for length, free in zip(lengths, forced, strict=True)]
-        return self._speedup(tokens, share * sum(lengths), drafter, verified, costs)
-
-    def tree_speedup(self, drafter: str, costs: PassCosts) -> float:
-        """Return the speedup of exactly these steps, with the usual times of their forward passes."""
-        return self._speedup(sum(self.emitted), sum(self.passes), drafter, self.nodes, costs)
-
-    def _speedup(
-        self, tokens: float, passes: float, drafter: str, nodes: Sequence[int], costs: PassCosts
-    ) -> float:
-        if not nodes:
-            return 0.0
-        drafts = min(passes, sum(each > 0 for each in self.passes))
-        drafting = costs.drafting(drafter, drafts, passes)
-        return predicted_speedup(tokens, 1, drafting, sum(costs.v(drafted + 1) for drafted in nodes))
-
-
-def predict(configs: Sequence[Row], probes: Mapping[str, Probe], costs: PassCosts) -> dict[str, float]:
-    """Return predicted speedups over plain decoding by id, for configurations whose drafter was probed.
-
-    ``auto`` gets the prediction of the best draft length.
-    """
-    costs = replace(costs, target_s=never_falling(costs.target_s))
-    chains: dict[str, dict[int, float]] = {}
-    trees: dict[str, float] = {}
-    for config in probes_of(configs):
-        probe = probes.get(config.id)
-        if probe is None or config.drafter not in costs.drafter_s:
-            continue
-        drafter = config.drafter
-        if config.gamma == PROBED:
-            speedups = ((gamma, probe.chain_speedup(gamma, drafter, costs)) for gamma in GAMMAS)
-            chains[drafter] = {gamma: speedup for gamma, speedup in speedups if not math.isnan(speedup)}
-        else:
-            trees[drafter] = probe.tree_speedup(drafter, costs)
-    found = {}
-    for config in configs:
-        if config.kind != "speculative":
-            continue
-        if config.gamma is not None:
-            expected = chains.get(config.drafter, {}).get(config.gamma)
-        elif _drafts_tree(config):
-            expected = trees.get(config.drafter)
-        else:
-            expected = max(chains.get(config.drafter, {}).values(), default=None)
-        if expected is not None and not math.isnan(expected):
-            found[config.id] = expected
-    return found
 
 
 # -- selection -------------------------------------------------------------------------------------
@@ -226,16 +115,16 @@ def select(
         kept: Groups of ids. The best fixed length of each group is raced too if it is predicted to pay, even below
             ``MIN_SHARE``.
     """
-    drafters = {config.id: config.drafter for config in configs if config.kind == "speculative"}
     fixed = {config.id: config.drafter for config in configs if config.gamma is not None}
-    probed = {config.id for config in configs if config.gamma in (None, PROBED)}
+    first = {config.drafter: config.id for config in reversed(configs) if config.kind == "speculative"}
+    known = {config.drafter for config in configs if config.id in predicted}
     others = slower_lengths(predicted, fixed, 1)
     paying = [name for name in by_prediction(predicted) if name in fixed and predicted[name] > 1.0]
     selected = select_in_time(
         {name: value for name, value in predicted.items() if name not in others},
         lambda name: BLOCKS * (first_s + plain_s / max(predicted[name], 1e-9)),
         seconds - BLOCKS * (first_s + plain_s),
-        {name: drafter for name, drafter in drafters.items() if name in probed.difference(others)},
+        {name: drafter for drafter, name in first.items() if drafter not in known},
         failed,
         spared={name for group in kept for name in [each for each in paying if each in group][:1]},
     )

@@ -36,7 +36,7 @@ from specbench.specs.sweeps import Closed
 from specbench.tune.candidates import BLOCKS, select_in_time, slower_lengths
 from specbench.tune.engine_answer import Range, ScheduleRace, best_single, schedule
 from specbench.tune.race import Block, Race, Timing, Timings, run_blocks, shuffled
-from specbench.tune.search import StoredSearch
+from specbench.tune.search import StoredSearch, plain_failed
 
 if TYPE_CHECKING:
     from specbench.export.start import EngineSetting
@@ -53,6 +53,9 @@ _LENGTHS = 3
 _TRYING, _RACING, _BATCHING = 0.35, 0.85, 0.3
 """Shares of the time: no further tries after the first, the race ends by the second, or by that minus the third if
 batches are to be measured."""
+
+_TRIED_PROMPTS, _TRIED_TOKENS = 4, 32
+"""Prompts of the short tries, and tokens of each."""
 
 _GROUPS = 3
 """Groups of requests that each setting decodes at a batch size, at most."""
@@ -106,9 +109,7 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         names = [self._plain, *tries_of(self._settings)]
         families = {name: each.family for name, each in self._settings.items() if each.family}
         together = self._engine.fits(names)
-        tried, failed = self._try(
-            {name: self._settings[name].family for name in names}, _TRYING, in_turn=together
-        )
+        tried, failed = self._try({name: self._settings[name].family for name in names}, in_turn=together)
         plain = tried[self._plain]
         mean_s = float(np.mean([each.total_s / max(1, each.new_tokens) for each in plain]))
         plain_s = BLOCKS * mean_s * self._sweep.options.decoding.max_new_tokens
@@ -128,6 +129,43 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         )
         left_out = selected.left_out | dict.fromkeys(others, "other draft lengths are predicted to be faster")
         return replace(selected, predicted=predicted, left_out=left_out)
+
+    def _try(
+        self, families: Mapping[str, str], *, in_turn: bool
+    ) -> tuple[dict[str, list[Generation]], dict[str, str]]:
+        """Measure short generations.
+
+        Args:
+            families: What to try, plain decoding first, and their families: if one fails, the others are not tried.
+            in_turn: Whether all decode a prompt before the next prompt begins.
+
+        Returns:
+            The generations by id, and the errors by family.
+
+        Raises:
+            RunError: Plain decoding failed.
+        """
+        tried: dict[str, list[Generation]] = {name: [] for name in families}
+        failed: dict[str, str] = {}
+        prompts = self._sweep.prompts[:_TRIED_PROMPTS]
+        pairs = [(name, prompt.id) for name in families for prompt in prompts]
+        if in_turn:
+            pairs = [(name, prompt.id) for prompt in prompts for name in families]
+        for done, (name, prompt) in enumerate(pairs):
+            family = families[name]
+            late = self._clock.now() - self._began > _TRYING * self._seconds and tried[name]
+            if late or (family in failed and name != self._plain):
+                continue
+            self._report("trying drafters", done, len(pairs))
+            cell = Cell(name, prompt, 0, 0, 0, warmup=True, seed=self._seed(prompt, "try"))
+            measured = self._measure(cell, _TRIED_TOKENS)
+            if isinstance(measured.result, Generation):
+                tried[name].append(measured.result)
+            else:
+                failed[family] = str(measured.line.error)
+        if not tried[self._plain]:
+            raise plain_failed(failed[families[self._plain]], "Speedups need it as the baseline.")
+        return tried, failed
 
     # -- the race ----------------------------------------------------------------------------------
 

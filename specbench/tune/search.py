@@ -1,10 +1,11 @@
-"""The searches of `specbench tune`: short tries of all candidates, predictions, a selection, a race, and its ending.
+"""The searches of `specbench tune`: predictions for all candidates, a selection, a race, and its ending.
 
-``Search`` races specbench's own configurations, ``engine_search.EngineSearch`` the settings of a server.
+``Search`` races specbench's own configurations: plain decoding of some prompts and the times of single passes predict
+them all. ``engine_search.EngineSearch`` races the settings of a server.
 
-Measurements are stored immediately, in a run folder like a sweep's (``results.store``): tries as warm-ups, races as
-ordinary generations. Stored results are never measured again, so the same call resumes a search: the race is replayed
-over the stored timings, which takes no time, and continues from there.
+Measurements are stored immediately, in a run folder like a sweep's (``results.store``). Stored results are never
+measured again, so the same call resumes a search: the race is replayed over the stored timings, which takes no time,
+and continues from there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -27,7 +29,7 @@ from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results.lines import Generation, Key, Measurement
 from specbench.results.run import Tuning
-from specbench.tune.candidates import Probe, predict, probes_of, select
+from specbench.tune.candidates import select
 from specbench.tune.race import Block, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
@@ -36,13 +38,19 @@ if TYPE_CHECKING:
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
 
-TRIED_PROMPTS, TRIED_TOKENS = 4, 32
 _COST_ROUNDS = 3
 """Rounds of timing single passes, if these are short."""
 
-_TIMING, _TRYING, _RACING = 0.05, 0.3, 0.6
-"""Shares of the time: no further timing round after the first, no further tries after the second, and candidates are
-selected so that their blocks fit into the third."""
+_TIMING, _ANSWERING = 0.05, 0.2
+"""Shares of the time: no further timing round after the first, and no further plain output after the second."""
+
+ANSWERS = 8
+"""Plain outputs that predictions rest on, at most."""
+
+_WARMUP_TOKENS = 8
+
+_OUTPUTS = 16
+"""Plain outputs in whose time a search is done that may take more time than it was given."""
 
 _MORE_TIME = 4
 """Time to advise where it was too short, as a multiple of what was spent."""
@@ -103,7 +111,7 @@ class StoredSearch(Generic[Raced]):
     # What the searches differ in.
 
     def _find(self) -> Tuning:
-        """Try the candidates; return predicted speedups and what to race."""
+        """Return predicted speedups and what to race."""
         raise NotImplementedError
 
     def _run(self, blocks: Sequence[Block]) -> Iterator[Race]:
@@ -121,7 +129,7 @@ class StoredSearch(Generic[Raced]):
     # ...
 
     def measure(self) -> Iterator[Race]:
-        """Try, select, race, and measure what the answer needs in addition; yield whenever blocks were raced.
+        """Predict, select, race, and measure what the answer needs in addition; yield whenever blocks were raced.
 
         A user who interrupts a race with a complete block gets the best so far.
 
@@ -150,7 +158,7 @@ class StoredSearch(Generic[Raced]):
                 )
             self._measure_more()
             self.warnings = finish_run(
-                self._sweep, self._store, self._engine, in_time=lambda: self._clock.now() < self._until
+                self._sweep, self._store, self._engine, in_time=lambda: self.left_s > 0
             )
         except KeyboardInterrupt:
             if not race.blocks:
@@ -160,6 +168,11 @@ class StoredSearch(Generic[Raced]):
         self._store.update(tuning=msgspec.structs.replace(tuning, ranking=race.ranking, verdict=race.verdict))
         if not race.decided:  # --resume continues it
             self._store.update(finished=None)
+
+    @property
+    def left_s(self) -> float:
+        """Time that is left."""
+        return self._until - self._clock.now()
 
     @property
     def block_s(self) -> float:
@@ -181,45 +194,6 @@ class StoredSearch(Generic[Raced]):
         """Return a seed of sampling that all configurations of a block share."""
         return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
 
-    def _try(
-        self, families: Mapping[str, str], share: float, *, until: float = math.inf, in_turn: bool = True
-    ) -> tuple[dict[str, list[Generation]], dict[str, str]]:
-        """Measure short generations.
-
-        Args:
-            families: What to try, plain decoding first, and their families: if one fails, the others are not tried.
-            share: Share of the time after which nothing is tried twice.
-            until: When to stop, on the clock.
-            in_turn: Whether all decode a prompt before the next prompt begins.
-
-        Returns:
-            The generations by id, and the errors by family.
-
-        Raises:
-            RunError: Plain decoding failed.
-        """
-        tried: dict[str, list[Generation]] = {name: [] for name in families}
-        failed: dict[str, str] = {}
-        prompts = self._sweep.prompts[:TRIED_PROMPTS]
-        pairs = [(name, prompt.id) for name in families for prompt in prompts]
-        if in_turn:
-            pairs = [(name, prompt.id) for prompt in prompts for name in families]
-        for done, (name, prompt) in enumerate(pairs):
-            now, family = self._clock.now(), families[name]
-            late = now - self._began > share * self._seconds and tried[name]
-            if late or (family in failed and name != self._plain) or (done and now > until):
-                continue
-            self._report("trying drafters", done, len(pairs))
-            cell = Cell(name, prompt, 0, 0, 0, warmup=True, seed=self._seed(prompt, "try"))
-            measured = self._measure(cell, TRIED_TOKENS)
-            if isinstance(measured.result, Generation):
-                tried[name].append(measured.result)
-            else:
-                failed[family] = str(measured.line.error)
-        if not tried[self._plain]:
-            raise _plain_failed(failed[families[self._plain]], "Speedups need it as the baseline.")
-        return tried, failed
-
     def _time(self, cell: Cell) -> Timing | None:
         """Return a candidate's timing on a block, from the store if it is there; ``None`` if it failed."""
         measured = self._measure(cell)
@@ -231,7 +205,7 @@ class StoredSearch(Generic[Raced]):
         if cell.config == self._plain:
             self._plain_failures.append(str(measured.line.error))
             if self._plain not in self._durations and len(self._plain_failures) >= _PLAIN_FAILURES:
-                raise _plain_failed(self._plain_failures[-1], "Choose other prompts.")
+                raise plain_failed(self._plain_failures[-1], "Choose other prompts.")
         return None
 
     @cached_property
@@ -241,7 +215,8 @@ class StoredSearch(Generic[Raced]):
         return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
 
 
-def _plain_failed(error: str, hint: str) -> RunError:
+def plain_failed(error: str, hint: str) -> RunError:
+    """Return the error that there is no baseline."""
     return RunError(f"Plain decoding failed: {error.rstrip('.')}.", hint)
 
 
@@ -249,6 +224,9 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
     """Search for the fastest configuration of a grid.
 
     Args:
+        predict: Predicts speedups over plain decoding, by id, from its outputs by prompt and from times of passes; and
+            returns errors by drafter.
+        longer: Whether it may take more time where plain decoding is slow.
         kept: Groups of ids, such as the configurations that an engine supports; the best of each is raced, see
             ``select``.
         sweep, store, engine, named: See ``StoredSearch``.
@@ -260,12 +238,16 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         store: RunStore,
         engine: BenchEngine[Sequence[int]],
         *,
+        predict: Callable[
+            [Mapping[str, Sequence[int]], PassCosts], tuple[Mapping[str, float], Mapping[str, str]]
+        ],
+        longer: bool = False,
         kept: Iterable[Collection[str]] = (),
         **named: Any,
     ) -> None:
         super().__init__(sweep, store, engine, **named)
-        self._kept = kept
-        self._loading_s = self._seconds - (self._until - self._clock.now())
+        self._predict, self._longer, self._kept = predict, longer, kept
+        self._loading_s = self._seconds - self.left_s
         self._places = Counter[Block]()
 
     @property
@@ -273,27 +255,53 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         return self._loading_s
 
     def _find(self) -> Tuning:
-        configs = self._sweep.configs
-        families = {config.id: config.drafter for config in (configs[0], *probes_of(configs))}
-        tried, failed = self._try(families, _TRYING, until=self._until)
-        if self._clock.now() > self._until:
-            spent = self._seconds - (self._until - self._clock.now())
+        costs = self._measure_costs()
+        plain = self._decode_plainly()
+        outputs = {name: each.token_ids for name, each in plain.items()}
+        predicted, failed = self._predict(outputs, costs)
+        left_s = self.left_s
+        if left_s < 0:
+            spent = self._seconds - left_s
             minutes = math.ceil(_MORE_TIME * max(self._seconds, spent) / 60)
             raise RunError(
                 "The time was too short to compare anything.",
                 f"Results so far are kept; continue with --resume --minutes {minutes}.",
             )
-        costs = self._measure_costs()
-        probes = {name: Probe.of(each.steps for each in made) for name, made in tried.items() if made}
         return select(
-            configs,
-            predict(configs, probes, costs),
-            plain_s=costs.target_s[1] * (self._sweep.options.decoding.max_new_tokens - 1),
-            first_s=tried[self._plain][0].ttft_s,
-            seconds=_RACING * self._seconds,
+            self._sweep.configs,
+            predicted,
+            plain_s=fmean(each.decode_s for each in plain.values()),
+            first_s=fmean(each.ttft_s for each in plain.values()),
+            seconds=left_s,
             failed=failed,
             kept=self._kept,
         )
+
+    def _decode_plainly(self) -> dict[str, Generation]:
+        """Decode the first prompts plainly, which is their share of the race too; return the outputs by prompt.
+
+        Raises:
+            RunError: None could be decoded.
+        """
+        first, began = self._sweep.prompts[0].id, self._clock.now()
+        warmup = Cell(self._plain, first, 0, 0, 0, warmup=True, seed=self._seed(first, "warm-up"))
+        self._measure(warmup, _WARMUP_TOKENS)
+        found: dict[str, Generation] = {}
+        for done, prompt in enumerate(self._sweep.prompts[:ANSWERS]):
+            if found and self._clock.now() - began > _ANSWERING * self._seconds:
+                break
+            self._report("decoding plainly", done, ANSWERS)
+            measured = self._measure(self._cell(self._plain, Block(prompt.id)))
+            if isinstance(measured.result, Generation):
+                found[prompt.id] = measured.result
+                if self._longer and done == 0:
+                    spent = self._seconds - self.left_s
+                    more = max(0.0, spent + _OUTPUTS * measured.result.total_s - self._seconds)
+                    self._seconds, self._until = self._seconds + more, self._until + more
+            elif not found and done + 1 == min(_PLAIN_FAILURES, len(self._sweep.prompts)):
+                error = str(measured.line.error)
+                raise plain_failed(error, "Speedups need it as the baseline.")
+        return found
 
     def _measure_costs(self) -> PassCosts:
         """Return the times of single passes: those that are stored, or new ones."""
