@@ -14,7 +14,7 @@ import msgspec
 
 from specbench.base.errors import UsageError
 from specbench.base.files import reason
-from specbench.base.record import Record, Size, wrong_field
+from specbench.base.record import Size, wrong_field
 from specbench.results.results import Results
 from specbench.results.run import RIVALS
 from specbench.results.summary import CategoryRow, Summary
@@ -26,7 +26,7 @@ PUBLISHED = "published"
 _FORM = "Its first line names target, drafter and tokens_per_step; gamma, prompts and others can be empty."
 
 
-class Reference(Record):
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
     """A published accepted length, and the setting that is known of it."""
 
     target: str
