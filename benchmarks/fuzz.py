@@ -22,6 +22,7 @@ import json
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -103,6 +104,8 @@ WHOLE = {config.model_type: (config, made) for config, made in MODEL_FOR_MULTIMO
 """Configuration and class of models that also see or hear."""
 WITH_MTP = ("qwen3_5", "qwen3_5_moe")
 FLOAT = LoadOptions("float32")
+MAKING = threading.Lock()
+"""Weights come from the one global generator."""
 TOKENIZER = tiny_tokenizer()
 LETTERS = letter_tokenizer("".join(map(chr, range(33, 32 + VOCABULARY))))
 
@@ -283,7 +286,7 @@ def build_model(case: Case, noise: float = 0.0) -> Any:
         config.vocab_size = case.shape["vocab_size"]
         if case.kind in RECURRENT:
             config.max_position_embeddings = 1024
-    with torch.random.fork_rng(devices=[]), without_timm():
+    with MAKING, torch.random.fork_rng(devices=[]), without_timm():
         torch.manual_seed(case.number)
         made = WHOLE[case.kind][1] if case.kind in WHOLE else transformers.AutoModelForCausalLM.from_config
         model = made(config).eval().requires_grad_(False)
@@ -501,8 +504,7 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
                 and not case.rule.startswith(("auto", "egag"))
                 and "keep" not in case.drafter
             ):
-                own = build_drafter(case, target, prompt, expected)
-                again = decode(target, own, case, prompt, new, stop=stops).result().token_ids
+                again = decode(target, drafter, case, prompt, new, stop=stops).result().token_ids
                 if list(again) != found:
                     raise WrongOutputError(f"{found} is not {list(again)} of the same seed")
             continue
