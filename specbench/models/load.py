@@ -178,9 +178,10 @@ def load_model(
             """Check roughly, before gigabytes are fetched; ``_load_folder`` checks exactly."""
             if isinstance(config.dtype, torch.dtype):
                 loaded = resolve_dtype(options, config, Counter())
-                unpacked = _unpacked(config, spec.name)
-                numbers = unpacked or _weights_of_part(config) or total // config.dtype.itemsize
-                packs = unpacked is not None and quantized(options.dtype) is not None and adapter is None
+                unpacked = quantization_of(config, spec.name) is not None
+                counted = unpacked or composite_class(config) is not None
+                numbers = weights_of(config) if counted else total // config.dtype.itemsize
+                packs = unpacked and quantized(options.dtype) is not None and adapter is None
                 _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
@@ -314,14 +315,14 @@ def _load_folder(
         counts[kind] += numbers
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
-    unpacked, packed = _unpacked(config, name), quantized(options.dtype)
-    packs = packed is not None and unpacked is not None and adapter is None
-    stored = kinds[0] if len(kinds) == 1 and unpacked is None else None
+    settings, packed = quantization_of(config, name), quantized(options.dtype)
+    packs = packed is not None and settings is not None and adapter is None
+    stored = kinds[0] if len(kinds) == 1 and settings is None else None
     needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
         needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
-    numbers = unpacked or needed // dtype.itemsize
+    numbers = weights_of(config) if settings is not None else needed // dtype.itemsize
     placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
@@ -338,7 +339,7 @@ def _load_folder(
         layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
     model.config.name_or_path = name
     loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
-    if settings := quantization_of(config, name):
+    if settings is not None:
         give_back_free_memory()
         into = dtype_name(dtype) if layers is None else f"{packed} layers"
         loaded.notes.append(note_on_quantization(settings, name, into))
@@ -410,16 +411,6 @@ def _read_weights(
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def _unpacked(config: PreTrainedConfig, name: str) -> int | None:
-    """Return the number of weights of a quantized checkpoint, which are unpacked on loading; ``None`` of others."""
-    return None if quantization_of(config, name) is None else weights_of(config)
-
-
-def _weights_of_part(config: PreTrainedConfig) -> int | None:
-    """Return the number of weights of a model's text part if it has others."""
-    return None if composite_class(config) is None else weights_of(config)
 
 
 def weights_of(config: PreTrainedConfig) -> int:
