@@ -87,7 +87,10 @@ class RunningTable:
         found.sort(key=lambda each: -each[0])
         headings = ["configuration", "tokens/step", "× plain", "source"]
         rows = [cells for _, cells in found]
-        return Sheet(headings, rows, ranks=[0, 1, 0, 0], left=frozenset({3}), styles={_PREDICTED: "dim"})
+        return Sheet(
+            headings, rows, ranks=[0, 1, 0, 0], left=frozenset({3}), styles={_PREDICTED: "dim"},
+            elsewhere="on a wider terminal",
+        )  # fmt: skip
 
     def drawn(self, console: Console) -> Table:
         """Return the table as a terminal shows it, the first rows if it is low."""
