@@ -316,7 +316,7 @@ def _load_folder(
     dtype = resolve_dtype(options, config, counts)
     kinds = [kind for kind in counts if kind.is_floating_point]
     settings, packed = quantization_of(config, name), quantized(options.dtype)
-    packs = packed is not None and settings is not None and adapter is None
+    packs = packed is not None and (settings is not None or gguf is not None) and adapter is None
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
     needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
     if pickled:
@@ -330,7 +330,7 @@ def _load_folder(
     if tokenizer is None and with_tokenizer:
         tokenizer = make_tokenizer(words or folder, None if words else hub, name)
     read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
-    packs = packs and placement is None
+    packs = packs and placement is None and gguf is None
     model, weights = read(packs=packs)
     layers = StoredLayers.of(model, weights, packed) if packed is not None and packs else None
     if packs and layers is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -76,10 +76,16 @@ class Grid:
         """Return whole numbers in int8 and their scales, [rows, 1 or groups of 32 columns], float32; ``None`` if the
         weight is told otherwise.
         """
-        whole = self._whole(slice(0, len(self.scales)))
-        codes = whole.to(torch.int8)
         scales = self.scales if self.scales.shape[1] == 1 else self._by_32(self.scales)
-        return None if scales is None or not whole.equal(codes.float()) else (codes, scales)
+        if scales is None:
+            return None
+        codes = torch.empty(len(self.scales), self.columns, dtype=torch.int8)
+        for chunk in self._chunks(len(codes)):
+            whole = self._whole(chunk)
+            codes[chunk] = whole.to(torch.int8)
+            if not whole.equal(codes[chunk].float()):
+                return None
+        return codes, scales
 
     def int4(self) -> tuple[Tensor, ...] | None:
         """Return codes from 0 to 15, and scales and least numbers of groups of 32 columns, float32; ``None`` if the
@@ -101,11 +107,13 @@ class Grid:
 
     def fill(self, part: Tensor, begin: int = 0) -> None:
         """Unpack rows into a part of the weight, from row number ``begin`` on."""
+        for chunk in self._chunks(len(part)):
+            rows = slice(begin + chunk.start, begin + chunk.stop)
+            part[chunk] = self._whole(rows) * self._spread(self.scales[rows])
+
+    def _chunks(self, rows: int) -> Iterator[slice]:
         step = max(32, _CHUNK // self.columns // 32 * 32)
-        for first in range(0, len(part), step):
-            last = min(first + step, len(part))
-            chunk = slice(begin + first, begin + last)
-            part[first:last] = self._whole(chunk) * self._spread(self.scales[chunk])
+        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
     def _whole(self, chunk: slice) -> Tensor:
         """Return rows without their scales, float32."""

@@ -10,6 +10,7 @@ import torch
 
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.kernels.attention import fold_attention
+from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 from specbench.backends.torch.kernels.linear import PackedLinear
 from specbench.backends.torch.kernels.surgery import (
     has_layer,
@@ -199,5 +200,6 @@ def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: P
         quantize_linears(language_model.model, dtype, stored)
         stored.finish()
         language_model.stored = None
+        give_back_free_memory()
         if stored.note:
             language_model.notes.append(stored.note)
