@@ -20,6 +20,7 @@ from specbench.base.textsafe import excerpt
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
+Effort = Literal["low", "medium", "high"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none", "bit-exact"]
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch thinking: those of Qwen, GLM and SmolLM3; of DeepSeek, Granite and Kimi."""
@@ -306,8 +307,8 @@ class TemplateOptions:
         UsageError: A value has no name, or one that another option sets.
 
     Example:
-        >>> TemplateOptions(template_option=("reasoning_effort=low", "documents_first=true")).named
-        {'reasoning_effort': 'low', 'documents_first': True}
+        >>> TemplateOptions(template_option=("documents_first=true",), reasoning_effort="low").named
+        {'documents_first': True, 'reasoning_effort': 'low'}
     """
 
     thinking: bool | None = _decoding(
@@ -316,12 +317,22 @@ class TemplateOptions:
     template_option: tuple[str, ...] = _decoding(
         (),
         "--template-option NAME=VALUE",
-        "Variable of the chat template (reasoning_effort=low); repeatable.",
+        "Variable of the chat template; repeatable.",
     )
+    reasoning_effort: Effort | None = _decoding(
+        None, "--reasoning-effort EFFORT", "How much it thinks: low, medium, high."
+    )
+    """A name for ``template_option``, where it is kept."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "template_option", tuple(self.template_option))
-        for each in self.template_option:
+        given = tuple(self.template_option)
+        if self.reasoning_effort is not None:
+            if any(each.startswith("reasoning_effort=") for each in given):
+                raise UsageError("The variable reasoning_effort is already set.", "Leave it out.")
+            given += (f"reasoning_effort={self.reasoning_effort}",)
+        object.__setattr__(self, "template_option", given)
+        object.__setattr__(self, "reasoning_effort", None)
+        for each in given:
             name = each.partition("=")[0]
             if "=" not in each or not name.isidentifier():
                 raise UsageError(f"{excerpt(each, 60)!r} sets no variable.", "Write NAME=VALUE.")
@@ -374,8 +385,7 @@ class TemplateOptions:
         if self.thinking is not None:
             switch = min(SWITCHES & {*used}, default=None)
             if switch is None:
-                effort = "use --template-option reasoning_effort=low, medium or high"
-                other = effort if "reasoning_effort" in used else "it cannot be changed"
+                other = "use --reasoning-effort" if "reasoning_effort" in used else "it cannot be changed"
                 raise UsageError(
                     "The model's chat template has no switch for thinking.",
                     f"Leave --thinking and --no-thinking out: {other}.",

@@ -95,7 +95,6 @@ MOVED = {
     "--json-schema": "--format json-schema=FILE",
     "--max-servers": "--engine ENGINE:servers=N",
     "--no-config": "--config none",
-    "--reasoning-effort": "--template-option reasoning_effort=EFFORT",
     "--regex": "--format regex=REGEX",
     "--setting": "export RUN:NAME",
     "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",
