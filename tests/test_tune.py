@@ -129,7 +129,8 @@ OTHERS = {"e@2", "e@8", "e@auto"}
             ("d@auto", "d@4", "e@2"),  # the best that an engine supports, however far behind
             {"e@auto": FAR},
         ),
-        (BEHIND, {"kept": [OTHERS], "seconds": 6 * 2.2}, ("d@auto", "e@2"), {}),
+        (BEHIND, {"kept": [OTHERS], "seconds": 6 * 2.2}, ("d@auto", "d@4"), {}),  # as good as the best
+        (BEHIND | {"d@4": 2.8}, {"kept": [OTHERS], "seconds": 6 * 2.2}, ("d@auto", "e@2"), {}),
         (BEHIND | {"e@2": 1.0, "e@8": 0.9}, {"kept": [OTHERS]}, ("d@auto", "d@4"), {}),
         ({"d@auto": 1.0}, {"failed": {"e": "no memory"}}, ("d@auto",), {"e@auto": "failed: no memory"}),
     ],

@@ -21,6 +21,7 @@ from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
 from specbench.rows import Row
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
+from specbench.tune.candidates import CLOSE_SHARE, NO_TIME
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _near_leader(race: Race) -> list[str]:
 def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str) -> Iterator[str]:
     race = search.race
     if race.decided and race.leader != race.plain:
-        yield "With 95% confidence no other candidate is more than 5% faster than this choice."
+        yield "With 95% confidence no other candidate of the race is more than 5% faster than this choice."
     if race.open:
         needed = race.blocks_needed()
         if needed is None:
@@ -170,6 +171,14 @@ def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str
             else:
                 time = counted(minutes, "more minute")
                 yield f"About {time} would decide it: {search.more} --minutes {minutes}."
+    least = CLOSE_SHARE * search.predicted.get(race.leader, 1.0)
+    untimed = [
+        f"{_described(by_id[name])} (predicted {stats.decimals(search.predicted[name])}×)"
+        for name, reason in search.left_out.items()
+        if reason.startswith(NO_TIME) and search.predicted.get(name, 0.0) >= least
+    ]
+    if untimed:
+        yield f"Not raced, for lack of time: {listed(untimed, _NAMED)}. {search.more} --minutes N races more."
     leader = _described(by_id[race.leader])
     near = [
         f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"

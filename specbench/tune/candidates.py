@@ -37,6 +37,11 @@ MIN_SHARE = 0.8
 """Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
 out: other prompts, and passes that are slower within a step."""
 
+CLOSE_SHARE = 0.95
+"""Share of the best prediction from which a candidate is raced before those that are kept for other engines."""
+
+NO_TIME = "no time"
+
 _BLOCK_CHAIN = "auto:verification=block"
 """The chain of ``auto``, with block verification, above temperature 0."""
 
@@ -164,17 +169,17 @@ def select_in_time(
         seconds: Time for all of them.
         families: What each candidate belongs to; those without a prediction have failed or were not tried.
         failed: Errors by family.
-        spared: Ids that are raced even below ``MIN_SHARE``; only the best prediction goes before them.
+        spared: Ids that are raced even below ``MIN_SHARE``; only those from ``CLOSE_SHARE`` on go before them.
     """
     left_out: dict[str, str] = {}
     raced: list[str] = []
     ranked = by_prediction(predicted)
     best = max([1.0, *predicted.values()])
-    for name in sorted(ranked, key=lambda name: (name != ranked[0], name not in spared)):
+    for name in sorted(ranked, key=lambda name: (predicted[name] < CLOSE_SHARE * best, name not in spared)):
         if predicted[name] < MIN_SHARE * best and name not in spared:
             left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
         elif raced and seconds_of(name) > seconds:
-            left_out[name] = f"no time for {BLOCKS} blocks with it; more --minutes allow it"
+            left_out[name] = f"{NO_TIME} for {BLOCKS} blocks with it; more --minutes allow it"
         else:
             raced.append(name)
             seconds -= seconds_of(name)
