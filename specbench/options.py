@@ -243,7 +243,7 @@ class DecodingOptions:
     format: str | None = _decoding(
         None,
         "--format FORMAT",
-        "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark), or with its text.",
+        "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark).",
         callback=_read_format,
     )
 
@@ -413,7 +413,7 @@ class CacheOptions:
         "dynamic",
         "--cache KIND",
         "KV cache: dynamic; preallocated (default of int8 and int4 targets); static, with CUDA graphs on a GPU;"
-        " compiled, with torch.compile too; bit-exact (passes of any size give the same logits); none.",
+        " compiled, with torch.compile too; bit-exact in passes of any size; none.",
     )
 
 

@@ -856,9 +856,10 @@ def test_a_head_in_one_call_gives_what_it_gives_in_operators(shape, bits, level)
         assert relative(found, expected) < 0.02  # another byte where a number lies between two
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "longest"), [(8, 300), (4, 300), (8, 30)])  # one request reads much
 @torch.inference_mode()
-def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, level):
+def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, longest, level, monkeypatch):
+    monkeypatch.setattr(head_forward, "LONG_READING", longest)
     way = choose_head_forward(head_of(bits, layers=2, norm_output=True))
     assert type(way) is NativeHeadForward
     hidden, random_ = way.head.shape.layer.hidden_size, torch.Generator().manual_seed(6)

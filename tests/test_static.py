@@ -14,7 +14,7 @@ from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
-from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled
+from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled, cuda_capture
 from specbench.backends.torch.kernels.attention import fold_attention
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
@@ -226,6 +226,19 @@ def test_drafts_read_late_are_the_same_drafts(read_late, monkeypatch):
     late = [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]]
     monkeypatch.setattr(importlib.import_module("specbench.drafters.chain"), "_READ_LATE", ())
     assert [step.drafted for step in output("self:layers=1", "fixed:gamma=4")[1]] == late
+
+
+def test_a_pass_that_cannot_be_captured_says_so(monkeypatch):
+    class Stream:
+        def wait_stream(self, _: Any) -> None: ...
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    for name, given in (("current_stream", Stream), ("Stream", Stream), ("stream", fails)):
+        monkeypatch.setattr(torch.cuda, name, given)
+    with pytest.raises(RunError, match=r"a CUDA graph: operation not permitted .* --cache dynamic"):
+        cuda_capture(lambda: torch.zeros(1))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -62,8 +62,8 @@ def sweep(
 ) -> None:
     """Measure drafters and draft lengths against plain decoding: what pays here, and by how much.
 
-    All rows are predicted from a few plain outputs first. Then every configuration decodes every prompt; each
-    generation is stored as it ends (--resume).
+    Rows are predicted first. Then every configuration decodes every prompt; each generation is stored as it ends
+    (--resume).
     """
     from specbench.base.load import load_snapshot
 

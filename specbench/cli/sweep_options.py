@@ -143,8 +143,7 @@ class EngineOptions:
     engine: str | None = _engines(
         None,
         "--engine ENGINE",
-        "Start vllm, sglang or llama.cpp, once per setting, with the options behind --; vllm:servers=N at a time,"
-        " :start-timeout=SECONDS (600).",
+        "Start vllm, sglang or llama.cpp per setting; :servers=N,start-timeout=S.",
     )
     engine_command: str = _engines(
         "",

@@ -31,9 +31,10 @@ def predict_sweep(
     """Predict the rows of a sweep under each condition, from plain outputs of its first prompts."""
     report("timing passes", 0, 1)
     runner, found = CellRunner(sweep, store, engine), Predictions()
-    if runner.measure_costs():  # a sweep says so when it times them again
+    contexts = sweep.options.contexts
+    if runner.measure_costs(context=min(contexts, default=None)):  # a sweep says so when it times them again
         return found
-    costs = pass_costs(store.costs())
+    costs = pass_costs(store.costs(), by_context=bool(contexts))
     for plain in sweep.configs:
         if plain.kind == "plain":
             began, outputs = clock.now(), dict[str, Sequence[int]]()
