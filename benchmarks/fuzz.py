@@ -49,6 +49,7 @@ import scripted_drafters
 from tiny import letter_tokenizer, tiny_tokenizer
 
 from specbench.backends.torch.parity import find_difference
+from specbench.backends.torch.recurrent import bounds_prompts
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.progress import quiet_transformers
 from specbench.decoding.records import Step
@@ -503,6 +504,7 @@ def run_case(case: Case, reference: Any, target: Target) -> Seen:
                 case.kind in WHOLE
                 and not case.rule.startswith(("auto", "egag"))
                 and "keep" not in case.drafter
+                and case.drafter != "guesses"
             ):
                 again = decode(target, drafter, case, prompt, new, stop=stops).result().token_ids
                 if list(again) != found:
@@ -588,7 +590,8 @@ def run_distribution(number: int) -> Seen:
 def check_sampled(case: Case, reference: Any, prompt: list[int], found: list[int]) -> None:
     """No token may lie outside the support of the target's distribution."""
     text = [*prompt, *found]
-    logits = one_by_one(reference, text, len(prompt)) if case.kind in RECURRENT else whole(reference, text)
+    bounded = case.kind in RECURRENT or bounds_prompts(reference.config.get_text_config(decoder=True))
+    logits = one_by_one(reference, text, len(prompt)) if bounded else whole(reference, text)
     rows = logits[len(prompt) - 1 : -1] if found else []
     sampling = Sampling(temperature=0.0, repetition_penalty=case.penalty)
     for i, (row, token) in enumerate(zip(rows, found, strict=True)):
