@@ -143,7 +143,7 @@ class EngineOptions:
     engine: str | None = _engines(
         None,
         "--engine ENGINE",
-        "Start vllm, sglang or llama.cpp per setting; :servers=N,start-timeout=S.",
+        "Start vllm, sglang or llama.cpp for each setting; NAME:servers=N.",
     )
     engine_command: str = _engines(
         "",
