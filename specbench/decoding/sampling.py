@@ -165,7 +165,7 @@ class Sampling:
         return self._copy(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def _copy(self, **changed: Any) -> Sampling:
-        """Return a changed copy; subclasses have fewer arguments."""
+        """Return a changed copy."""
         return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)} | changed)
 
     def scores(

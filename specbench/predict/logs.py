@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LogprobKind = Literal["raw", "processed"]
 
 REASONS: Mapping[str, str] = {
-    "form": "holds no answer in a form that is known, see docs/predict.md",
+    "form": "holds no answer in a form that is known",
     "prompt": "has no prompt: store the request with the response",
     "short": "has an answer of fewer than two tokens, which takes no step",
     "cut": "has an answer that was cut off, or fewer log probabilities than tokens",
