@@ -1,7 +1,7 @@
 """Hold `auto` against every fixed γ, generation by generation in turn, quiet or next to a busy core.
 
     python benchmarks/auto_regret.py --busy          # the built-in model, its default drafter, 12 prompts × 96 tokens
-    python benchmarks/auto_regret.py --busy --drafter smollm2-135m-head --resume head.jsonl --minutes 8     # in parts
+    python benchmarks/auto_regret.py --busy --drafter self:int8 --resume int8.jsonl --minutes 8     # in parts
 
 Every round decodes one prompt with `auto`, every fixed γ and without drafts, in an order of its own, so that whatever
 else the machine does falls on all alike. With --busy another process keeps a core busy throughout. Prints tokens per
@@ -27,15 +27,18 @@ from parts import Parts, busy_core
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate
 from specbench.bench.prompts import load_prompts
-from specbench.cli.options import DEFAULT_TARGET, HEADS_AHEAD
+from specbench.cli.options import DEFAULT_TARGET
+from specbench.cli.policy import default_drafter
 from specbench.decoding.protocols import DraftPolicy
 from specbench.generate import as_tokens, speculative_generate
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
 from specbench.options import LoadOptions
 from specbench.policies import build_policy
+from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.stats import ratio_text
+from specbench.specs.models import parse_model
 
 PLAIN, AUTO, GOAL = "plain", "auto", 0.97
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)
@@ -134,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default=DEFAULT_TARGET)
-    parser.add_argument("--drafter", default=HEADS_AHEAD[DEFAULT_TARGET])
+    parser.add_argument("--drafter", help="default: as of the commands")
     parser.add_argument("--gammas", type=lambda text: tuple(map(int, text.split(","))), default=GAMMAS)
     parser.add_argument("--limit", type=int, default=12, help="prompts")
     parser.add_argument("--tokens", type=int, default=96)
@@ -143,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="continue from this file")
     parser.add_argument("--minutes", type=float, default=math.inf, help="time limit; --resume continues")
     given = parser.parse_args(arguments)
+    given.drafter = given.drafter or str(default_drafter(Recipe(parse_model(given.target))))
     until = time.monotonic() + 60 * given.minutes
     settings = {
         name: getattr(given, name) for name in ("target", "drafter", "gammas", "limit", "tokens", "busy")

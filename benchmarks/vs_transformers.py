@@ -35,18 +35,21 @@ from specbench.backends.torch.parity import find_difference
 from specbench.base.progress import quiet_transformers
 from specbench.bench.environment import describe_environment
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.cli.options import DEFAULT_TARGET, default_drafter
+from specbench.cli.options import DEFAULT_TARGET
+from specbench.cli.policy import default_drafter
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun, encode_prompt
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target
-from specbench.options import LoadOptions, quantized
+from specbench.options import LoadOptions, ModelOptions, quantized
 from specbench.policies import build_policy
+from specbench.recipe import Recipe
 from specbench.results import stats
 from specbench.results.stats import ratio_text
 from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 from specbench.specs.policies import parse_policy
 
 GENERATE, ASSISTED, ASSISTED_5, LOOKUP = (
@@ -173,7 +176,9 @@ def load_ways(given: argparse.Namespace) -> tuple[dict[str, Way], Target]:
     ways[LOOKUP] = transformers_way(model.model, pad, prompt_lookup_num_tokens=10)
     _, ways[PLAIN] = specbench_way(target, "none", "1", options)
     drafter_options = LoadOptions(dtype=given.drafter_dtype)  # a head goes where its target is
-    for setting in dict.fromkeys([f"{default_drafter(given.target)}@auto", *given.setting]):
+    models = ModelOptions(dtype=given.dtype, device="cpu")
+    usual = default_drafter(Recipe(parse_model(given.target), models=models))
+    for setting in dict.fromkeys([f"{usual}@auto", *given.setting]):
         drafter, _, rule = setting.rpartition("@")
         name, way = specbench_way(target, drafter, rule, drafter_options)
         ways[name] = way

@@ -25,7 +25,7 @@ from specbench.results.run import VERSION, Run
 from specbench.results.store import read_run
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
-from specbench.specs.models import BUILTIN_MODELS, PACKAGED_HEADS, ModelSpec
+from specbench.specs.models import BUILTIN_MODELS, ModelSpec
 from specbench.specs.policies import parse_policy
 
 ENVIRONMENT = {
@@ -129,8 +129,8 @@ def decoded_in(run: dict[str, Any], row: Row) -> Row:
 
 
 def _model(name: str) -> ModelSpec:
-    if name in BUILTIN_MODELS or name in PACKAGED_HEADS:
-        return ModelSpec("builtin" if name in BUILTIN_MODELS else "packaged", name)
+    if name in BUILTIN_MODELS:
+        return ModelSpec("builtin", name)
     return ModelSpec("hub" if "/" in name else "gguf" if name.endswith(".gguf") else "folder", name)
 
 

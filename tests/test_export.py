@@ -22,7 +22,6 @@ from tiny import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbench.base.errors import UsageError
-from specbench.cli.options import DEFAULT_TARGET, default_drafter
 from specbench.decoding.theory import expected_tokens
 from specbench.export.engine import HEAD_KINDS, HeadSupport
 from specbench.export.output import as_file, as_json, export_fastest
@@ -395,13 +394,6 @@ def test_mtp_layers_of_a_measured_target_are_exported(tmp_path):
     assert options["method"] == "mtp"
 
 
-def test_the_head_that_comes_with_specbench_is_for_it_alone(cli):
-    row = f"{kept_run('smollm2-135m-head')}:lookup+smollm2-135m-head (int8) auto"
-    cli("export", row, "--to", "vllm").refused(2, "it is compact", "serve")
-    found = cli("export", kept_run("smollm2-135m-head"), "--to", "vllm", "--json").json()
-    assert found["setting"]["drafter"] == "lookup"
-
-
 def test_a_configuration_tells_of_a_head_on_the_hub(cli, tmp_path, monkeypatch):
     """As the command line does; where nobody can look, the export says so."""
     monkeypatch.chdir(tmp_path)
@@ -473,7 +465,6 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     assert (found["source"], found["measured"]) == ("specbench.toml", None)
     for content, more, said in (
         ("version = 1\n", (), "Give --gamma N"),
-        ("version = 1\n", ("--gamma", 4), f"head in {default_drafter(DEFAULT_TARGET)}: it is compact"),
         ("version = 2\n", (), "reads version 1"),
     ):
         file.write_text(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.files import sha256
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import Draft, StepOutcome
@@ -63,6 +65,7 @@ from specbench.generate_many import GenerationRuns
 from specbench.models.drafters import load_drafter
 from specbench.models.heads import find_head
 from specbench.models.target import Target, wrap_target
+from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTreePolicy
@@ -899,6 +902,39 @@ def test_medusa_as_its_authors_write_it(tmp_path):
         drafter.update(outcome_of(CONTEXT, (3,)))
         rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, CONTEXT, DRAFT[:2])).logits)
     torch.testing.assert_close(*rows)
+
+
+# -- what stands beside the weights ----------------------------------------------------------------
+
+
+def test_the_best_measurement_of_a_training_says_what_to_expect_of_its_head(tmp_path):
+    target, folder = tiny_target(), write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    measured = [
+        {"tokens": 1, "tokens_per_step": each, "accepted": [accepted], "categories": {}}
+        for each, accepted in ((1.2, 0.1), (1.8, 0.4), (1.5, 0.3))
+    ]
+
+    def expected(drafter: str) -> float | None:
+        facts = {"kind": "eagle", "data": {"tokens": 3}, "seconds": 1.0, "measured": measured}
+        (folder / TRAINING_FILE).write_text(json.dumps(facts))
+        return load_drafter(drafter, target, PLAIN).traits.prior.acceptance
+
+    assert expected(str(folder)) == expected(f"lookup+{folder}") == 0.4
+    for useless in ([0.0], [1.0], []):
+        measured[1]["accepted"] = useless
+        assert expected(str(folder)) is None
+    measured.clear()
+    assert expected(str(folder)) is None
+
+
+def test_weights_that_are_not_those_of_the_training_are_refused(tmp_path):
+    target, folder = tiny_target(), write_head(tmp_path / "head", speculators_settings(), eagle_tensors())
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / TRAINING_FILE).write_text(json.dumps({"sha256": sha256(folder / WEIGHTS)}))
+    load_drafter(str(folder), target, PLAIN)
+    (folder / WEIGHTS).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    message = refusal(load_drafter, str(folder), target, PLAIN, kind=RunError)
+    assert "are not those that its training.json describes" in message
 
 
 # -- the command line ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Olmo3C
 from transformers.utils import logging as transformers_logging
 
 from specbench.base.errors import RunError, UsageError
-from specbench.cli.options import default_drafter
+from specbench.cli.policy import default_drafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models import checkpoints, devices, load
 from specbench.models.devices import check_options
@@ -32,6 +32,7 @@ from specbench.models.pairing import translation_of
 from specbench.models.target import wrap_target
 from specbench.models.tokenizers import end_ids_of
 from specbench.options import LoadOptions
+from specbench.recipe import Recipe
 from specbench.specs.models import ModelSpec, parse_model
 
 CPU = LoadOptions(device="cpu")
@@ -583,7 +584,7 @@ def test_a_hub_out_of_reach_is_told_at_once(hub_cache, monkeypatch, capfd, offli
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits"))
-    assert default_drafter("org/name") == "lookup"
+    assert str(default_drafter(Recipe(parse_model("org/name")))) == "lookup"
     message = refusal(load_model, "org/name", CPU, kind=RunError)
     assert "cannot be reached" in message
     assert ("HF_HUB_OFFLINE" in message) == offline

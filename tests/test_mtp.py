@@ -23,7 +23,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
-from specbench.cli.options import default_drafter
+from specbench.cli.policy import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import GenerationRun
 from specbench.models.drafters import check_drafter, load_drafter
@@ -34,6 +34,7 @@ from specbench.models.target import Target, load_target, wrap_target
 from specbench.options import LoadOptions
 from specbench.policies import FixedLength
 from specbench.policies.trees import StaticTreePolicy
+from specbench.recipe import Recipe
 from specbench.specs.drafters import Mtp
 from specbench.specs.models import parse_model
 
@@ -218,7 +219,7 @@ def test_layers_of_a_quantized_checkpoint_are_unpacked(tmp_path, family):
     assert not any("scale" in name for name in head.tensors)
     result = GenerationRun(CONTEXT, target, drafter, max_new_tokens=8)
     assert all(True for _ in result)
-    assert default_drafter(str(made.folder)) == "mtp"
+    assert default_for(str(made.folder)) == "mtp"
 
 
 def test_a_target_without_the_layers_is_refused_in_a_sentence(tmp_path):
@@ -278,6 +279,10 @@ def test_it_drafts_by_default_where_a_checkpoint_has_the_layer(cli, folder, tmp_
     assert drafter(made.folder) == "suffix"
 
 
+def default_for(target: str) -> str:
+    return str(default_drafter(Recipe(parse_model(target))))
+
+
 def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, tmp_path, monkeypatch):
     made, asked = checkpoint("deepseek", folder), []
     fetched = tmp_path / "config.json"
@@ -294,10 +299,10 @@ def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, 
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", config)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
-    assert default_drafter("org/model@1") == "mtp"
+    assert default_for("org/model@1") == "mtp"
     assert asked == [("org/model", "config.json", "1")]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(made.folder / "missing"))
-    assert default_drafter("org/model@1") == "lookup"
+    assert default_for("org/model@1") == "lookup"
     monkeypatch.delattr(huggingface_hub, "get_safetensors_metadata")  # the weights are in the cache
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, file, **__: str(made.folder / file))
-    assert default_drafter("org/model@1") == "mtp"
+    assert default_for("org/model@1") == "mtp"

@@ -241,7 +241,7 @@ class TestLooks:
                 assert wide < 1 or high < 1, f"{name}: {one!r} and {other!r}"
 
     def test_letters_of_another_size_at_saving_cut_nothing_off(self):
-        stored = kept_run("smollm2-135m-head")
+        stored = kept_run("qwen2.5-coder-int4")
         figure = plots.draw_figures(load_results(stored), ["speedup"]).figures["speedup"]
         plots.figure_bytes(figure, "png")
         renderer = FigureCanvasAgg(figure).get_renderer()

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from cli_runs import Cli, write_prompts
 from forked import Forked, specbench
+from head_files import eagle_tensors, speculators_settings, write_head
 from regret import FakeClock
 from scripted_engine import ScriptedEngine, quiet
 
@@ -219,11 +220,11 @@ def test_command_lines_of_engines():
     assert ngram[ngram.index("--spec-ngram-mod-n-max") + 1] == "4"
 
 
-def test_trained_heads_are_tried_beside_ngrams_and_each_once():
+def test_trained_heads_are_tried_beside_ngrams_and_each_once(tmp_path):
     engine = started_engine("vllm")
-    named = ["ngram", "smollm2-135m-head", "smollm2-135m-head"]
-    found = engine_drafters(engine, named, usual=True, elsewhere=False)
-    assert [str(each.spec) for each in found] == ["ngram", "suffix", "smollm2-135m-head"]
+    head = str(write_head(tmp_path / "head", speculators_settings(), eagle_tensors()))
+    found = engine_drafters(engine, ["ngram", head, head], usual=True, elsewhere=False)
+    assert [str(each.spec) for each in found] == ["ngram", "suffix", "head"]
     assert [each.head is not None for each in found] == [False, False, True]
 
 

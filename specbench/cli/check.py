@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specbench.cli import options as opt
-from specbench.cli.policy import left_out, recipes_of, requested_policies, row_recipe, with_cache
+from specbench.cli.policy import (
+    default_drafter,
+    left_out,
+    recipes_of,
+    requested_policies,
+    row_recipe,
+    with_cache,
+)
 from specbench.cli.progress import starting
 from specbench.options import (
     MODELS,
@@ -123,7 +130,7 @@ def _requested(
     """Return each drafter with each draft policy, and notes on policies that do not apply."""
     from specbench.bench.axes import parse_gammas
 
-    drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter or [opt.DEFAULT_DRAFTER]))]
+    drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter))] or [default_drafter(base)]
     policies = requested_policies(
         drafting.draft_policy,
         parse_gammas(drafting.gamma) if drafting.gamma is not None else [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,8 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
 from specbench.cli.named_runs import split_row
-from specbench.cli.options import DEFAULT_TARGET, JsonOption, default_drafter
+from specbench.cli.options import DEFAULT_TARGET, JsonOption
+from specbench.cli.policy import default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import ModelOptions, panel
 from specbench.recipe import Recipe
@@ -96,13 +98,13 @@ def _exported(
         if config.provisional:
             say(f"{source.name} {PROVISIONAL}")
         given: Any = config.given
-        target = given.get("target", DEFAULT_TARGET)
-        recipe = Recipe(
-            parse_model(target),
-            parse_drafter(given.get("drafter") or default_drafter(target)),
-            parse_policy(given["draft_policy"]) if "draft_policy" in given else default_policy(greedy=True),
-            ModelOptions(dtype=given.get("dtype", "auto")),
+        policy = (
+            parse_policy(given["draft_policy"]) if "draft_policy" in given else default_policy(greedy=True)
         )
+        models = ModelOptions(dtype=given.get("dtype", "auto"))
+        recipe = Recipe(parse_model(given.get("target", DEFAULT_TARGET)), policy=policy, models=models)
+        drafter = parse_drafter(given["drafter"]) if "drafter" in given else default_drafter(recipe)
+        recipe = replace(recipe, drafter=drafter)
         try:
             setting = setting_of(recipe, gamma)
             return setting, engine.export(setting), source.name

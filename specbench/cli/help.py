@@ -9,7 +9,6 @@ from typer.core import TyperCommand
 
 from specbench.cli.config import defaults_from_config
 from specbench.cli.conflicts import refuse_conflicts
-from specbench.cli.options import DEFAULT_DRAFTER, DEFAULT_TARGET, default_drafter
 from specbench.options import OUTPUT
 
 MOST_USED = (
@@ -75,12 +74,7 @@ class GroupedCommand(TyperCommand):
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if not (given.get("help") or given.get("recipe")):
                 lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
-                defaults = defaults_from_config(given, lists)
-                if "drafter" in names and not given.get("drafter") and "drafter" not in defaults:
-                    drafter = default_drafter(given.get("target") or defaults.get("target", DEFAULT_TARGET))
-                    if drafter != DEFAULT_DRAFTER:
-                        defaults["drafter"] = [drafter] if "drafter" in lists else drafter
-                ctx.default_map = defaults
+                ctx.default_map = defaults_from_config(given, lists)
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
             refuse_conflicts(ctx)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from copy import copy
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -11,7 +10,6 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from specbench.base.errors import UsageError
 from specbench.options import (
     MODELS,
     OUTPUT,
@@ -35,19 +33,6 @@ NOT_SWEPT = ("stop", *DEMONSTRATED)
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
 """It needs no model of its own, and costs almost nothing where it does not help."""
-
-HEADS_AHEAD: Mapping[str, str] = {"smollm2-135m": "lookup+smollm2-135m-head"}
-"""The default drafters of targets whose packaged head is installed; in a stored run these were faster than the usual
-default (docs/training.md)."""
-
-_DEFAULT_DRAFTERS = ", ".join(
-    [
-        DEFAULT_DRAFTER,
-        "mtp where the checkpoint has MTP layers",
-        *(f"{drafter} for {target}" for target, drafter in HEADS_AHEAD.items()),
-    ]
-)
-"""The default drafters as the help lists them."""
 
 # -- groups of options -----------------------------------------------------------------------------
 
@@ -130,27 +115,16 @@ def _single(kind: Any, chosen: Iterable[Field[Any]], taken: Fields) -> Iterator[
         )
 
 
-def default_drafter(target: str) -> str:
-    """Return the default drafter of a target."""
-    from specbench.models.mtp_layouts import has_mtp_layers
-    from specbench.models.training_metadata import is_packaged
-    from specbench.specs import models
-
-    if any(is_packaged(alias) for alias, model in models.PACKAGED_HEADS.items() if model == target):
-        return HEADS_AHEAD.get(target, DEFAULT_DRAFTER)
-    with suppress(UsageError):  # the command reports a target that is none
-        if has_mtp_layers(models.parse_model(target)):
-            return models.CHECKPOINT_MTP.name
-    return DEFAULT_DRAFTER
-
-
 # -- options that several commands take ----------------------------------------------------------------
 
 
 output = panel(OUTPUT)
 _policy = group(POLICY)
 
-_DRAFTER = f"A word of `specbench drafters`, a model or a trained head. Default: {_DEFAULT_DRAFTERS}."
+_DRAFTER = (
+    "A word of `specbench drafters`, a model or a trained head. Default: mtp where the checkpoint has MTP layers,"
+    f" lookup+self:int4 for {DEFAULT_TARGET} where int4 is fast, {DEFAULT_DRAFTER} otherwise."
+)
 _RANGE = "4, 1..8, 2..16..2 (with a step) or 1,2,4"
 _TARGET = (
     "--target MODEL",
@@ -202,7 +176,7 @@ class DraftingOptions:
     """Target, drafter and draft policy, for commands that decode with one of each."""
 
     target: str = group(MODELS)(DEFAULT_TARGET, *_TARGET)
-    drafter: str = group(MODELS)(DEFAULT_DRAFTER, "--drafter DRAFTER", _DRAFTER, show_default=False)
+    drafter: str | None = group(MODELS)(None, "--drafter DRAFTER", _DRAFTER)
     draft_policy: str | None = _policy(
         None,
         "--draft-policy RULE",

@@ -96,10 +96,6 @@ def placed(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> 
         from specbench.models.builtin import prepare_builtin
 
         return ModelSpec("folder", str(prepare_builtin(spec.source)))
-    if spec.kind == "packaged":
-        from specbench.models.training_metadata import packaged_folder
-
-        return ModelSpec("folder", str(packaged_folder(spec.source)))
     if spec.is_path and (is_head or Path(spec.source).exists()):
         return replace(spec, source=os.path.abspath(spec.source))  # noqa: PTH100
     return spec

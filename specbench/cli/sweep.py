@@ -10,7 +10,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import left_out, with_cache
+from specbench.cli.policy import default_drafter, left_out, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -134,7 +134,7 @@ def _compared_models(
     policies = parse_policies(drafting.draft_policy or usual)
     for policy in policies:
         replace(base, policy=policy).check()
-    specs = map(parse_drafter, dict.fromkeys(compared.drafter or [opt.DEFAULT_DRAFTER]))
+    specs = [*map(parse_drafter, dict.fromkeys(compared.drafter))] or [default_drafter(base)]
     drafters = tuple(spec for spec in specs if not spec.is_plain)
     gammas = parse_gammas(drafting.gamma or "")
     if not any(isinstance(policy, Fixed) for policy in policies):

@@ -154,10 +154,7 @@ class Setting:
     @property
     def is_compact(self) -> bool:
         """Whether the trained head was written small, for specbench only."""
-        model = self.drafter.model_spec
-        return self.head is not None and (
-            self.head.compact or (model is not None and model.kind == "packaged")
-        )
+        return self.head is not None and self.head.compact
 
 
 def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:

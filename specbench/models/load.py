@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 from specbench.backends.torch.kernels.instructions import has_bfloat16
-from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.formats import FormatCompiler
@@ -54,7 +54,7 @@ from specbench.models.quantized import (
 from specbench.models.stored_layers import StoredLayers
 from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
-from specbench.specs.models import ADAPTED, PACKAGED_HEADS, ModelSpec, parse_model
+from specbench.specs.models import ADAPTED, ModelSpec, parse_model
 
 
 class WeightFiles(NamedTuple):
@@ -275,11 +275,6 @@ def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
         return prepare_builtin(spec.source, progress=progress)
     if spec.kind == "gguf":
         return prepare_gguf(Path(spec.source), progress=progress)
-    if spec.kind == "packaged":
-        raise UsageError(
-            f"{spec.name} is a head, which only drafts for {PACKAGED_HEADS[spec.source]}.",
-            f"Name it with --drafter, and --target {PACKAGED_HEADS[spec.source]}.",
-        )
     return Path(spec.source)
 
 

@@ -10,16 +10,12 @@ from typing import Annotated
 
 import msgspec
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError
 from specbench.base.files import file_errors, sha256
 from specbench.base.record import Count, Json, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
 WEIGHTS = "model.safetensors"
-PACKED_WEIGHTS = "model.safetensors.gz"
-"""In place of ``WEIGHTS`` in heads that come with specbench; `benchmarks/pack_head.py` writes it."""
-
-_PACKAGED = Path(__file__).with_name("packaged")
 
 
 class TrainingMeasurement(Record):
@@ -74,45 +70,15 @@ def _training_file(folder: Path) -> Json:
         return {}
 
 
-def _hash_of_weights(folder: Path) -> str | None:
-    found = _training_file(folder).get("sha256")
-    return found if isinstance(found, str) else None
-
-
 def check_weights(folder: Path, name: str) -> None:
     """Raise ``RunError`` for weights whose hash is not the one in their ``training.json``, if it has one."""
-    expected = _hash_of_weights(folder)
-    if expected is None:
+    expected = _training_file(folder).get("sha256")
+    if not isinstance(expected, str):
         return
     with file_errors(f"The weights of {name} cannot be read"):
-        packed = folder / PACKED_WEIGHTS
-        found = sha256(packed if packed.is_file() else folder / WEIGHTS)
+        found = sha256(folder / WEIGHTS)
     if found != expected:
         raise RunError(
             f"The weights of {name} are not those that its {TRAINING_FILE} describes.",
             "Copy the whole folder again, or continue its training.",
         )
-
-
-def is_packaged(alias: str) -> bool:
-    """Return whether the head comes with specbench."""
-    return (_PACKAGED / alias / TRAINING_FILE).is_file()
-
-
-def packaged_folder(alias: str) -> Path:
-    """Return the folder of a head that comes with specbench.
-
-    Raises:
-        UsageError: The head is missing. RunError: Its ``training.json`` is damaged.
-    """
-    if not is_packaged(alias):
-        raise UsageError(
-            f"The head {alias} is not part of this specbench.",
-            "Name another drafter, or train one with `specbench train`.",
-        )
-    folder = _PACKAGED / alias
-    if _hash_of_weights(folder) is None:
-        raise RunError(
-            f"The {TRAINING_FILE} of {alias} is damaged.", "Reinstall specbench, or name another drafter."
-        )
-    return folder

@@ -20,7 +20,6 @@ from specbench.specs.models import (
     ADAPTED,
     BUILTIN_MODELS,
     CHECKPOINT_MTP,
-    PACKAGED_HEADS,
     ModelSpec,
     parse_model,
 )
@@ -233,7 +232,7 @@ class SelfForm(DrafterSpec, word="self", trees=True):
 class SmallModel(DrafterSpec, word="MODEL", trees=True):
     """A small model, best with the target's tokenizer: hub id, folder, .gguf file or built-in name. With another one it
     drafts the tokens that both have. With adapter=FOLDER a LoRA adapter is merged into it. Or a head trained for the
-    target: EAGLE, P-EAGLE, DFlash or Medusa; smollm2-135m-head comes with specbench.
+    target: EAGLE, P-EAGLE, DFlash or Medusa.
     """
 
     model: ModelSpec
@@ -396,7 +395,7 @@ def _mistyped(text: str, offered: Collection[str]) -> str | None:
     A name with an organization and an existing path count as correct.
     """
     name = text.partition(":")[0]
-    if "/" in text or name in BUILTIN_MODELS or name in PACKAGED_HEADS or Path(text).exists():
+    if "/" in text or name in BUILTIN_MODELS or Path(text).exists():
         return None
     if near := get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7):
         return near[0] + text[len(name) :]

@@ -36,10 +36,7 @@ _SMOLLM2 = BuiltinModel(
 
 BUILTIN_MODELS = {_SMOLLM2.alias: _SMOLLM2}
 
-PACKAGED_HEADS = {"smollm2-135m-head": "smollm2-135m"}
-"""Trained heads that may come with specbench, and the built-in model that each of them drafts for."""
-
-ModelKind = Literal["hub", "folder", "gguf", "builtin", "packaged", "mtp", "python"]
+ModelKind = Literal["hub", "folder", "gguf", "builtin", "mtp", "python"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        kind: How it is found; ``packaged`` are trained heads, ``mtp`` the MTP layers of the target's checkpoint, and
-            ``python`` a file with a drafter.
+        kind: How it is found; ``mtp`` are the MTP layers of the target's checkpoint, ``python`` is a file with a
+            drafter.
         revision: Branch, tag or commit on the hub; ``None`` is the default branch.
         adapter: Folder of a LoRA adapter to merge into it.
     """
@@ -105,8 +102,6 @@ def parse_model(text: str) -> ModelSpec:
         return replace(parse_model(model), adapter=adapter)
     if text in BUILTIN_MODELS:
         return ModelSpec("builtin", text)
-    if text in PACKAGED_HEADS:
-        return ModelSpec("packaged", text)
     path = os.path.expanduser(text)  # noqa: PTH111 - pathlib's raises for a user there is not
     is_gguf = text.lower().endswith(".gguf")
     if text and os.path.isdir(path):  # noqa: PTH112 - the pathlib forms raise for names no file can have

@@ -15,11 +15,9 @@ from specbench.models.devices import available_memory, resolve_device
 from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
-from specbench.models.training_metadata import is_packaged
 from specbench.options import quantized
 from specbench.recipe import Recipe, with_small_models
-from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, parse_drafter
-from specbench.specs.models import PACKAGED_HEADS, parse_model
+from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel
 from specbench.tune.candidates import drafters_to_try, is_tried
 
 if TYPE_CHECKING:
@@ -66,7 +64,8 @@ def load_candidates(
     forms = _own_forms(models, sum(parameter.numel() for parameter in model.parameters()))
     notes = []
     load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
-    candidates = partial(drafters_to_try, [*given, *_come_with(target)], formatted=formatted)
+    own = [Mtp()] if has_mtp_layers(target) else []
+    candidates = partial(drafters_to_try, [*given, *own], formatted=formatted)
     try:
         drafters = load(candidates(forms), models)
     except UsageError as error:
@@ -79,16 +78,6 @@ def load_candidates(
         drafters += load(small, models)
     engine = ModelEngine(loaded, drafters)
     return LoadedCandidates(engine, kind, tuple(notes))
-
-
-def _come_with(target: ModelSpec) -> list[DrafterSpec]:
-    """Return the heads that come with specbench for a target, and the MTP layers of its checkpoint."""
-    heads: list[DrafterSpec] = [
-        parse_drafter(alias)
-        for alias, model in PACKAGED_HEADS.items()
-        if parse_model(model) == target and is_packaged(alias)
-    ]
-    return [*heads, Mtp()] if has_mtp_layers(target) else heads
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:

@@ -15,7 +15,6 @@ from specbench.models.checkpoints import read_settings
 from specbench.models.heads.base import FORMATS, HeadFiles, TrainedHead, load_head, unsupported
 from specbench.models.hub import HubModel
 from specbench.models.load import LanguageModel
-from specbench.models.training_metadata import packaged_folder
 from specbench.specs.models import ModelSpec
 
 __all__ = ["FORMATS", "HeadFiles", "TrainedHead", "find_head", "head_of", "load_head", "model_drafter"]
@@ -37,8 +36,6 @@ def find_head(spec: ModelSpec, progress: Progress | None = None) -> HeadFiles | 
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
         folder = hub.folder
-    elif spec.kind == "packaged":
-        folder = packaged_folder(spec.source)
     elif spec.kind == "folder":
         folder = Path(spec.source)
     else:

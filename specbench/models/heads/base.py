@@ -6,7 +6,6 @@ checked, and, with ``@register``, the function that makes its module, or its dra
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 import torch
 from msgspec import Meta
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -26,7 +25,7 @@ from specbench.base.record import Count
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, text_config, weight_files
 from specbench.models.hub import HubModel
-from specbench.models.training_metadata import PACKED_WEIGHTS, TrainingMetadata, check_weights, read_metadata
+from specbench.models.training_metadata import TrainingMetadata, check_weights, read_metadata
 
 if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
@@ -298,18 +297,13 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
     return TrainedHead(files, tensors, target_tokens, fingerprint(facts, tensors.items()))
 
 
-_MOST_UNPACKED = 8
-"""Bytes for each packed one, at most: Huffman codes have at least one bit."""
-
-
 def _read_all(files: HeadFiles, allow_pickle: bool) -> Tensors:
-    names = [PACKED_WEIGHTS]  # packaged heads and some formats have other files than the usual ones
+    names = []  # some formats have other files than the usual ones
     if own := files.format.weights:
-        names += [f"{own}.safetensors", *([f"{own}.pt"] if allow_pickle else [])]
+        names = [f"{own}.safetensors", *([f"{own}.pt"] if allow_pickle else [])]
     paths = [path for name in names if (path := files.folder / name).is_file()][:1]
     paths = paths or weight_files(files.folder, files.name, PreTrainedConfig(), allow_pickle)
-    sizes = (path.stat().st_size * (_MOST_UNPACKED if path.suffix == ".gz" else 1) for path in paths)
-    check_memory(2 * sum(sizes), name=files.name)
+    check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: Tensors = {}
     for path in paths:
         found |= _read(path, files.name)
@@ -320,12 +314,6 @@ def _read(path: Path, name: str) -> Tensors:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                content = file.read(_MOST_UNPACKED * path.stat().st_size)
-                if file.read(1):
-                    raise ValueError("they unpack to too much")
-            return load(content)
         read = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
             raise ValueError("it has no named tensors")
