@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +105,13 @@ def load_models(
     )
 
 
-def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecipe:
-    """Load the models of a recipe; what cannot work is refused before.
+def load_recipe(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    *,
+    before_packing: Callable[[LanguageModel], None] | None = None,
+) -> LoadedRecipe:
+    """Load the models of a recipe; what cannot work is refused before. For ``before_packing`` see ``prepare``.
 
     Raises:
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
@@ -117,7 +122,7 @@ def load_recipe(recipe: Recipe, progress: Progress | None = None) -> LoadedRecip
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none
     recipe.check()
-    target, (drafter,) = load_models(recipe, [recipe.drafter], progress)
+    target, (drafter,) = load_models(recipe, [recipe.drafter], progress, before_packing=before_packing)
     loaded = LoadedRecipe.of(recipe, target, drafter)
     weights = {target.name: target.language_model.fingerprint, drafter.name: drafter.weights}
     pairs = zip(weights, weights.values(), recipe.measured_with, strict=False)

@@ -115,6 +115,7 @@ def test_compare_adds_the_plain_run(tiny, drafter):
     assert plain["drafted"] == 0
     assert plain["token_ids"] == figures["token_ids"]
     assert figures["identical"] is True
+    assert figures["transformers_tokens_per_second"] > 0
     assert {*plain} <= {*figures}
     pairs = figures["repeats"]
     assert len(pairs) >= 3

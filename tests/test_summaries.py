@@ -52,6 +52,14 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"verbose": True},
     ),
     "nothing drafted": ({"drafted": 0, "explained": {**SLOW, "usual": 1.0}}, {}),
+    "nothing drafted, as none would pay": (
+        {
+            "drafted": 0,
+            "explained": {**SLOW, "usual": 1.0},
+            "options": {**FIGURES["options"], "draft_policy": "auto"},
+        },
+        {},
+    ),
     "too slow a drafter": ({"too_slow": True, "drafted": 2, "explained": SLOW}, {}),
     "nothing to predict from": ({"explained": None}, {}),
     "plain decoding": ({"drafter": "none", "drafted": 0, "explained": None}, {}),
@@ -62,7 +70,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "not lossless": ({"lossless": False}, {}),
 }
 PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "faster": ({}, {}),
+    "faster": ({"transformers_tokens_per_second": 5.25}, {}),
     "faster, verbose": ({}, {"verbose": True}),
     "slower": ({"speedup": 0.5, "speedup_interval": [0.4, 0.6], "explained": SLOW}, {}),
     "slower, without advice": (

@@ -23,6 +23,7 @@ from specbench.options import (
     ModelOptions,
     SamplingOptions,
     TemplateOptions,
+    quantized,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.cli.watchers import Paint
     from specbench.generate import GenerationRun
-    from specbench.models.target import Target
+    from specbench.models.load import LanguageModel
     from specbench.recipe import Recipe
 
 
@@ -77,15 +78,32 @@ def generate(
         if show.debug or show.trace_file:
             trace_to = stack.enter_context(TraceOutput(show.trace_file, show.debug))
         with starting(show.quiet) as progress:
-            from specbench.cli.one_prompt import advice_for, deciding_options, decode, notes_of, warm_up
+            from specbench.cli.one_prompt import (
+                advice_for,
+                deciding_options,
+                decode,
+                notes_of,
+                transformers_speed,
+                warm_up,
+            )
             from specbench.loaded import load_recipe
             from specbench.models.drafters import refuse_keep
 
             stack.enter_context(quiet_transformers())
             if show.compare:
                 refuse_keep(recipe.drafter)
-            loaded = load_recipe(recipe, progress)
-            tokens = [] if prompts else _encode(loaded.target, text, chat, system, recipe.template)
+            speeds: list[float | None] = []
+
+            def time_reference(model: LanguageModel) -> None:
+                progress.update("decoding with transformers, to compare", 0, None)
+                ids = _encode(model, text, chat, system, recipe.template)
+                speeds.append(transformers_speed(model, recipe, ids))
+
+            compared = show.compare and quantized(recipe.models.dtype) is None
+            loaded = load_recipe(recipe, progress, before_packing=time_reference if compared else None)
+            tokens = []
+            if not prompts:
+                tokens = _encode(loaded.target.language_model, text, chat, system, recipe.template)
             if show.compare:
                 progress.update("warming up", 0, None)
                 warm_up(loaded, tokens)
@@ -104,13 +122,14 @@ def generate(
             def start(each: Prompt) -> GenerationRun:
                 said = each.system or system
                 template = recipe.template.over(each.template)
-                ids = _encode(loaded.target, each.turns[0], chat, said, template)
+                ids = _encode(loaded.target.language_model, each.turns[0], chat, said, template)
                 return loaded.start(ids)
 
             more = {"options": deciding_options(loaded), "device": str(loaded.target.scorer.device)}
             decode_prompts(many, prompts, start, more, show)
             return
-        decode(loaded, tokens, text, trace_to, advice_for(loaded, chat), paint, show)
+        advice, speed = advice_for(loaded, chat), next(iter(speeds), None)
+        decode(loaded, tokens, text, trace_to, advice, paint, show, transformers_speed=speed)
         if trace_to is not None:
             trace_to.complain()
 
@@ -151,14 +170,14 @@ def _show_prompts(
 
 
 def _encode(
-    target: Target, text: str, chat: bool | None, system: str | None, template: TemplateOptions
+    model: LanguageModel, text: str, chat: bool | None, system: str | None, template: TemplateOptions
 ) -> list[int]:
     from specbench.generate import encode_prompt
 
-    if target.tokenizer is None:
+    if model.tokenizer is None:
         raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-    ids = encode_prompt(target.tokenizer, text, chat=chat, system=system, template=template)
-    limit = target.scorer.context_limit
+    ids = encode_prompt(model.tokenizer, text, chat=chat, system=system, template=template)
+    limit = model.context_limit
     if limit is not None and len(ids) >= limit:
         raise UsageError(
             f"The prompt has {len(ids)} tokens, too many for the target's context of {limit}.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specbench.backends.torch.parity import find_difference
+from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.pairs import Pairs
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
@@ -20,12 +21,13 @@ from specbench.cli.progress import StageProgress
 from specbench.cli.setting import facts
 from specbench.cli.summary import Advice, show_summary
 from specbench.cli.watchers import TextOutput, TraceOutput, Tracer, tokens_of
-from specbench.decoding.clocks import peak_memory
+from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import summary
 from specbench.policies import FixedLength
 from specbench.policies.auto import TOO_SLOW_NOTE
 from specbench.recipe import drafter_argument
 from specbench.results.trace import PROMPT_TAIL, TraceHeader
+from specbench.rows import Condition, OtherLibrary, Row
 from specbench.specs.drafters import Cascade, Lookup, NGram, Suffix, parse_drafter
 
 if TYPE_CHECKING:
@@ -34,9 +36,35 @@ if TYPE_CHECKING:
     from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
     from specbench.loaded import LoadedRecipe
+    from specbench.models.load import LanguageModel
     from specbench.models.target import Target
+    from specbench.recipe import Recipe
 
 WARM_UP_TOKENS = 16
+
+_TIMED_TOKENS, _TIMED_S = 64, 10.0
+"""How many tokens `transformers` decodes to be timed, and about how long, at most."""
+
+
+def transformers_speed(model: LanguageModel, recipe: Recipe, prompt: Sequence[int]) -> float | None:
+    """Return the tokens per second of ``generate`` of `transformers`, after a warm-up and the first token.
+
+    ``None`` if it ends too early to be timed. The model is as `transformers` has loaded it.
+    """
+    row, clock = (
+        Row(OtherLibrary("transformers"), Condition(recipe.sampling.temperature)),
+        clock_for(model.device),
+    )
+    longest, speed = recipe.decoding.max_new_tokens, 0.0
+    for _ in range(2):
+        tokens = int(max(WARM_UP_TOKENS, min(_TIMED_TOKENS, _TIMED_S * speed)))
+        decoding = recipe.decoding.with_changes(max_new_tokens=min(tokens, longest))
+        outcome = generate_with_transformers(model, None, row, prompt, decoding, recipe.sampling.seed, clock)
+        timed = len(outcome.token_ids) - outcome.first_tokens
+        if timed < 1 or not outcome.decode_s:
+            return None
+        speed = timed / outcome.decode_s
+    return speed
 
 
 def warm_up(loaded: LoadedRecipe, prompt: Sequence[int]) -> None:
@@ -156,8 +184,13 @@ def decode(
     advice: Advice,
     paint: Paint | None,
     show: ShownOptions,
+    transformers_speed: float | None = None,
 ) -> None:
-    """Decode, print the text, compare with plain decoding, and print a summary. ``text`` is the prompt's.
+    """Decode, print the text, compare with plain decoding, and print a summary.
+
+    Args:
+        text: The prompt's.
+        transformers_speed: Tokens per second of `transformers`, to compare with too.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; what there was by then has been shown.
@@ -202,6 +235,7 @@ def decode(
     }
     figures |= pairs.figures()
     if pairs.plain:
+        figures |= {"transformers_tokens_per_second": transformers_speed}
         figures |= _compared_tokens(pairs, loaded, prompt)
     if show.json_output:
         write_json(figures | {"peak_memory_bytes": peak_memory(str(loaded.target.scorer.device))})

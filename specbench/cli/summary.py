@@ -121,9 +121,8 @@ def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
     if explained is None:
         return f"{text}.", ""
     if not figures["drafted"]:
-        problem = (
-            f"nothing was drafted in {counted(figures['steps'], 'step')}; `specbench tune` looks for better"
-        )
+        why = ": no draft was likely to pay" if figures["options"]["draft_policy"].startswith("auto") else ""
+        problem = f"nothing was drafted in {counted(figures['steps'], 'step')}{why}; `specbench tune` looks for better"
         return f"{text}, as plain decoding.", problem
     ratio = f"{explained['usual']:.2f}×"
     if explained["usual"] >= _GAIN:
@@ -147,7 +146,10 @@ def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
     )
     low, high = interval or (speedup, speedup)
     sure = f" [{low:.2f}, {high:.2f}]" if interval else f" in {counted(len(pairs), 'repeat')}"
-    found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}×{sure}."
+    found = f"{fast:.1f} tokens/s instead of {plain:.1f}, {speedup:.2f}×{sure}"
+    if (theirs := figures.get("transformers_tokens_per_second")) is not None:
+        found += f"; `generate` of transformers has {theirs:.1f}"
+    found += "."
     if figures["drafter"] == "none":
         return f"Plain decoding twice: {found}", ""
     if low > 1:

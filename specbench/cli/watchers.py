@@ -37,7 +37,7 @@ class ShownOptions:
     compare: bool = _output(
         False,
         "--compare",
-        "Also decode plainly, in turn, and show the speedup with its interval.",
+        "Also decode plainly, in turn, and with transformers; show the speedup with its interval.",
     )
     repeats: int | None = _output(
         None,

@@ -226,7 +226,7 @@ class ModelEngine:
         if isinstance(assistant, SpecbenchError):
             raise assistant
         return generate_with_transformers(
-            self.reference, assistant, self.target, config, prompt, decoding, seed, self._clock
+            self.reference, assistant, config, prompt, decoding, seed, self._clock
         )
 
     def measure_costs(
