@@ -2,16 +2,16 @@
 
     python benchmarks/regret.py --simulated 200                       # races over made-up speeds: seconds
     python benchmarks/regret.py --simulated 100 --spreads results/    # over the scatter of stored runs: minutes
-    python benchmarks/regret.py --stored results/                     # over the generations of stored runs: seconds
 
+The times are those that such a search takes (``time_to_answer.py``, which also measures the regret of a real one).
 ``--spreads`` draws prompts of a stored run, by category, with the times of every configuration, and generations
 around them with the scatter of the run's repeats, or of ``NOISE``. Mean speeds are those of the run, all equal, all
 but the best just outside the margin (where a wrong choice is likeliest), or with one that is 15% faster than all
 others. Machines are quiet, or used by others in three of ten generations, which then take up to three times as long.
-Races have the time that six minutes leave, or thirty for other models than the built-in one. Reported are choices
+Races have the time that a minute leaves, or two and a half for other models than the built-in one. Reported are choices
 within 5% of the best by the truth, decided races, wrongly decided ones, and the median minutes to a decision.
 
-Goal: choices within 5% of the best: all over stored and simulated runs; over scatter 95 of 100 with the run's speeds,
+Goal: choices within 5% of the best: all over simulated runs; over scatter 95 of 100 with the run's speeds,
 and every planted one found, both on a quiet machine; nowhere surely more than 5 of 100 decided wrongly, by binomial
 tests of each line and of all runs together that share these 5%. Prints one line of JSON at the end; exit code 1 if the
 goal is missed.
@@ -30,16 +30,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from msgspec import structs
 from scipy.stats import binom
 
-from specbench.base.record import Estimate
-from specbench.decoding.theory import PassCosts, never_falling
 from specbench.results import stats
-from specbench.results.compare import side_by_side
-from specbench.results.results import Results, load_results
+from specbench.results.results import load_results
 from specbench.results.store import find_runs, read_run
-from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, relative_slowdown, run_race
+from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, run_race
 
 PLAIN = "plain"
 SPREAD_GOAL = 0.95
@@ -57,13 +53,11 @@ PREDICTED = 0.1
 RACED, PROMPTS, REPEATS = 12, 120, 3
 """In a race over scatter: the most candidates, the prompts, and how often each."""
 
-MINUTES, MINUTES_OF_OTHERS = 6.0, 30.0
+MINUTES, MINUTES_OF_OTHERS = 1.0, 2.5
 """What the built-in model is given, and a real pair."""
 
 RACING = 0.6
 """Share of the time that is left for a race."""
-
-Measure = Callable[[str, Block], Timing | None]
 
 
 class FakeClock:
@@ -325,68 +319,6 @@ def over_scatter(folders: Sequence[Path], times: int) -> Iterator[dict[str, Any]
                 }
 
 
-# --- Stored runs ----------------------------------------------------------------------------------
-
-
-def stored(results: Results) -> tuple[list[str], str, list[Block], Measure]:
-    """Return a stored run's configurations at its first temperature, plain decoding, blocks and times."""
-    df = results.generations
-    first = df[df["temperature"] == df["temperature"].iloc[0]]
-    rows = first[(first["turn"] == 0) & (first["status"] == "ok")]
-    plain = str(rows.loc[rows["kind"] == "plain", "config"].iloc[0])
-    names = [str(name) for name in dict.fromkeys(rows.loc[rows["kind"] == "speculative", "config"])]
-    costs = _alone(results)
-    times = {
-        (str(row.config), Block(str(row.prompt), int(row.repeat), str(row.category))): Timing(
-            int(row.new_tokens) - 1,
-            float(row.decode_s),
-            relative_slowdown(row.steps.nodes, row.steps.verify_s, costs),
-        )
-        for row in rows.itertuples()
-    }
-    blocks = sorted({block for _, block in times}, key=lambda block: (block.repeat, block.prompt))
-    whole = [block for block in blocks if all((name, block) in times for name in (plain, *names))]
-    return names, plain, whole, lambda name, block: times[name, block]
-
-
-def _alone(results: Results) -> PassCosts:
-    """Return the times of single passes in a run."""
-    costs = results.run.costs or PassCosts({})
-    return structs.replace(costs, target_s=never_falling(costs.target_s))
-
-
-def race_over(results: Results) -> Race:
-    """Run a race over the generations of a stored run."""
-    names, plain, blocks, measure = stored(results)
-    race = Race(names, plain, limit=len(blocks))
-    for _ in run_race(race, blocks, measure, clock=FakeClock()):
-        pass
-    return race
-
-
-def regret_in(results: Results, choice: str, names: Sequence[str]) -> tuple[str, Estimate]:
-    """Return the fastest of some configurations in a run, and the speed of a choice relative to it."""
-    df = results.generations
-    speeds = df[(df["status"] == "ok") & df["config"].isin(names) & (df["tokens_per_second"] > 0)]
-    means = {
-        str(config): stats.geometric_mean(rows["tokens_per_second"], rows["prompt"], rows["repeat"]).value
-        for config, rows in speeds.groupby("config")
-    }
-    best = max(means, key=lambda name: means[name])
-    if best == choice:
-        return best, Estimate(1.0, 1.0, 1.0, int(speeds["prompt"].nunique()), "prompts")
-    pairs = side_by_side(results, choice, best)
-    ratio = stats.geometric_mean(pairs["a"] / pairs["b"], pairs["prompt"], pairs["repeat"])
-    return best, ratio
-
-
-def _row(choice: str, best: str, ratio: Estimate) -> dict[str, Any]:
-    """Return the speed of a choice over the best, and its regret with the interval."""
-    ends = [None if end is None else round(1.0 - end, 4) for end in (ratio.value, ratio.high, ratio.low)]
-    regret = dict(zip(("regret", "regret_low", "regret_high"), ends, strict=True))
-    return {"choice": choice, "best": best, "ratio": ratio.value, **regret}
-
-
 # --- All of it ------------------------------------------------------------------------------------
 
 
@@ -399,7 +331,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--spreads", type=Path, nargs="+", metavar="RUN", help="over the scatter of these runs"
     )
-    parser.add_argument("--stored", type=Path, nargs="+", metavar="RUN", help="races over these runs")
     return parser.parse_args(arguments)
 
 
@@ -431,23 +362,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     if given.spreads:
         return _spread(given)
+    if not given.simulated:
+        sys.exit("Give --simulated N, or --spreads RUN.")
     rows: list[dict[str, Any]] = []
-    if given.simulated:
-        for number in range(given.simulated):
-            made = simulated(number)
-            race = made.race()
-            best = max(made.truth, key=lambda name: made.truth[name])
-            ratio = 1.0 - made.regret(race)
-            rows.append({"choice": choice_of(race), "best": best, "ratio": ratio, "blocks": race.blocks})
-    elif given.stored:
-        folders = find_runs(given.stored)
-        for folder in folders:
-            df = load_results(folder)
-            race = race_over(df)
-            best, ratio_in = regret_in(df, choice_of(race), race.names)
-            rows.append({"run": folder.name, "blocks": race.blocks, **_row(choice_of(race), best, ratio_in)})
-    else:
-        sys.exit("Give --simulated N, --spreads RUN, or --stored RUN.")
+    for number in range(given.simulated):
+        made = simulated(number)
+        race = made.race()
+        best = max(made.truth, key=lambda name: made.truth[name])
+        ratio = 1.0 - made.regret(race)
+        rows.append({"choice": choice_of(race), "best": best, "ratio": ratio, "blocks": race.blocks})
     for row in rows:
         print(json.dumps(row))
     close = sum(row["ratio"] >= 1.0 - MARGIN for row in rows)

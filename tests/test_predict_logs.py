@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny import TURN_END, tiny_tokenizer
 
 from specbench.decoding.sampling import Sampling
 from specbench.generate import encode_messages
-from specbench.predict.logs import REASONS, Entry, Log, UnusableError, processed, read_log
+from specbench.predict.logs import REASONS, Log, read_log
 
 TOKENIZER = tiny_tokenizer()
 TEXT = "the king and the queen"
@@ -201,47 +200,9 @@ def test_a_time_comes_from_what_a_plain_server_says():
 
 
 def test_processed_probabilities_are_taken_as_they_are():
-    (answer,) = read(changed(temperature=0.7), logprobs="processed").answers
+    (answer,) = read(changed(temperature=0.7), processed=True).answers
     assert answer.probabilities == pytest.approx(np.exp(LOGPROBS))
-
-
-# -- raw log probabilities -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0.7), Sampling(temperature=1.4), Sampling(temperature=0.7, top_p=0.9),
-        Sampling(temperature=1.3, top_k=5), Sampling(temperature=0.8, top_k=6, top_p=0.8),
-        Sampling(temperature=1.0, min_p=0.2), Sampling(temperature=0.9, top_p=0.95, min_p=0.05),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_raw_probabilities_bound_those_after_temperature_and_cuts(sampling):
-    vocabulary, listed, tight = 60, 12, 0
-    for seed in range(40):
-        logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
-        raw = logits.double().log_softmax(-1)
-        p = sampling.probabilities(logits[None], [])[0].double()
-        top = raw.topk(listed).values.tolist()
-        for token in p.nonzero()[:, 0].tolist():
-            entry = Entry("", None, token, float(raw[token]), top)
-            try:
-                low, high = processed(entry, sampling, vocabulary)
-            except UnusableError:
-                continue
-            assert low * (1 - 1e-5) <= float(p[token]) <= high * (1 + 1e-5)
-            tight += high / low < 1.02
-    assert tight > 40 or sampling.temperature > 1, "a few tokens say little of a flatter distribution"
-
-
-def test_raw_probabilities_without_others_beside_them_are_not_enough():
-    log = read(changed(temperature=0.7), logprobs="raw")
-    assert log.left_out == {"raw": [1]}
-    top = [{"token": "x", "logprob": -0.01 - 3.0 * place} for place in range(6)]
-    record = changed(temperature=0.7, top_k=3)
-    for each in record["response"]["choices"][0]["logprobs"]["content"]:
-        each |= {"logprob": -0.01, "top_logprobs": top}
-    (answer,) = read(record, logprobs="raw").answers
-    weights = np.exp([each["logprob"] / 0.7 for each in top[:3]])
-    assert answer.probabilities == pytest.approx([weights[0] / math.fsum(weights)] * len(IDS))
+    post = [{"token": each["token"], "id": token, "prob": math.exp(value)} for each, token, value in
+            zip(content(), IDS, LOGPROBS, strict=True)]  # fmt: skip
+    (told,) = read({"request": {**ASKED, "top_k": 40}, "response": chat(logprobs={"content": post})}).answers
+    assert told.probabilities == pytest.approx(np.exp(LOGPROBS))

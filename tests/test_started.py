@@ -35,7 +35,7 @@ from specbench.cli.started import EngineServers, engine_configs, engine_drafters
 from specbench.cli.sweep_options import EngineOptions, ServerOptions
 from specbench.export.start import SCHEDULE, EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
-from specbench.results.lines import ServerAnswer
+from specbench.results.lines import ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
@@ -323,9 +323,12 @@ class TimedEngine(ScriptedEngine):
 
     def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> GroupOutcome:
         each = self.generate(config, workload.requests[0].prompt, decoding, seed=0)
-        return GroupOutcome(
-            (each,) * len(workload.requests), each.decode_s, each.tokens * len(workload.requests)
+        assert each.server is not None
+        counts = Speculation(
+            drafted=each.server.drafted, accepted=each.server.accepted, drafts=each.server.drafts
         )
+        tokens = each.tokens * len(workload.requests)
+        return GroupOutcome((each,) * len(workload.requests), each.decode_s, tokens, speculation=counts)
 
 
 def search(
@@ -521,6 +524,21 @@ def test_tune_ends_with_the_command_line(cli, models, monkeypatch):
     assert "Start:  " in again.out
     assert cli("report", "run").code == 0
     tuned(cli, models, "--results", "run").refused(2, "holds results already")
+
+
+def test_break_even_of_servers_that_pretend(cli, models):
+    result = tuned(cli, models, "--break-even", "--json", minutes=5)
+    assert result.code == 0, result.err
+    rows = result.json()["rows"]
+    assert [row["gamma"] for row in rows] == [2, 4, 8]
+    for row in rows:
+        lengths = [each["tokens_per_step"] for each in row["measured"]]
+        assert lengths == pytest.approx([1 + 0.25 * row["gamma"], 1 + 0.75 * row["gamma"]], rel=0.2)
+        assert 0.7 < row["break_even"]["value"] < 2.5  # about 1 + γ/20, on a machine that others use
+    assert marked() == []
+    tuned(cli, models, "--break-even", "--drafter", "ngram-simple").refused(
+        2, "ngram-simple costs almost nothing"
+    )
 
 
 def test_sweep_measures_a_grid_in_groups(cli, models):

@@ -62,6 +62,7 @@ EXCLUDE = (
     ),
     Row("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine",
         "it is for specbench's own decoding"),
+    Row("tune", ("out", "overwrite", "results", "resume"), "break_even", "it stores nothing"),
 )  # fmt: skip
 """The options cannot be combined with the other one."""
 
@@ -76,9 +77,10 @@ NEED = (
     Row("sweep", ("engine_command", "arguments"), "engine"),
     Row(
         "tune",
-        ("engine_command", "arguments", "api", "timeout", "batch"),
+        ("engine_command", "arguments", "api", "timeout"),
         "engine",
     ),
+    Row("tune", ("batch",), "engine break_even"),
 )
 """The options have a meaning only with the other one."""
 

@@ -32,8 +32,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "predict": (
         "specbench predict --answers log.jsonl --drafter org/small --target-pass-ms 25",
-        "specbench predict --answers log.jsonl --tokenizer org/big --sampling temperature=0",
-        "specbench predict --answers results/run --drafter org/small --target-config org-big/",
+        "specbench predict --answers log.jsonl --tokenizer org/big --temperature 0",
+        "specbench predict --answers results/run --drafter org/small",
     ),
     "tune": (
         "specbench tune",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
+from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress, starting
 from specbench.options import MODELS, OUTPUT, SamplingOptions, group
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from specbench.predict.logs import Log
 
 _GAMMAS = "1..16"
-_answers, _costs, _output = group("Answers"), group("Costs of the target"), group(OUTPUT)
+_answers, _output = group("Answers"), group(OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,10 @@ class PredictOptions:
     answers: Path = _answers(
         ..., "--answers FILE", "A log of JSON lines (docs/predict.md), or the folder of a stored run."
     )
-    sampling: str | None = _answers(
-        None,
-        "--sampling SETTINGS",
-        "Where lines do not say it: temperature=0.7,top-p=0.95, also top-k, min-p, repetition-penalty.",
-    )
-    logprobs: Literal["raw", "processed"] | None = _answers(
-        None,
-        "--logprobs KIND",
-        "What log probabilities are: raw (vLLM's default), or processed, after temperature and cuts.",
+    processed_logprobs: bool = _answers(
+        False,
+        "--processed-logprobs",
+        "Log probabilities are those after temperature and cuts (vLLM: --logprobs-mode processed_logprobs).",
     )
     limit: int = _answers(64, "--limit N", "Number of answers to read.", min=1)
     drafter: tuple[str, ...] = opt.drafters_field(
@@ -44,31 +42,34 @@ class PredictOptions:
     tokenizer: str | None = group(MODELS)(
         None, "--tokenizer MODEL", "Model with the target's tokenizer. Default: the first drafter with one."
     )
-    target_pass_ms: float | None = _costs(
-        None, "--target-pass-ms X", "Time of its pass over one token.", min=1e-6
-    )
-    target_config: Path | None = _costs(
+    target_pass_ms: float | None = group(MODELS)(
         None,
-        "--target-config FOLDER",
-        "Time a model of this folder's config.json here, with random weights; or a stored run that has timed it.",
+        "--target-pass-ms X",
+        "Time of the target's pass over one token. Default: by the run or the log.",
+        min=1e-6,
     )
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
 
 
-def predict(*, asked: PredictOptions, drafting: opt.PoliciesOptions) -> None:
+def predict(
+    ctx: typer.Context,
+    *,
+    asked: PredictOptions,
+    drafting: opt.PoliciesOptions,
+    sampling: Annotated[SamplingOptions, opt.Fields(without=("seed",))],
+) -> None:
     """Predict what drafters would gain from answers that the target has given already, without the target.
 
     One pass of a drafter over prompts and answers gives its acceptance, and tokens per step for every draft length.
+    Options of sampling hold where a line of the log does not say them.
     """
     from specbench.bench.axes import parse_gammas, parse_policies
+    from specbench.decoding.sampling import Sampling
 
     gammas, policies = parse_gammas(drafting.gamma or _GAMMAS), parse_policies(drafting.draft_policy)
-    settings = _settings(asked.sampling)
-    if asked.target_pass_ms is not None and asked.target_config is not None:
-        raise UsageError(
-            "The target's time is given twice.", "Leave --target-pass-ms or --target-config out."
-        )
+    settings = {name: value for name, value in sampling.transforms.items() if given(ctx, name)}
+    Sampling(**settings)  # refuses values outside their ranges
     with starting(asked.quiet) as progress:
         from specbench.predict.alone import load_alone
         from specbench.predict.costs import costs_of
@@ -85,9 +86,8 @@ def predict(*, asked: PredictOptions, drafting: opt.PoliciesOptions) -> None:
                 f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
             )
         costs, source = costs_of(
-            drafters, log.answers, gammas, milliseconds=asked.target_pass_ms, folder=asked.target_config,
-            log=asked.answers, progress=progress,
-        )  # fmt: skip
+            drafters, log.answers, asked.answers, milliseconds=asked.target_pass_ms, progress=progress
+        )
     forecasts = []
     with StageProgress(asked.quiet) as progress:
         for drafter in drafters.values():
@@ -139,30 +139,10 @@ def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) 
         return stored_answers(find_runs(asked.answers)[-1], tokenizer, asked.limit)
     try:
         with asked.answers.open("rb") as lines:
-            return read_log(lines, tokenizer, sampling=settings, logprobs=asked.logprobs, limit=asked.limit)
+            return read_log(
+                lines, tokenizer, sampling=settings, processed=asked.processed_logprobs, limit=asked.limit
+            )
     except OSError as error:
         raise UsageError(
             f"The log {asked.answers} cannot be read: {reason(error)}.", "Check the path."
         ) from None
-
-
-def _settings(written: str | None) -> Mapping[str, float]:
-    """Parse ``--sampling``."""
-    from specbench.decoding.sampling import Sampling
-    from specbench.specs.notation import Option, read_options, split_spec
-
-    known = [
-        Option(
-            f"{each.name.replace('_', '-')}=X",
-            "",
-            each.default,
-            parse=type(each.default),
-            expected="number",
-            name=each.name,
-        )
-        for each in fields(SamplingOptions)
-        if each.name != "seed"
-    ]
-    given = {} if written is None else read_options("--sampling", split_spec(f"x:{written}")[1], known)
-    Sampling(**given)  # refuses values outside their ranges
-    return given

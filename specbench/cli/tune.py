@@ -41,6 +41,11 @@ def tune(
     """
     if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
+    if search.break_even:
+        from specbench.cli.break_even import break_even
+
+        break_even(target, search, template, engines, servers, models, decoding, results, arguments or ())
+        return
     if engines.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 

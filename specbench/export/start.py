@@ -116,6 +116,10 @@ class StartedEngine(ExportEngine):
         needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
         return Scheduled(options, needs)
 
+    @abstractmethod
+    def pretending(self, options: Json, length: float) -> Json:
+        """Return the options of a server that pretends to accept so many tokens per step, the target's own included."""
+
     def command_line(
         self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
     ) -> list[str]:
@@ -123,17 +127,19 @@ class StartedEngine(ExportEngine):
 
         Args:
             target: The target, with its path.
-            options: Options of a setting.
+            options: Options of a setting; names in capitals are variables of the environment.
             port: The port to listen on.
             more: Words of the user's own, such as the engine's options for several GPUs.
             wrapper: The command in place of ``server``, in the notation of a shell, in which ``{port}`` stands for the
                 port. Behind `ssh` the words are quoted once more, for the other machine's shell.
         """
         first = [word.replace("{port}", str(port)) for word in shlex.split(wrapper)] or [*self.server]
+        variables = [f"{name}={value}" for name, value in options.items() if name.isupper()]
+        options = {name: value for name, value in options.items() if not name.isupper()}
         words = [*self.words(target, options), *more, *self.listening, str(port)]
         if first[0].rpartition("/")[2] == "ssh":
             words = [shlex.quote(word) for word in words]
-        return [*first, *words]
+        return [*(["env", *variables] if variables else []), *first, *words]
 
     def words(self, target: ModelSpec, options: Json) -> list[str]:
         """Return the part of a command line that names the target and a setting."""

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from specbench.base.record import Json
     from specbench.predict.answers import Floats
 
-LogprobKind = Literal["raw", "processed"]
-
 REASONS: Mapping[str, str] = {
     "form": "holds no answer in a form that is known",
     "prompt": "has no prompt: store the request with the response",
@@ -45,11 +43,9 @@ REASONS: Mapping[str, str] = {
     "tools": "calls tools, and what the model wrote for that is not in it: log with token ids or logprobs",
     "thinking": "has its thoughts cut off from the answer: log with token ids or logprobs",
     "settings": "was decoded with settings that drafters do not apply: penalties, biases, a format or others",
-    "temperature": "does not say its temperature: give it, as in --sampling temperature=0.7",
-    "kind": "was sampled at another temperature than 1 or with cuts, and does not say whether its log probabilities"
-    " are before or after these: give --logprobs raw or processed",
-    "raw": "has raw log probabilities of too few tokens for those after its temperature and cuts: log top_logprobs"
-    " of 20, or processed ones (vLLM: --logprobs-mode processed_logprobs)",
+    "temperature": "does not say its temperature: give it, as in --temperature 0.7",
+    "kind": "was sampled at another temperature than 1 or with cuts, which needs log probabilities after these: log"
+    " such (vLLM: --logprobs-mode processed_logprobs), and give --processed-logprobs",
 }
 """Why a line is left out, as the rest of a sentence."""
 
@@ -64,9 +60,6 @@ _UNSET: Mapping[str, tuple[Any, ...]] = {
 
 _CUT = ("abort", "content_filter", "error", "cancelled")
 """Reasons of a finish that are no end of an answer."""
-
-_BOUND = 0.02
-"""The largest mean relative uncertainty of an answer's probabilities."""
 
 
 class UnusableError(Exception):
@@ -102,7 +95,7 @@ def read_log(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     sampling: Mapping[str, float] | None = None,
-    logprobs: LogprobKind | None = None,
+    processed: bool = False,
     limit: int | None = None,
 ) -> Log:
     """Read the answers of a log.
@@ -111,8 +104,7 @@ def read_log(
         lines: JSON lines.
         tokenizer: The target's; ``None`` if all lines have token ids.
         sampling: Arguments of ``Sampling`` where a line does not say them.
-        logprobs: Whether log probabilities are before ("raw") or after ("processed") temperature and cuts, where a line
-            does not say it.
+        processed: Whether log probabilities are after temperature and cuts, where a line does not say it.
         limit: How many answers to read.
     """
     log, vocabulary = Log(), None if tokenizer is None else Vocabulary(tokenizer)
@@ -123,7 +115,7 @@ def read_log(
             log.unread = True
             break
         try:
-            log.answers += _Reader(json.loads(line), vocabulary, sampling or {}, logprobs, number).answers()
+            log.answers += _Reader(json.loads(line), vocabulary, sampling or {}, processed, number).answers()
         except UnusableError as error:
             log.left_out.setdefault(error.args[0], []).append(number)
         except (
@@ -168,15 +160,13 @@ class Entry(NamedTuple):
     Attributes:
         text, bytes, token: The token; ``None`` for what is not known.
         logprob: Natural logarithm of its probability.
-        top: Log probabilities of the most likely tokens at its place, descending.
-        processed: Whether they are known to be after temperature and cuts.
+        processed: Whether that is known to be after temperature and cuts.
     """
 
     text: str
     bytes: Sequence[int] | None
     token: int | None
     logprob: float
-    top: Sequence[float]
     processed: bool = False
 
 
@@ -188,10 +178,10 @@ class _Reader:
         record: Json,
         vocabulary: Vocabulary | None,
         sampling: Mapping[str, float],
-        logprobs: LogprobKind | None,
+        processed: bool,
         number: int,
     ) -> None:
-        self.record, self.logprobs, self.number = record, logprobs, number
+        self.record, self.processed, self.number = record, processed, number
         self._vocabulary, self._default_sampling = vocabulary, sampling
         response = record.get("response", record)
         if isinstance(response, str):
@@ -320,56 +310,12 @@ class _Reader:
     def _probabilities(self, entries: Sequence[Entry], sampling: Sampling) -> Floats:
         """Return the probabilities of tokens after the transforms."""
         if any(each.logprob <= -9999.0 for each in entries):  # stands for "not known"
-            raise UnusableError("raw")
-        same = sampling == Sampling(temperature=1.0) or all(each.processed for each in entries)
-        if same or self.logprobs == "processed":
-            return np.exp([min(0.0, each.logprob) for each in entries])
-        if self.logprobs is None:
+            raise UnusableError("cut")
+        if not (
+            self.processed or sampling == Sampling(temperature=1.0) or all(each.processed for each in entries)
+        ):
             raise UnusableError("kind")
-        bounds = np.array([processed(each, sampling) for each in entries])
-        if np.log(bounds[:, 1] / bounds[:, 0]).mean() > _BOUND:
-            raise UnusableError("raw")
-        middle: Floats = np.sqrt(bounds[:, 0] * bounds[:, 1])
-        return middle
-
-
-def processed(entry: Entry, sampling: Sampling, vocabulary: int = 200_000) -> tuple[float, float]:
-    """Return bounds on a token's probability after temperature and cuts, from raw log probabilities.
-
-    Where the cuts keep none but listed tokens, both are the same. Otherwise the other tokens' share at the temperature
-    is between that of a tail as concentrated, and one as even, as it can be.
-
-    Args:
-        entry: The token, with the log probabilities of the most likely ones.
-        sampling: Temperature, top-k, top-p and min-p.
-        vocabulary: The most tokens that there can be.
-
-    Raises:
-        UnusableError: The list ends before the cuts.
-    """
-    if not entry.top or sampling.context_dependent:
-        raise UnusableError("raw")
-    power = 1.0 / sampling.temperature
-    raw = np.exp(np.array(sorted({*entry.top, entry.logprob}, reverse=True)))
-    tail, least = max(0.0, 1.0 - float(raw.sum())), math.exp(min(entry.top))
-    rest = sorted((tail * least ** (power - 1.0), tail**power * vocabulary ** (1.0 - power)))
-    weights, own = raw**power, math.exp(entry.logprob) ** power
-    if sampling.top_k and sampling.top_k <= len(entry.top):
-        weights, rest = weights[: sampling.top_k], [0.0, 0.0]
-    if sampling.top_p < 1.0:
-        reached = weights.cumsum()
-        ends = {int(np.searchsorted(reached, sampling.top_p * (reached[-1] + more))) for more in rest}
-        if len(ends) > 1 or max(ends) >= len(weights):
-            raise UnusableError("raw")
-        weights, rest = weights[: max(ends) + 1], [0.0, 0.0]
-    if sampling.min_p > 0.0:
-        if rest[1] and weights[-1] >= sampling.min_p * weights[0]:
-            raise UnusableError("raw")
-        weights, rest = weights[weights >= sampling.min_p * weights[0]], [0.0, 0.0]
-    if own < weights[-1] * (1.0 - 1e-6):  # drawn although it was cut away: these are not the raw ones
-        raise UnusableError("raw")
-    total = float(weights.sum())
-    return own / (total + rest[1]), min(1.0, own / (total + rest[0]))
+        return np.exp([min(0.0, each.logprob) for each in entries])
 
 
 def _first_ids(*values: Any) -> list[int] | None:
@@ -398,15 +344,10 @@ def _entries(choice: Json, response: Json) -> Iterator[Entry]:
     """Yield the tokens of an answer with their log probabilities, if it has any."""
     said = choice.get("logprobs") or {}
     if listed := said.get("tokens"):  # the completions' own form
-        tops = said.get("top_logprobs") or [None] * len(listed)
-        for text, logprob, top in zip(listed, said["token_logprobs"], tops, strict=True):
-            yield Entry(text, None, None, -9999.0 if logprob is None else logprob, list((top or {}).values()))
+        for text, logprob in zip(listed, said["token_logprobs"], strict=True):
+            yield Entry(text, None, None, -9999.0 if logprob is None else logprob)
         return
     for each in said.get("content") or response.get("completion_probabilities") or ():
         post = "prob" in each  # llama.cpp's post_sampling_probs
-        top = [_logprob(one) for one in each.get("top_probs" if post else "top_logprobs") or ()]
-        yield Entry(each.get("token", ""), each.get("bytes"), each.get("id"), _logprob(each), top, post)
-
-
-def _logprob(entry: Json) -> float:
-    return math.log(max(entry["prob"], 1e-30)) if "prob" in entry else float(entry["logprob"])
+        value = math.log(max(each["prob"], 1e-30)) if post else float(each["logprob"])
+        yield Entry(each.get("token", ""), each.get("bytes"), each.get("id"), value, post)
