@@ -152,7 +152,7 @@ class TestContent:
     def test_an_interval_that_is_cut_off_is_marked_and_explained(self, tmp_path):
         far = {"chat-01": [9.0] * 2, "chat-02": [30.0] * 2, "chat-03": [31.0] * 2, "chat-04": [10.0] * 2}
         plain = {name: [10.0] * 2 for name in far}
-        folder = write_exact(tmp_path / "far", {"plain": plain, "d@2": far})
+        folder = write_exact(tmp_path / "far", {"plain": plain, "d@2": far, "d@4": far})
         figure = plots.draw_figures(load_results(folder), ["speedup"]).figures["speedup"]
         top = figure.axes[0].get_ylim()[1]
         assert any("arrow" in str(line.get_marker()) for line in figure.axes[0].lines)

@@ -24,7 +24,7 @@ from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Environment
-from specbench.results.stats import Floats
+from specbench.results.stats import Floats, decimals
 from specbench.results.summary import SummaryRow, summarize
 from specbench.rows import Row
 
@@ -42,6 +42,7 @@ DASHED = (0, (4, 3))
 _LEVELS: Any = (DASHED, (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)))
 NAME = 30  # characters of a name in a figure
 _DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
+_CROWD = 8  # series; of more, only the intervals of the fastest are drawn
 _SHOWN = 1.6  # factor from a value up to which its interval is shown
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -396,8 +397,8 @@ def _legend(body: SubFigure) -> None:
     assert isinstance(figure, Figure)
     letters = 72 * figure.get_figwidth() / (0.58 * 7.5)
     names = [short(label, max(8, int(letters) - 8)) for label in found]
-    columns = max(1, min(len(names), int(letters / (max(map(len, names)) + 5.5))))
-    style: Any = {"frameon": False, "labelcolor": INK, "handlelength": 1.6, "columnspacing": 1.2}
+    columns = max(1, min(len(names), int(letters / (max(map(len, names)) + 6.2))))
+    style: Any = {"frameon": False, "labelcolor": INK, "handlelength": 2.3, "columnspacing": 1.2}
     body.legend(list(found.values()), names, loc="outside lower left", ncols=columns, **style)
     _grow(figure, 1.4 * (math.ceil(len(names) / columns) + 0.3))
 
@@ -427,14 +428,23 @@ def load_axis(axes: Axes, places: Sequence[float]) -> None:
 
 def one_panel(
     run: PlotData, series: Sequence[Series], name: str, labels: tuple[str, str], levels: Mapping[str, float],
-    title: str, *remarks: str,
+    title: str, *remarks: str, named: Sequence[SummaryRow] = (),
 ) -> Figure:  # fmt: skip
-    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names."""
+    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names.
+
+    The values of ``named`` rows are written above them.
+    """
     body = new_figure(3.6)
     axes = body.subplots()
     (gamma_axis if not labels[0] else load_axis)(axes, [x for each in series for x in each.x])
-    said = draw_series(axes, series, name, include=[*levels.values()])
+    said = draw_series(axes, series, name, include=[*levels.values()], sure=named)
     draw_levels(axes.axhline, levels)
+    for each, places in zip(series, dodged(series), strict=True):
+        for row, x, y, _, high in zip(each.rows, places, *estimates(each.rows, name), strict=True):
+            if any(row is one for one in named):
+                top = min(np.fmax(high, y), axes.get_ylim()[1])
+                style: Any = {"color": each.color, "weight": "bold", "ha": "center", "fontsize": FONT_SIZE}
+                axes.annotate(decimals(y), (x, top), xytext=(0, 3), textcoords="offset points", **style)
     axes.set(ylabel=labels[1], xlabel=labels[0] or axes.get_xlabel())
     grid_lines(axes)
     return finish(body, run, title, *remarks, run.intervals, said)
@@ -465,6 +475,25 @@ def dodged(series: Sequence[Series]) -> list[Floats]:
     return [each.x + offsets.get(i, 0.0) for i, each in enumerate(series)]
 
 
+def rows_of_speed(run: PlotData, rows: Sequence[SummaryRow], title: str) -> Figure:
+    """Return a figure with a line for each row: its decode speed, and its speedup."""
+    places = np.arange(len(rows))
+    body, both = panels(2, 0.55 + 0.24 * len(rows), sharey=True)
+    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
+    for axes, name, label in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
+        for place, row, value, low, high in zip(places, rows, *estimates(rows, name), strict=True):
+            color, marker = run.mark(row.config)
+            axes.hlines(place, low, high, color=color, linewidth=1.2)
+            axes.plot(value, place, color=color, marker=marker, zorder=3)
+        axes.set_xlabel(label)
+        axes.set_yticks(places, row_names(rows, run))
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        grid_lines(axes, "x")
+    both[0].set_xlim(left=0)
+    draw_levels(both[1].axvline, {f"{short(run.summary.over, 20)} = 1": 1.0})
+    return finish(body, run, title, run.intervals)
+
+
 def estimates(rows: Sequence[SummaryRow], name: str) -> tuple[Floats, Floats, Floats]:
     """Return a metric of rows with the ends of its intervals; NaN if a row has none."""
     found: list[Estimate] = [getattr(row, name) for row in rows]
@@ -493,8 +522,9 @@ def draw_levels(line: Callable[..., Any], levels: Mapping[str, float]) -> None:
 
 
 def draw_series(
-    axes: Axes, series: Sequence[Series], name: str, include: Sequence[float] | None = None
-) -> str:
+    axes: Axes, series: Sequence[Series], name: str, include: Sequence[float] | None = None,
+    sure: Sequence[SummaryRow] = (),
+) -> str:  # fmt: skip
     """Draw the metric ``name`` of all series with its intervals, in axes whose x limits are set.
 
     The single value of an adaptive draft policy has a dotted line across the figure for comparison.
@@ -503,25 +533,31 @@ def draw_series(
         axes, series, name: The axes to draw in, and the series and metric to draw.
         include: Values that the y axis must include; ``None`` does not change its limits. Intervals that reach far
             from their values are cut off, with an arrow.
+        sure: Rows that alone have their intervals drawn if there are many series.
 
     Returns:
         Sentences for the caption on the marks that were drawn.
     """
     drawn = list(zip(series, dodged(series), (estimates(each.rows, name) for each in series), strict=True))
+    crowded = len(series) > _CROWD and bool(sure)
     said = []
     if any(each.adapts for each in series):
         said.append("Hollow: an adaptive draft policy.")
     if any(each.adapts and len(each.x) == 1 for each in series):
-        said = ["Hollow, on a dotted line: an adaptive draft policy, at its mean draft length."]
+        line = "" if crowded else ", on a dotted line"
+        said = [f"Hollow{line}: an adaptive draft policy, at its mean draft length."]
+    if crowded:
+        said.append("The other intervals are in the table.")
+        drawn = [(each, x, _only(each.rows, found, sure)) for each, x, found in drawn]
     for each, x, (y, low, high) in drawn:
         known = np.isfinite(y)
         if not known.any():
             continue
-        if each.adapts and len(each.x) == 1:
+        if each.adapts and len(each.x) == 1 and not crowded:
             axes.axhline(y[known][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
         axes.plot(x[known], y[known], markeredgewidth=1.0, label=each.name, **each.style)
-        sure = known & ~np.isnan(low) & ~np.isnan(high)
-        axes.vlines(x[sure], low[sure], high[sure], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
+        ends = known & ~np.isnan(low) & ~np.isnan(high)
+        axes.vlines(x[ends], low[ends], high[ends], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
     if include is None:
         return " ".join(said)
     bottom, top = span(all_rows(series), name)
@@ -537,6 +573,15 @@ def draw_series(
                 axes.plot(x[cut], np.full(cut.sum(), at), marker=marker, **head)
                 cut_off = True
     return " ".join([*said, *["Arrow: the interval goes on beyond the axis."] * cut_off])
+
+
+def _only(
+    rows: Sequence[SummaryRow], found: tuple[Floats, Floats, Floats], sure: Sequence[SummaryRow]
+) -> tuple[Floats, Floats, Floats]:
+    """Return estimates without the intervals of rows that are none of ``sure``."""
+    value, low, high = found
+    kept = np.array([any(row is one for one in sure) for row in rows])
+    return value, np.where(kept, low, np.nan), np.where(kept, high, np.nan)
 
 
 def with_gamma(run: PlotData, name: str) -> list[Series]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from specbench.results.requests import (
     RequestRow,
@@ -21,13 +22,13 @@ from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, s
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from matplotlib.axes import Axes
+
     from specbench.results.requests import Curve
     from specbench.rows import Row
 
 _ALONE = "requests were decoded one after the other"
 _MOST = 6  # lines over contexts
-_CORNERS = ((-4, 4, "right"), (4, -8, "left"), (4, 4, "left"), (-4, -8, "right"))
-"""Places of the numbers next to markers, one for each line in turn: offset in points, and alignment."""
 
 
 @figure("servers", "speed of servers, and speedup over the first", table="Speed")
@@ -36,21 +37,7 @@ def servers(run: PlotData) -> Figure:
     rows = [row for row in alone if not math.isnan(row.tokens_per_second.value)]
     if not rows:
         raise NoDataError("no servers were measured one request at a time")
-    places = np.arange(len(rows))
-    body, both = canvas.panels(2, 0.55 + 0.24 * len(rows), sharey=True)
-    titles = ("decode speed (tokens/s)", f"speedup over {run.summary.over} (×)")
-    for axes, name, title in zip(both, ("tokens_per_second", "speedup"), titles, strict=True):
-        for place, row, value, low, high in zip(places, rows, *canvas.estimates(rows, name), strict=True):
-            color, marker = run.mark(row.config)
-            axes.hlines(place, low, high, color=color, linewidth=1.2)
-            axes.plot(value, place, color=color, marker=marker, zorder=3)
-        axes.set_xlabel(title)
-        axes.set_yticks(places, canvas.row_names(rows, run))
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        canvas.grid_lines(axes, "x")
-    both[0].set_xlim(left=0)
-    canvas.draw_levels(both[1].axvline, {f"{short(run.summary.over, 20)} = 1": 1.0})
-    return canvas.finish(body, run, "Servers", run.intervals)
+    return canvas.rows_of_speed(run, rows, "Servers")
 
 
 @figure("batches", "speedup against batch size", table="Speed")
@@ -91,37 +78,44 @@ def latency(run: PlotData) -> Figure:
     body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
     lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
-        for number, (label, mine, style) in enumerate(lines):
-            right, up, alignment = _CORNERS[number % len(_CORNERS)]
+        numbers: list[tuple[float, float, int | None, str]] = []
+        for label, mine, style in lines:
             times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
                 (time, speed, row.config.condition.batch)
                 for time, row in zip(times, mine, strict=True)
                 if math.isfinite(time) and math.isfinite(speed := row.overall.tokens_per_second.value)
             ]
-            if not points:
-                continue
-            x, y, _ = zip(*points, strict=True)
-            axes.plot(x, y, label=label, **style)
-            numbers: Any = {"xytext": (right, up), "textcoords": "offset points", "ha": alignment}
-            for time, speed, batch in points:
-                axes.annotate(
-                    f"{batch}",
-                    (time, speed),
-                    color=style["color"],
-                    fontsize=0.75 * canvas.FONT_SIZE,
-                    **numbers,
-                )
+            if points:
+                x, y, _ = zip(*points, strict=True)
+                axes.plot(x, y, label=label, **style)
+                numbers += [(*point, style["color"]) for point in points]
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         canvas.grid_lines(axes, "both")
+        _write_numbers(axes, numbers)
     if not any(axes.lines for axes in both):
         raise NoDataError("no request emitted two tokens or more")
     remark = (
         "Numbers: requests at a time. Up and to the left is better. The time per answer includes waiting."
     )
     return canvas.finish(body, run, "Throughput against latency", remark, _chosen(run))
+
+
+def _write_numbers(axes: Axes, numbers: Sequence[tuple[float, float, int | None, str]]) -> None:
+    """Write a number next to each point (x, y, number, color), in its freest corner."""
+    taken = [axes.transData.transform((x, y)) for x, y, *_ in numbers]
+    size = np.array([7.0, 7.0]) * axes.figure.dpi / 72  # pixels from a point to the middle of its number
+    for (x, y, number, color), at in zip(numbers, taken[:], strict=True):
+        others = np.array([each for each in taken if each is not at] or [at + 1e3])
+        corners = [np.array(each) for each in ((-1, 1), (1, -1), (1, 1), (-1, -1))]
+        best = max(corners, key=lambda each: np.linalg.norm(others - (at + each * size), axis=1).min())
+        taken.append(at + best * size)
+        place: Any = {"textcoords": "offset points", "ha": "center", "va": "center", "xytext": tuple(7 * best)}
+        halo = [withStroke(linewidth=2, foreground="white")]
+        style: Any = {"color": color, "fontsize": 0.75 * canvas.FONT_SIZE, "path_effects": halo, "zorder": 2.9}
+        axes.annotate(f"{number}", (x, y), **place, **style)
 
 
 def _lines(

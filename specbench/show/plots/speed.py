@@ -11,25 +11,47 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specbench.results.stats import WIDENED, decimals, ratio_text
-from specbench.results.summary import CategoryRow, categorize
+from specbench.results.summary import CategoryRow, SummaryRow, categorize
 from specbench.show.plots import canvas
-from specbench.show.plots.canvas import FONT_SIZE, NoDataError, PlotData, figure, short
+from specbench.show.plots.canvas import FONT_SIZE, NoDataError, PlotData, Series, figure, short
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
 
 
 @figure("speedup", "speedup against γ, one line per drafter", table="Speed")
 def speedup(run: PlotData) -> Figure:
+    series = canvas.with_gamma(run, "speedup")
+    if all(len(each.rows) == 1 for each in series):  # nothing to see over γ
+        rows = [row for row in run.rows if not math.isnan(row.tokens_per_second.value)]
+        return canvas.rows_of_speed(run, rows, "Speed")
     levels = {"plain = 1": 1.0}
     levels |= {
         f"{short(row.config.label, 22)} {ratio_text(row.speedup)}": row.speedup.value
         for row in run.levels
         if row.measured
     }
-    series = canvas.with_gamma(run, "speedup")
+    best, remark = _fastest(series)
     labels = ("", "speedup over plain (×)")
-    return canvas.one_panel(run, series, "speedup", labels, levels, "Speedup against draft length")
+    title = "Speedup against draft length"
+    return canvas.one_panel(run, series, "speedup", labels, levels, title, remark, named=best)
+
+
+def _fastest(series: Sequence[Series]) -> tuple[list[SummaryRow], str]:
+    """Return the fastest row and the fastest of fixed γ, with a sentence that names them."""
+    rows = [(each, row) for each in series for row in each.rows if math.isfinite(row.speedup.value)]
+    fixed = [pair for pair in rows if not pair[0].adapts]
+    best = [max(each, key=lambda pair: pair[1].speedup.value) for each in (rows, fixed) if each]
+    if best[0] is best[-1]:
+        best = best[:1]
+    names = [
+        f"{each.name if each.adapts else each.name_at(row)}, {ratio_text(row.speedup)}" for each, row in best
+    ]
+    line, row = best[-1]
+    rising = "Longer drafts may be faster still." if fixed and row is line.rows[-1] is not line.rows[0] else ""
+    return [row for _, row in best], f"Fastest: {'; of fixed γ: '.join(names)}. {rising}".strip()
 
 
 @figure("prediction", "predicted against measured speedup", table="Speed")

@@ -32,6 +32,8 @@ def time(run: PlotData) -> Figure:
     prefill = total * np.array([row.share_draft_prefill for row in rows])
     for part in PARTS:
         wide = total * np.array([row.share[part] for row in rows])
+        if not (wide > 0.003 * total.max()).any():
+            continue  # narrower than its edge
         style: Any = {"color": _PART_COLORS[part], "edgecolor": "white", "linewidth": 0.3}
         axes.barh(places, wide, 0.78, left=left, label=part, **style)
         if part == "draft" and (prefill > 0.01 * total.max()).any():
