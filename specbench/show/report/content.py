@@ -1,7 +1,7 @@
 """The content of a report, before it is escaped for HTML or Markdown.
 
-A report begins with the answer in a sentence and with warnings, then shows tables and figures, and ends with the method
-of measurement and the machine. Definitions of the metrics: docs/metrics.md.
+A report begins with the answer in a sentence, a chart and a table, then shows warnings, more figures and tables, and
+ends with the method of measurement and the machine. Definitions of the metrics: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def make_report(
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]
+    parts += [*figures[:1], Heading("Speed"), tables.summary_sheet(summary)]
     if warnings:
         lines = [f"{each.severity}: {each.message} {each.advice}" for each in warnings]
         parts += [Heading("Warnings"), Items(lines)]
-    parts += [Heading("Speed"), tables.summary_sheet(summary), Heading("Figures"), *figures]
-    parts += [Items([missing] if missing else [])]
+    parts += [Heading("Figures"), *figures[1:], Items([missing] if missing else [])]
     for title, sheet in sheets.items():
         parts += [Heading(title), sheet] if sheet.rows else []
     if published:
