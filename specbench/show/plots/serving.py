@@ -112,9 +112,19 @@ def _write_numbers(axes: Axes, numbers: Sequence[tuple[float, float, int | None,
         corners = [np.array(each) for each in ((-1, 1), (1, -1), (1, 1), (-1, -1))]
         best = max(corners, key=lambda each: np.linalg.norm(others - (at + each * size), axis=1).min())
         taken.append(at + best * size)
-        place: Any = {"textcoords": "offset points", "ha": "center", "va": "center", "xytext": tuple(7 * best)}
+        place: Any = {
+            "textcoords": "offset points",
+            "ha": "center",
+            "va": "center",
+            "xytext": tuple(7 * best),
+        }
         halo = [withStroke(linewidth=2, foreground="white")]
-        style: Any = {"color": color, "fontsize": 0.75 * canvas.FONT_SIZE, "path_effects": halo, "zorder": 2.9}
+        style: Any = {
+            "color": color,
+            "fontsize": 0.75 * canvas.FONT_SIZE,
+            "path_effects": halo,
+            "zorder": 2.9,
+        }
         axes.annotate(f"{number}", (x, y), **place, **style)
 
 
