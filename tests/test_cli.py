@@ -343,7 +343,9 @@ def test_version_for_a_bug_report(cli):
     assert lines[0] == cli("--version").out.strip()
     assert values["torch"] == str(torch.__version__)
     assert values["cpu"] == processor_name()
-    assert values["native passes"] == "yes" or values["native passes"].startswith("no, ")
+    assert values["native passes"].startswith("yes, bfloat16 in 1") or values["native passes"].startswith(
+        "no, "
+    )
     assert cli("--verbose", "drafters").code == 2
 
 

@@ -91,13 +91,16 @@ def _show_version(verbose: bool) -> None:
     typer.echo(f"specbench {__version__}")
     if not verbose:
         return
+    from specbench.backends.torch.kernels.linear import shortens_bfloat16
     from specbench.backends.torch.kernels.native import why_unavailable
     from specbench.bench.environment import describe_environment
 
     unavailable = why_unavailable()
     rows = {
         **to_dict(describe_environment()),
-        "native passes": f"no, {unavailable}" if unavailable else "yes",
+        "native passes": f"no, {unavailable}"
+        if unavailable
+        else f"yes, bfloat16 in {12 if shortens_bfloat16() else 16} bits",
     }
     del rows["specbench"]
     for name, value in rows.items():

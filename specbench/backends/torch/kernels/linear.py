@@ -136,11 +136,19 @@ def _slice_of(outputs: int, inputs: int) -> PackedLayout | None:
     known: dict[tuple[int, int], PackedLayout | None] = vars(_slices).setdefault("known", {})
     if (outputs, inputs) not in known:
         weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
-        found = layout_of(packed, weight, native.loaded().level)
-        alike = found is not None and (found.width, found.depth) == (native.WIDE_PANEL, inputs)
-        known[outputs, inputs] = found if alike else None
+        known[outputs, inputs] = None
+        for hint in (_ROWS_HINT, 1):  # with tiles, only the second may give panels as wide as ours
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+            found = layout_of(packed, weight, native.loaded().level)
+            if found is not None and (found.width, found.depth) == (native.WIDE_PANEL, inputs):
+                known[outputs, inputs] = found
+                break
     return known[outputs, inputs]
+
+
+def shortens_bfloat16() -> bool:
+    """Return whether weights in bfloat16 are packed in 12 bits here."""
+    return native.is_available() and native.loaded().level > 1 and _takes_12_bits((512, 512), ())
 
 
 def _slice_rows(outputs: int, inputs: int) -> int:
