@@ -56,7 +56,7 @@ def encode_prompt(
         UsageError: The prompt has no tokens, or the chat template is needed and there is none, or it does not use what
             it is told.
 
-    Example:
+    Examples:
         >>> encode_prompt(target.tokenizer, "Hello", chat=False)
         [19556]
     """
@@ -171,7 +171,7 @@ class GenerationRun:
     Attributes:
         cached_tokens: Number of prompt tokens taken from the caches; known from the first record on.
 
-    Example:
+    Examples:
         >>> prompt = encode_prompt(target.tokenizer, "Hi")
         >>> run = GenerationRun(prompt, target, drafter, max_new_tokens=8, ignore_eos=True)
         >>> tokens = 0
@@ -402,7 +402,7 @@ def speculative_generate(
         UsageError: An argument is out of its range, the prompt does not fit the target's context, or the drafter was
             made for another target.
 
-    Example:
+    Examples:
         >>> result = speculative_generate("Count from 1 to 9.", target, "lookup", max_new_tokens=16, ignore_eos=True)
         >>> len(result.token_ids), result.finish_reason
         (16, 'length')
@@ -432,7 +432,7 @@ def speculative_generate(
 def autoregressive_generate(prompt: str | Sequence[int], target: Target, **options: Any) -> Generation:
     """Generate one token per forward pass of the target; for the arguments see ``speculative_generate``.
 
-    Example:
+    Examples:
         >>> plain = autoregressive_generate("Count from 1 to 9.", target, max_new_tokens=8)
         >>> {len(step.tokens) for step in plain.steps}
         {1}

@@ -53,7 +53,7 @@ class GenerationRuns:
     Raises:
         UsageError: A limit is below 1, or there are several targets.
 
-    Example:
+    Examples:
         >>> prompts = [encode_prompt(target.tokenizer, text) for text in ("Hi", "Count to 5.")]
         >>> runs = GenerationRuns([GenerationRun(prompt, target, drafter, max_new_tokens=4) for prompt in prompts])
         >>> sorted({index for index, record in runs})
@@ -217,7 +217,7 @@ def speculative_generate_many(
     Raises:
         UsageError: An argument is out of its range. For an invalid prompt, the result is the exception.
 
-    Example:
+    Examples:
         >>> prompts = ["Hi", "Count from 1 to 5."]
         >>> runs = speculative_generate_many(prompts, target, drafter, max_new_tokens=2)
         >>> [len(result.token_ids) for result in runs.results()]

@@ -34,7 +34,7 @@ class LoadedRecipe:
         sampling: The transforms, with the model's own settings.
         notes: What differs from the row of a run that the recipe is from, as sentences.
 
-    Example:
+    Examples:
         >>> loaded = load_recipe(read_recipe("results/smollm2-135m-head", "plain"))
         >>> run = loaded.start([19556, 28])
         >>> sum(1 for record in run) == len(run.result().token_ids)
@@ -116,7 +116,7 @@ def load_recipe(
     Raises:
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
 
-    Example:
+    Examples:
         >>> load_recipe(read_recipe("results/smollm2-135m-head", "plain")).models
         'smollm2-135m (..., cpu), drafter none'
     """

@@ -118,7 +118,7 @@ class LoadOptions:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps", or one of ``DEVICE_MAPS``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
 
-    Example:
+    Examples:
         >>> LoadOptions(dtype="int8")
         LoadOptions(dtype='int8', device='auto', any_target=False)
     """
@@ -214,7 +214,7 @@ class DecodingOptions:
         UsageError: A stop string is empty, ``max_new_tokens`` is below 1, ``min_new_tokens`` is negative, or a format
             is none or is combined with an option that it excludes.
 
-    Example:
+    Examples:
         >>> DecodingOptions(max_new_tokens=64, ignore_eos=True).max_new_tokens
         64
     """
@@ -306,7 +306,7 @@ class TemplateOptions:
     Raises:
         UsageError: A value has no name, or one that another option sets.
 
-    Example:
+    Examples:
         >>> TemplateOptions(template_option=("documents_first=true",), reasoning_effort="low").named
         {'documents_first': True, 'reasoning_effort': 'low'}
     """

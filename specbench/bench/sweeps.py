@@ -66,7 +66,7 @@ def sweep(
         UsageError: An argument is wrong, or the folder has results already.
         RunError: The target cannot be loaded, or results cannot be written.
 
-    Example:
+    Examples:
         >>> measured = sweep(
         ...     "smollm2-135m", ["lookup"], folder / "sweep", limit=2, repeats=1, warmup=0,
         ...     decoding=DecodingOptions(max_new_tokens=4),

@@ -80,7 +80,7 @@ def decode_steps(
         UsageError: The prompt is empty or longer than the target's context, ``max_new_tokens`` is below 1, or target or
             drafter was used for another context while the consumer had a record.
 
-    Example:
+    Examples:
         >>> records = decode_steps(
         ...     [1, 2, 3], target.scorer, drafter, policy=FixedLength(4), sampling=Sampling(), random=Randomness(0),
         ...     max_new_tokens=6,

@@ -92,7 +92,7 @@ def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
 def summary(generation: Generation) -> dict[str, Any]:
     """Return a generation's metrics as JSON; times in seconds, undefined rates ``None``.
 
-    Example:
+    Examples:
         >>> figures = summary(result)
         >>> figures["new_tokens"], figures["finish_reason"]
         (16, 'length')

@@ -102,7 +102,7 @@ class Prefill:
         probability: The target's probability of ``token`` in a trace, else ``None``.
         queued_s: Seconds that the request waited for its turn.
 
-    Example:
+    Examples:
         >>> result.prefill.token == result.token_ids[0]
         True
     """
@@ -128,7 +128,7 @@ class ExpertsRead:
         by_layer: How many different ones each layer with experts read.
         one: How many a pass over one of its tokens alone would read in all layers, on average over the tokens.
 
-    Example:
+    Examples:
         >>> ExpertsRead((12, 14), 16.0).ratio
         1.625
     """
@@ -173,7 +173,7 @@ class Step:
         experts: What its pass read; ``None`` for a target without experts, or where they are not counted.
         hidden: Forced tokens that ``unforced`` has left out.
 
-    Example:
+    Examples:
         >>> step = result.steps[0]
         >>> step.accepted <= step.gamma, len(step.tokens) <= step.accepted + 1
         (True, True)
@@ -308,7 +308,7 @@ class Generation:
         lossless: Whether the target's distribution is kept (False without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
 
-    Example:
+    Examples:
         >>> result.drafter, result.lossless
         ('lookup', True)
     """

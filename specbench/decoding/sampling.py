@@ -80,7 +80,7 @@ class Sampling:
     Raises:
         UsageError: A value outside its range.
 
-    Example:
+    Examples:
         >>> Sampling(temperature=0.7, top_p=0.9).greedy
         False
     """

@@ -35,7 +35,7 @@ class Guess:
             ``auto`` learns what it means, and outputs do not depend on it.
         q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
 
-    Example:
+    Examples:
         >>> Guess(17, match_confidence=0.8).q is None
         True
     """
@@ -66,7 +66,7 @@ class FreeDrafter(Drafter):
     Attributes:
         clock: Times the reading of the prompt.
 
-    Example:
+    Examples:
         >>> class Repeats(FreeDrafter):  # the last token again
         ...     def take_in(self, context, first): pass
         ...     def guess(self, context, drafted, sampling):

@@ -111,7 +111,7 @@ def load_drafter(
         UsageError: There is no such drafter, or it does not fit this target.
         RunError: It could not be loaded.
 
-    Example:
+    Examples:
         >>> load_drafter("lookup+self:int8", target).traits.name
         'lookup+self:int8'
         >>> load_drafter("lookupp", target)
@@ -230,7 +230,7 @@ def wrap_drafter(
     Raises:
         UsageError: The tokenizers share too few tokens, or the head cannot be trimmed.
 
-    Example:
+    Examples:
         >>> wrap_drafter(load_target("smollm2-135m").language_model, target, int8=True).traits.name
         'smollm2-135m (int8)'
     """

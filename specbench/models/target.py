@@ -46,7 +46,7 @@ class Target:
             activations to bytes, else false.
         widths_differ: Why logits depend on the number of tokens in a forward pass, if that was tested and found.
 
-    Example:
+    Examples:
         >>> target
         Target('smollm2-135m', ... on cpu)
     """
@@ -104,7 +104,7 @@ def load_target(
     Raises:
         UsageError, RunError: See ``specbench.models.load.load_model``.
 
-    Example:
+    Examples:
         >>> target = load_target("smollm2-135m")  # the built-in model, fetched once
         >>> target.name, target.vocab_size
         ('smollm2-135m', 49152)
@@ -148,7 +148,7 @@ def wrap_target(
     Raises:
         UsageError: The model cannot be decoded speculatively, or not with this cache.
 
-    Example:
+    Examples:
         >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2)
         >>> model = LlamaForCausalLM(config).eval()
         >>> wrapped = wrap_target(model, name="tiny")

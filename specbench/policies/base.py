@@ -58,7 +58,7 @@ class ChainPolicy(DraftPolicy):
 class FixedLength(ChainPolicy):
     """Drafts ``gamma`` tokens in every step, 1 to 256; fewer only where the budget ends.
 
-    Example:
+    Examples:
         >>> FixedLength(4).gamma
         4
     """

@@ -90,7 +90,7 @@ class Results:
             ``step_source, emitted_in_steps, reported_steps``, from which the tokens per step follow.
         problems: A sentence for each line and field that could not be used.
 
-    Example:
+    Examples:
         >>> bool((results.generations["status"] == "ok").all()), results.problems
         (True, [])
     """
@@ -123,7 +123,7 @@ def load_results(path: str | Path) -> Results:
     Raises:
         UsageError: There are no results, or several runs, or another version wrote them.
 
-    Example:
+    Examples:
         >>> results = load_results(run_folder)
         >>> medians = results.generations.groupby("config")["tokens_per_second"].median()
     >>> bool((medians > 0).all())

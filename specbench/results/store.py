@@ -426,7 +426,7 @@ def read_recipe(run: str | Path, name: str) -> Recipe:
     Raises:
         UsageError: There is no such row, or specbench did not decode it.
 
-    Example:
+    Examples:
         >>> str(read_recipe("results/smollm2-135m-head", "lookup auto").drafter)
         'lookup'
     """
