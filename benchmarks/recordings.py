@@ -2,6 +2,7 @@
 
     python benchmarks/recordings.py                                 # all, in some ten minutes
     python benchmarks/recordings.py debug tune                      # terminals drawn as docs/images/NAME.svg
+    python benchmarks/recordings.py report-time                     # figures with numbers, docs/images/NAME.png
     python benchmarks/recordings.py README.md docs/tutorial.md      # the outputs in blocks of ```console
     python benchmarks/recordings.py examples/charts.ipynb           # the outputs and charts of the notebook
 
@@ -44,8 +45,16 @@ RECORDED = {
 PARTS = {"debug": ("prefill", "end"), "tune": (".* over plain decoding", "warning|info|Saved")}
 """Patterns of the first line that is drawn, and of the line after the last one."""
 
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/deploy.md", "docs/tutorial.md")
 NOTEBOOK = "examples/charts.ipynb"
+
+REPORT = ROOT / "results" / "qwen2.5-coder-int4"
+MARKED = {
+    "report-speedup": ("speedup", [(0.487, 0.36), (0.335, 0.31), (0.79, 0.235), (0.19, 0.655), (0.925, 0.4)]),
+    "report-positions": ("positions", [(0.255, 0.165), (0.135, 0.32), (0.86, 0.52), (0.91, 0.155)]),
+    "report-time": ("time", [(0.18, 0.485), (0.45, 0.485), (0.11, 0.37), (0.925, 0.35)]),
+}
+"""Figures of a stored run that a page explains, with the places of its numbers, as shares of width and height."""
 
 
 def screen(written: str) -> list[str]:
@@ -172,6 +181,35 @@ def fill(path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def mark(name: str) -> None:
+    """Draw a figure of a report, and numbers on it."""
+    import matplotlib.pyplot as plt
+
+    from specbench.results.results import load_results
+    from specbench.show.plots import draw_figures, figure_bytes
+
+    kind, places = MARKED[name]
+    drawn = draw_figures(load_results(REPORT), [kind]).figures[kind]
+    picture = plt.imread(BytesIO(figure_bytes(drawn, "png")))
+    height, width = picture.shape[:2]
+    figure = plt.figure(figsize=(width / 100, height / 100), dpi=100)
+    figure.figimage(picture)
+    circle = {"boxstyle": "circle", "facecolor": "#222222", "edgecolor": "white"}
+    for number, (x, y) in enumerate(places, 1):
+        figure.text(
+            x,
+            1 - y,
+            str(number),
+            color="white",
+            size=14,
+            weight="bold",
+            ha="center",
+            va="center",
+            bbox=circle,
+        )
+    figure.savefig(FOLDER / f"{name}.png", pil_kwargs={"optimize": True})
+
+
 def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     """Run a cell of a notebook; return its outputs: what it prints, its last value, and its charts."""
     import matplotlib.pyplot as plt
@@ -216,7 +254,10 @@ def run_notebook(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or [*RECORDED, *PAGES, NOTEBOOK]:
+    for name in sys.argv[1:] or [*RECORDED, *MARKED, *PAGES, NOTEBOOK]:
+        if name in MARKED:
+            mark(name)
+            continue
         if name.endswith(".ipynb"):
             notebook = json.dumps(run_notebook(ROOT / name), indent=1, ensure_ascii=False)
             (ROOT / name).write_text(f"{notebook}\n", encoding="utf-8")

@@ -17,7 +17,10 @@ os.environ.setdefault(
 )  # the suite may share its cores; must be set before torch is loaded
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and every core has a worker
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / each) for each in ("benchmarks", "docs")),
+]
 
 from cli_runs import Cli, Result  # noqa: E402
 

@@ -23,7 +23,7 @@ from specbench.bench.prompts import prompt_sets
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "examples", "notes", "prompts", "specbench", "tests")
 FILES = (
-    ".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "hatch_build.py", "mkdocs.yml",
+    ".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "hatch_build.py", "zensical.toml",
     "pyproject.toml",
 )  # fmt: skip
 LIBRARY = "specbench/backends/torch/kernels/_native.so"

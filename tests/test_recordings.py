@@ -40,16 +40,28 @@ def test_a_recording_is_of_its_command(name):
     assert "href" not in (recordings.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "command", [*recordings.RECORDED.values(), *(each for page in BLOCKS.values() for each, _ in page)]
-)
+def commands_shown() -> set[str]:
+    """Return all commands of the pages, in blocks of a shell or with their outputs."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", "")
+    code = re.findall(r"^ *```(?:bash|console)\n(.*?)```|^    ([^\n]*)", text, flags=re.DOTALL | re.MULTILINE)
+    return {
+        *re.findall(r"^ *(?:\$ |.*&& )?(specbench .*)", "\n".join(map("".join, code)), flags=re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("command", sorted({*recordings.RECORDED.values(), *commands_shown()}))
 def test_every_option_shown_exists(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    name, *words = shlex.split(command)[1:]
+    name, *words = shlex.split(command.partition(" -- ")[0], comments=True)[1:]
     assert name in _command_line().commands
     for word in words:
         if word.startswith("--"):
-            options = [each for parameter in _command_line().commands[name].params for each in parameter.opts]
+            options = [
+                each
+                for parameter in _command_line().commands[name].params
+                for each in (*parameter.opts, *parameter.secondary_opts)
+            ]
             assert word in options
 
 
