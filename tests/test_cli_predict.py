@@ -130,9 +130,9 @@ def test_a_log_without_answers_is_refused_with_its_reasons(cli, tmp_path, models
     code, _, err = cli("predict", "--answers", tmp_path / "log.jsonl", "--tokenizer", models / "small")
     assert code == 2
     assert "does not say its temperature" in err
-    code, _, err = cli("predict", "--answers", tmp_path / "none.jsonl")
-    assert code == 2
-    assert "cannot be read" in err
+    none = "predict", "--answers", tmp_path / "none.jsonl"
+    cli(*none, "--tokenizer", models / "small").refused(2, "cannot be read")
+    cli(*none).refused(2, "Name it with --tokenizer")
 
 
 def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, monkeypatch):

@@ -184,13 +184,6 @@ def test_a_line_that_cannot_be_used_is_counted(kind, record):
     assert note == f"1 line is left out (2): such a line {REASONS[kind]}."
 
 
-def test_without_a_tokenizer_lines_need_token_ids():
-    lines = [json.dumps(each).encode() for each in (PLAIN_LINE, {"prompt": PLAIN, "token_ids": IDS})]
-    log = read_log(lines, None, sampling={"temperature": 0.0})
-    assert [list(each.tokens) for each in log.answers] == [IDS]
-    assert log.left_out == {"no tokenizer": [1]}
-
-
 def test_a_time_comes_from_what_a_plain_server_says():
     timings = {"predicted_n": 9, "predicted_per_token_ms": 20.0}
     (answer,) = read({**changed(), "response": {**chat(), "timings": timings}}).answers

@@ -130,12 +130,12 @@ def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) 
     from specbench.base.files import reason
     from specbench.predict.logs import read_log
 
+    if tokenizer is None:
+        raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
     if asked.answers.is_dir():
         from specbench.predict.stored import stored_answers
         from specbench.results.store import find_runs
 
-        if tokenizer is None:
-            raise UsageError("A stored run needs the target's tokenizer.", "Name it with --tokenizer.")
         return stored_answers(find_runs(asked.answers)[-1], tokenizer, asked.limit)
     try:
         with asked.answers.open("rb") as lines:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,14 +41,8 @@ _COUNTED = 2
 """Answers on which passes are counted."""
 
 
-class Report(Protocol):
-    """Receives a stage, how much of it is done, and of how much."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None: ...
-
-
-def _report_nothing(stage: str, done: int, total: int) -> None:
-    pass
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Receives a stage, how much of it is done, and of how much."""
 
 
 class Prediction(NamedTuple):
@@ -89,7 +82,7 @@ def predict_rows(
     costs: PassCosts,
     *,
     least: float = 0.0,
-    report: Report = _report_nothing,
+    report: Report = lambda *_: None,
 ) -> Predictions:
     """Predict the rows of a sweep under one condition.
 
@@ -150,7 +143,7 @@ class _Predictor:
                 try:
                     self._lengths[name] = forecast(
                         drafter, answers, gammas, target=self._engine.target.scorer, reads=reads, most=_COUNTED,
-                        report=partial(self._report, f"predicting {name}", total=len(answers)),
+                        report=lambda done, name=name: self._report(f"predicting {name}", done, len(answers)),
                     )  # fmt: skip
                 except SpecbenchError as error:
                     self._failed[name] = str(error)

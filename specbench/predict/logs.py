@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,6 @@ REASONS: Mapping[str, str] = {
     "short": "has an answer of fewer than two tokens, which takes no step",
     "cut": "has an answer that was cut off, or fewer log probabilities than tokens",
     "tokenizer": "has tokens that the tokenizer does not: give the target's own with --tokenizer",
-    "no tokenizer": "has text and no token ids: give the target's tokenizer with --tokenizer",
     "template": "has a conversation that the chat template refuses: give the target's tokenizer with --tokenizer",
     "parts": "has a prompt with pictures or sound",
     "tools": "calls tools, and what the model wrote for that is not in it: log with token ids or logprobs",
@@ -92,7 +91,7 @@ class Log:
 
 def read_log(
     lines: Iterable[bytes],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     sampling: Mapping[str, float] | None = None,
     processed: bool = False,
@@ -102,12 +101,12 @@ def read_log(
 
     Args:
         lines: JSON lines.
-        tokenizer: The target's; ``None`` if all lines have token ids.
+        tokenizer: The target's.
         sampling: Arguments of ``Sampling`` where a line does not say them.
         processed: Whether log probabilities are after temperature and cuts, where a line does not say it.
         limit: How many answers to read.
     """
-    log, vocabulary = Log(), None if tokenizer is None else Vocabulary(tokenizer)
+    log, reader = Log(), _Reader(tokenizer, sampling or {}, processed)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -115,107 +114,49 @@ def read_log(
             log.unread = True
             break
         try:
-            log.answers += _Reader(json.loads(line), vocabulary, sampling or {}, processed, number).answers()
+            log.answers += reader.answers(json.loads(line), str(number))
         except UnusableError as error:
             log.left_out.setdefault(error.args[0], []).append(number)
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-        ):  # no JSON, or of another shape
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):  # another shape
             log.left_out.setdefault("form", []).append(number)
     return log
 
 
-class Vocabulary:
-    """The tokens of a tokenizer, by their texts and bytes."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
-        self._by_bytes: dict[bytes, int] = {}
-        for token, text in token_bytes(tokenizer).items():
-            self._by_bytes.setdefault(text, token)
-        self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
-        turn = end_of_turn(tokenizer)
-        self.end: int | None = tokenizer.eos_token_id if turn is None else turn
-
-    def token(self, text: str, written: Sequence[int] | None) -> int:
-        """Return the id of a token by its text, and its bytes if they are known."""
-        if text.startswith("token_id:"):
-            return int(text.removeprefix("token_id:"))
-        found = self._special.get(
-            text, self._by_bytes.get(bytes(text.encode() if written is None else written))
-        )
-        if found is None:
-            raise UnusableError("tokenizer")
-        return found
-
-
-class Entry(NamedTuple):
-    """A token with its log probability.
-
-    Attributes:
-        text, bytes, token: The token; ``None`` for what is not known.
-        logprob: Natural logarithm of its probability.
-        processed: Whether that is known to be after temperature and cuts.
-    """
-
-    text: str
-    bytes: Sequence[int] | None
-    token: int | None
-    logprob: float
-    processed: bool = False
-
-
 class _Reader:
-    """Reads one line; for the arguments see ``read_log``."""
+    """Reads lines; for the arguments see ``read_log``."""
 
     def __init__(
-        self,
-        record: Json,
-        vocabulary: Vocabulary | None,
-        sampling: Mapping[str, float],
-        processed: bool,
-        number: int,
+        self, tokenizer: PreTrainedTokenizerBase, sampling: Mapping[str, float], processed: bool
     ) -> None:
-        self.record, self.processed, self.number = record, processed, number
-        self._vocabulary, self._default_sampling = vocabulary, sampling
+        self._tokenizer, self._default_sampling, self._processed = tokenizer, sampling, processed
+        self._special, self._by_bytes = special_tokens(tokenizer), dict[bytes, int]()
+        for token, text in token_bytes(tokenizer).items():
+            self._by_bytes.setdefault(text, token)
+        self._size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        turn = end_of_turn(tokenizer)
+        self._end: int | None = tokenizer.eos_token_id if turn is None else turn
+
+    def answers(self, record: Json, name: str) -> list[Answer]:
+        """Return the answers of a line: of several choices each is one."""
         response = record.get("response", record)
         if isinstance(response, str):
             response = {"answer": response}
-        self.response: Json = response.get("body", response)
+        response = response.get("body", response)
         outer = record.get("request") or {}
-        settings = (
-            record.get("model_parameters"),
-            outer,
-            outer.get("body"),
-            response.get("generation_settings"),
-        )
-        self.request: Json = dict(record)
-        for part in settings:
-            self.request |= part or {}
-
-    def answers(self) -> list[Answer]:
-        """Return the answers of the line: of several choices each is one."""
-        choices = self.response.get("choices", [self.response])
+        request = dict(record)
+        for part in (record.get("model_parameters"), outer, outer.get("body"),
+                     response.get("generation_settings")):  # fmt: skip
+            request |= part or {}
+        choices = response.get("choices", [response])
         if not choices:
             raise UnusableError("form")
-        sampling, prompt = self._sampling(), self._prompt(choices[0])
-        return [self._answer(choice, prompt, sampling) for choice in choices]
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:
-            raise UnusableError("no tokenizer")
-        return self._vocabulary
+        sampling, prompt = self._sampling(request), self._prompt(choices[0], response, request)
+        name = str(record.get("id", record.get("custom_id", name)))
+        return [self._answer(choice, response, request, prompt, sampling, name) for choice in choices]
 
     # -- the request -------------------------------------------------------------------------------
 
-    def _sampling(self) -> Sampling:
-        request = self.request
+    def _sampling(self, request: Json) -> Sampling:
         if any(request.get(name) is not None and request[name] not in off for name, off in _UNSET.items()):
             raise UnusableError("settings")
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -232,66 +173,68 @@ class _Reader:
         except UsageError:
             raise UnusableError("settings") from None
 
-    def _prompt(self, choice: Json) -> list[int]:
-        holders = (choice, self.response, self.request)
+    def _prompt(self, choice: Json, response: Json, request: Json) -> list[int]:
+        holders = (choice, response, request)
         ids = _first_ids(*(each.get(name) for each in holders for name in ("prompt_token_ids", "prompt")))
         if ids is not None:
             return ids
-        messages, text = self.request.get("messages"), self.request.get("prompt", self.response.get("prompt"))
+        messages, text = request.get("messages"), request.get("prompt", response.get("prompt"))
         if not (messages or text):
             raise UnusableError("prompt")
-        tokenizer = self.vocabulary.tokenizer
         try:
             if not messages:
-                return encode_prompt(tokenizer, str(text), chat=False)
-            told = self.request.get("chat_template_kwargs") or {}
-            template = TemplateOptions.of(told, self.request.get("reasoning_effort"))
-            tools = self.request.get("tools") or ()
-            return encode_messages(tokenizer, list(map(_message, messages)), tools, template)
+                return encode_prompt(self._tokenizer, str(text), chat=False)
+            told = request.get("chat_template_kwargs") or {}
+            template = TemplateOptions.of(told, request.get("reasoning_effort"))
+            tools = request.get("tools") or ()
+            return encode_messages(self._tokenizer, list(map(_message, messages)), tools, template)
         except UsageError:
             raise UnusableError("template") from None
 
     # -- the response ------------------------------------------------------------------------------
 
-    def _answer(self, choice: Json, prompt: Sequence[int], sampling: Sampling) -> Answer:
-        response = self.response
+    def _answer(
+        self, choice: Json, response: Json, request: Json, prompt: list[int], sampling: Sampling, name: str
+    ) -> Answer:
         finish = choice.get("finish_reason") or response.get("stop_type")
         count = (response.get("usage") or response).get("completion_tokens", response.get("tokens_predicted"))
         entries = list(_entries(choice, response))
-        tokens = _first_ids(choice.get("token_ids"), response.get("tokens"), self.record.get("token_ids"))
-        if tokens is None and entries:
-            tokens = [
-                self.vocabulary.token(each.text, each.bytes) if each.token is None else each.token
-                for each in entries
-            ]
-        elif tokens is None:
-            tokens = self._encoded(choice.get("message", choice), count)
-        known = self._vocabulary
-        if known is not None and max((*prompt, *tokens), default=0) >= known.size:
+        tokens = _first_ids(choice.get("token_ids"), response.get("tokens"), request.get("token_ids"))
+        if tokens is None:
+            tokens = [self._token(each) for each in entries] or self._encoded(
+                choice.get("message", choice), count
+            )
+        if max((*prompt, *tokens), default=0) >= self._size:
             raise UnusableError("tokenizer")
         if finish in _CUT or (count is not None and len(tokens) < count - 1):
             raise UnusableError("cut")
         ended = finish in ("stop", "eos") and count == len(tokens) + 1  # by a token that is not listed
-        if ended and sampling.greedy and known is not None and known.end is not None:
-            tokens = [*tokens, known.end]
+        if ended and sampling.greedy and self._end is not None:
+            tokens = [*tokens, self._end]
         if len(tokens) < 2:
             raise UnusableError("short")
         probabilities = None
         if entries and not sampling.greedy:
-            if len(entries) < len(tokens):
-                raise UnusableError("cut")
-            probabilities = self._probabilities(entries[: len(tokens)], sampling)
-        asked = (self.request.get(name) for name in ("max_completion_tokens", "max_tokens", "n_predict"))
+            probabilities = self._probabilities(entries, len(tokens), sampling)
+        asked = (request.get(name) for name in ("max_completion_tokens", "max_tokens", "n_predict"))
         limit = next((max(each, len(tokens)) for each in asked if each is not None and each > 0), None)
         timings = response.get("timings") or {}  # llama.cpp's
         took = None if timings.get("draft_n") else timings.get("predicted_per_token_ms")
         return Answer(
-            prompt, tokens, sampling, probabilities,
-            len(tokens) if finish in ("length", "limit") else limit,
-            str(self.record.get("id", self.record.get("custom_id", self.number))),
-            str(self.record.get("category") or ""),
-            took / 1000 if took else None,
+            prompt, tokens, sampling, probabilities, len(tokens) if finish in ("length", "limit") else limit,
+            name, str(request.get("category") or ""), took / 1000 if took else None,
         )  # fmt: skip
+
+    def _token(self, entry: Json) -> int:
+        """Return the id of a token by that, its text, or the bytes of it."""
+        text, written = entry.get("token", ""), entry.get("bytes")
+        if "id" in entry or text.startswith("token_id:"):
+            return int(entry.get("id", text.removeprefix("token_id:")))
+        found = self._by_bytes.get(bytes(text.encode() if written is None else written))
+        found = self._special.get(text, found)
+        if found is None:
+            raise UnusableError("tokenizer")
+        return found
 
     def _encoded(self, message: Json, count: int | None) -> list[int]:
         """Return the tokens of an answer that is text alone."""
@@ -302,20 +245,20 @@ class _Reader:
         text = next((message[name] for name in ("content", "text", "answer") if message.get(name)), None)
         if text is None:
             raise UnusableError("form")
-        tokens = list(self.vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if count is not None and abs(len(tokens) - count) > max(2, count // 20):
             raise UnusableError("tokenizer")
         return tokens
 
-    def _probabilities(self, entries: Sequence[Entry], sampling: Sampling) -> Floats:
-        """Return the probabilities of tokens after the transforms."""
-        if any(each.logprob <= -9999.0 for each in entries):  # stands for "not known"
+    def _probabilities(self, entries: Sequence[Json], count: int, sampling: Sampling) -> Floats:
+        """Return the probabilities of the first tokens after the transforms."""
+        post = all("prob" in each for each in entries)  # llama.cpp's post_sampling_probs
+        found = [each["prob"] if post else math.exp(min(0.0, each["logprob"])) for each in entries[:count]]
+        if len(found) < count or min(found) == 0.0:  # vLLM says -9999 where it does not know
             raise UnusableError("cut")
-        if not (
-            self.processed or sampling == Sampling(temperature=1.0) or all(each.processed for each in entries)
-        ):
+        if not (post or self._processed or sampling == Sampling(temperature=1.0)):
             raise UnusableError("kind")
-        return np.exp([min(0.0, each.logprob) for each in entries])
+        return np.array(found)
 
 
 def _first_ids(*values: Any) -> list[int] | None:
@@ -340,14 +283,12 @@ def _message(message: Json) -> Json:
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _entries(choice: Json, response: Json) -> Iterator[Entry]:
-    """Yield the tokens of an answer with their log probabilities, if it has any."""
+def _entries(choice: Json, response: Json) -> list[Json]:
+    """Return the tokens of an answer with their log probabilities, in the form of the chat; empty without any."""
     said = choice.get("logprobs") or {}
     if listed := said.get("tokens"):  # the completions' own form
-        for text, logprob in zip(listed, said["token_logprobs"], strict=True):
-            yield Entry(text, None, None, -9999.0 if logprob is None else logprob)
-        return
-    for each in said.get("content") or response.get("completion_probabilities") or ():
-        post = "prob" in each  # llama.cpp's post_sampling_probs
-        value = math.log(max(each["prob"], 1e-30)) if post else float(each["logprob"])
-        yield Entry(each.get("token", ""), each.get("bytes"), each.get("id"), value, post)
+        pairs = zip(listed, said["token_logprobs"], strict=True)
+        return [
+            {"token": text, "logprob": -9999.0 if logprob is None else logprob} for text, logprob in pairs
+        ]
+    return list(said.get("content") or response.get("completion_probabilities") or ())
