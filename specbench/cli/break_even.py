@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
@@ -22,7 +22,7 @@ from specbench.cli.sweep_options import ENGINE_MINUTES, chosen_prompts
 from specbench.decoding.clocks import WallClock
 from specbench.options import CacheOptions, quantized
 from specbench.recipe import Recipe
-from specbench.rows import conditions_of
+from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import DrafterSpec, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.specs.policies import Fixed
@@ -31,6 +31,9 @@ from specbench.tune.break_even import GAMMAS, Drafts, break_even_parts, measure,
 if TYPE_CHECKING:
     from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
+
+_Ready: TypeAlias = tuple[Any, Sequence[Row], Mapping[str, Drafts], bool]
+"""An engine, its rows, what these draft by id, and whether all can be measured in turn."""
 
 
 def break_even(
@@ -47,49 +50,28 @@ def break_even(
     """Measure and print what drafts need to pay; for the arguments see ``specbench.cli.tune``."""
     if not search.drafter:
         raise UsageError("--break-even needs a drafter, for what it costs.", "Name it with --drafter.")
-    clock, temperatures = WallClock(), [search.temperature]
+    clock = WallClock()
     until = clock.now() + 60 * (search.minutes or ENGINE_MINUTES)
-    sizes = parse_batches(search.batch or "1")
-    alone = conditions_of(temperature=temperatures) if 1 in sizes else ()
-    larger = [size for size in sizes if size > 1]
-    together = conditions_of(temperature=temperatures, batch=larger) if larger else ()
-    options = SweepOptions((*alone, *together), GAMMAS, decoding=decoding, turns=1)
+    sizes = [[] if size == 1 else [size] for size in parse_batches(search.batch or "1")]
+    conditions = [conditions_of(temperature=[search.temperature], batch=size) for size in sizes]
+    options = SweepOptions(
+        tuple(at for each in conditions for at in each), GAMMAS, decoding=decoding, turns=1
+    )
     with starting(results.quiet, every=True) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
         check_batches(options, len(chosen.prompts))
     prompts = [each.told(template) for each in interleave(chosen.prompts)]
-    engine: Any
-    with ExitStack() as stack:
-        progress = stack.enter_context(StageProgress(results.quiet, animated=False))
-        if engines.engine is None:
-            from specbench.bench.engines.own import load_engine
-            from specbench.models.load import load_config
-            from specbench.models.target import default_cache
-
-            specs = list(map(parse_drafter, dict.fromkeys(search.drafter)))
-            _refuse_free(specs)
-            model, rounded = parse_model(target), quantized(models.dtype) is not None
-            cache = CacheOptions(search.cache or default_cache(load_config(model), quantized=rounded))
-            base = Recipe(model, models=models, decoding=decoding, caching=cache)
-            engine, in_turn = load_engine(base, specs, options, progress), True
-            rows = engine.configs(options, base)
-            drafts = {row.id: Drafts(row.drafter, row.gamma) for row in rows if row.gamma is not None}
-        else:
-            planned = EngineServers.of(
-                target, search.drafter, engines, servers, arguments, decoding, search.temperature,
-                usual=False, gammas=GAMMAS, policies=[Fixed()],
+    with StageProgress(results.quiet, animated=False) as progress:
+        made = (
+            _own(target, search, models, options, progress)
+            if engines.engine is None
+            else _started(target, search, engines, servers, options, arguments, progress)
+        )
+        with made as (engine, rows, drafts, in_turn):
+            found, failed = measure(
+                engine, rows, drafts, prompts, decoding,
+                in_turn=in_turn, in_time=lambda: clock.now() < until, report=progress.update,
             )  # fmt: skip
-            _refuse_free([each.spec for each in planned.drafters])
-            settings, by_name = pretending(planned.engine, planned.settings)
-            rows = engine_configs(options, settings)
-            drafts = {row.id: by_name[row.drafter] for row in rows if row.drafter in by_name}
-            logs = Path(stack.enter_context(TemporaryDirectory()))
-            engine = stack.enter_context(replace(planned, settings=settings).launched(logs, progress))
-            in_turn = engine.fits([each.name for each in settings])
-        found, failed = measure(
-            engine, rows, drafts, prompts, decoding,
-            in_turn=in_turn, in_time=lambda: clock.now() < until, report=progress.update,
-        )  # fmt: skip
     notes = [f"{name} failed: {error}" for name, error in failed.items()]
     notes += [] if in_turn else ["Not all servers fit into memory: they were measured one after the other."]
     if not found:
@@ -97,12 +79,7 @@ def break_even(
             " ".join(["Nothing could be compared.", *notes]), "Give more --minutes, or other prompts."
         )
     if results.json_output:
-        listed = [
-            {"drafter": each.drafter, "gamma": each.gamma, "batch": each.batch, "break_even": to_dict(each.tokens),
-             "speedup_if_perfect": each.most,
-             "measured": [{"tokens_per_step": at, "step": to_dict(step)} for at, step in each.steps.items()]}
-            for each in found
-        ]  # fmt: skip
+        listed = [{**to_dict(each), "speedup_if_perfect": each.most} for each in found]
         write_json(finite({"rows": listed, "notes": notes}))
         return
     from rich.console import Console
@@ -116,7 +93,51 @@ def break_even(
 def _refuse_free(specs: Sequence[DrafterSpec | str]) -> None:
     for spec in specs:
         if isinstance(spec, str) or not spec.has_logits:
-            raise UsageError(
-                f"{spec} costs almost nothing, and drafts only what it finds.",
-                "Name a model or a trained head with --drafter.",
-            )
+            what = f"{spec} costs almost nothing, and drafts only what it finds."
+            raise UsageError(what, "Name a model or a trained head with --drafter.")
+
+
+@contextmanager
+def _own(
+    target: str, search: SearchOptions, models: ModelOptions, options: SweepOptions, progress: StageProgress
+) -> Iterator[_Ready]:
+    """Load specbench's own decoder."""
+    from specbench.bench.engines.own import load_engine
+    from specbench.models.load import load_config
+    from specbench.models.target import default_cache
+
+    specs, model = list(map(parse_drafter, dict.fromkeys(search.drafter))), parse_model(target)
+    _refuse_free(specs)
+    cache = search.cache or default_cache(load_config(model), quantized=quantized(models.dtype) is not None)
+    base = Recipe(model, models=models, decoding=options.decoding, caching=CacheOptions(cache))
+    engine = load_engine(base, specs, options, progress)
+    rows = engine.configs(options, base)
+    yield (
+        engine,
+        rows,
+        {row.id: Drafts(row.drafter, row.gamma) for row in rows if row.gamma is not None},
+        True,
+    )
+
+
+@contextmanager
+def _started(
+    target: str,
+    search: SearchOptions,
+    engines: EngineOptions,
+    servers: ServerOptions,
+    options: SweepOptions,
+    arguments: Sequence[str],
+    progress: StageProgress,
+) -> Iterator[_Ready]:
+    """Start servers that pretend two acceptances for each draft length."""
+    planned = EngineServers.of(
+        target, search.drafter, engines, servers, arguments, options.decoding, search.temperature,
+        usual=False, gammas=GAMMAS, policies=[Fixed()],
+    )  # fmt: skip
+    _refuse_free([each.spec for each in planned.drafters])
+    settings, drafts = pretending(planned.engine, planned.settings)
+    rows, planned = engine_configs(options, settings), replace(planned, settings=settings)
+    with TemporaryDirectory() as logs, planned.launched(Path(logs), progress) as engine:
+        in_turn = engine.fits([each.name for each in settings])
+        yield engine, rows, {row.id: drafts[row.drafter] for row in rows if row.drafter in drafts}, in_turn

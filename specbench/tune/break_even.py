@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec import Struct
+
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate, ratio
 from specbench.bench.grid import PromptGroup, make_groups
@@ -48,7 +50,7 @@ class Drafts(NamedTuple):
     length: float | None = None
 
 
-class BreakEven(NamedTuple):
+class BreakEven(Struct, frozen=True):
     """What a drafter needs with a draft length at a batch size.
 
     Attributes:
