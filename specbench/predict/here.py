@@ -143,10 +143,13 @@ class _Predictor:
                 try:
                     self._lengths[name] = forecast(
                         drafter, answers, gammas, target=self._engine.target.scorer, reads=reads, most=_COUNTED,
-                        report=lambda done, name=name: self._report(f"predicting {name}", done, len(answers)),
+                        report=self._reporting(name, len(answers)),
                     )  # fmt: skip
                 except SpecbenchError as error:
                     self._failed[name] = str(error)
+
+    def _reporting(self, name: str, total: int) -> Callable[[int], None]:
+        return lambda done: self._report(f"predicting {name}", done, total)
 
     def predict_policies(self, names: Collection[str], answers: Sequence[Answer]) -> None:
         """Predict other policies of some drafters, by how they compare with the best draft length on these answers."""
