@@ -102,10 +102,12 @@ class DrafterPrior:
         reading_share: The expected time in which its model reads a prompt, over the target's.
         acceptance: The share of its first draft tokens that were accepted when it was trained, strictly between 0 and
             1; ``None`` if that is not known.
+        even_odds: The log-odds with which a token is accepted that the drafter gives a probability of 1/2.
     """
 
     reading_share: float = 0.2
     acceptance: float | None = None
+    even_odds: float = 1.0
 
 
 UNKNOWN_DRAFTER = DrafterPrior()

@@ -291,6 +291,13 @@ def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -
     return DrafterPrior(share, acceptance)
 
 
+_ROUNDED: dict[QuantizedName, DrafterPrior] = {
+    "int8": DrafterPrior(acceptance=0.96, even_odds=3.4),
+    "int4": DrafterPrior(acceptance=0.92, even_odds=2.2),
+}
+"""A rounded copy of the target is accepted more often than its own probabilities say (notes/measured.md)."""
+
+
 def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = None) -> SelfDrafter:
     """Build a drafter that is a cheaper form of the target and uses the target's KV cache.
 
@@ -314,7 +321,10 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
             f"This target cannot leave out layers: {error}.", "Use self:int8, or a drafter model."
         ) from error
     scorer = Scorer(cheaper, target.scorer.cache, context_limit=target.scorer.context_limit)
-    return SelfDrafter(scorer, str(form))
+    drafter = SelfDrafter(scorer, str(form))
+    if rounded and whole:
+        drafter.traits = replace(drafter.traits, prior=_ROUNDED[rounded])
+    return drafter
 
 
 def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> ModelDrafter:

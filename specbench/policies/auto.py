@@ -90,7 +90,7 @@ class AutoLength(ChainPolicy):
 
     def begin(self, prompt: NewPrompt) -> None:
         self.table.begin(prompt)
-        self._estimator = AcceptanceEstimator(prompt.prior.acceptance)
+        self._estimator = AcceptanceEstimator(prompt.prior)
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=_STEPS)  # tokens, passes, rows
         self._drawn = self._passes = _PRIOR_STEPS  # tokens of the drafter's model, and its passes for them
         self._idle = 0  # steps since its last pass
