@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,15 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
     return arguments
 
 
+def fed(arguments: list[str], monkeypatch: Any) -> list[str]:
+    """Return a command without its ``< FILE``, which becomes the standard input."""
+    if "<" not in arguments:
+        return arguments
+    at = arguments.index("<")
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO((ROOT / arguments[at + 1]).read_bytes())))
+    return [*arguments[:at], *arguments[at + 2 :]]
+
+
 def runs_of_commands() -> list[Any]:
     """Return single commands, and as one test those that read what an earlier one has written."""
     kept = [arguments for arguments in COMMANDS if small(arguments, Path("run")) is not None]
@@ -166,7 +176,7 @@ def test_the_commands_of_readme_and_tutorial_run(commands, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")  # --show-accepted asks for a terminal
     for arguments in commands:
-        shortened = small(arguments, tmp_path / "run")
+        shortened = small(fed(arguments, monkeypatch), tmp_path / "run")
         assert shortened is not None
         code = run(shortened)
         captured = capsys.readouterr()

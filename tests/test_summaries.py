@@ -60,6 +60,15 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "little drafted, as more would not pay": (
+        {
+            "gammas": [3, 0, 0, 0, 0, 0, 2, 0, 0],
+            "drafted": 5,
+            "explained": {**RARE, "usual": 0.94},
+            "options": {**FIGURES["options"], "draft_policy": "auto"},
+        },
+        {},
+    ),
     "too slow a drafter": ({"too_slow": True, "drafted": 2, "explained": SLOW}, {}),
     "nothing to predict from": ({"explained": None}, {}),
     "plain decoding": ({"drafter": "none", "drafted": 0, "explained": None}, {}),

@@ -29,6 +29,8 @@ _ENDS = {
 }
 _GAIN = 1.05
 """Smaller predicted speedups are not mentioned: predictions are off by as much."""
+_LEVEL = 0.9
+"""From this predicted speedup on, a run of ``auto`` that hardly drafted is called about as fast as plain decoding."""
 _TOO_SLOW = "the drafter is too slow: drafts lose time even if all their tokens are accepted"
 _UNSURE = "Too few repeats to be sure"
 
@@ -120,16 +122,29 @@ def _prediction(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]
         return f"{text}; drafting stopped.", f"{_TOO_SLOW}; `specbench tune` looks for better"
     if explained is None:
         return f"{text}.", ""
-    if not figures["drafted"]:
-        why = ": no draft was likely to pay" if figures["options"]["draft_policy"].startswith("auto") else ""
-        problem = f"nothing was drafted in {counted(figures['steps'], 'step')}{why}; `specbench tune` looks for better"
-        return f"{text}, as plain decoding.", problem
-    ratio = f"{explained['usual']:.2f}×"
-    if explained["usual"] >= _GAIN:
+    usual, better = explained["usual"], "`specbench tune` looks for better"
+    ratio = f"{usual:.2f}×"
+    if usual >= _GAIN and figures["drafted"]:
         return f"{text}, about {ratio} plain decoding (predicted; --compare measures it).", ""
-    what = "slower than" if explained["usual"] < 1 / _GAIN else "hardly faster than"
-    problem = f"{_because(figures, of_the_text)}; `specbench tune` looks for better"
+    undrafted = _undrafted(figures)
+    if not figures["drafted"]:
+        return f"{text}, as plain decoding.", f"{undrafted}; {better}"
+    if undrafted and usual >= _LEVEL:
+        return f"{text}, about as fast as plain decoding (predicted {ratio}).", f"{undrafted}; {better}"
+    what = "slower than" if usual < 1 / _GAIN else "hardly faster than"
+    problem = f"{_because(figures, of_the_text)}; {better}"
     return f"{text}, predicted to be {what} plain decoding with this drafter (about {ratio}).", problem
+
+
+def _undrafted(figures: Mapping[str, Any]) -> str:
+    """Return that nothing was drafted, where that is so in most steps of ``auto`` or in all; empty otherwise."""
+    steps, idle = figures["steps"], sum(gamma == 0 for gamma in figures["gammas"])
+    why = ": no draft was likely to pay" if figures["options"]["draft_policy"].startswith("auto") else ""
+    if not figures["drafted"]:
+        return f"nothing was drafted in {counted(steps, 'step')}{why}"
+    return (
+        f"nothing was drafted in {idle} of {counted(steps, 'step')}{why}" if why and 2 * idle > steps else ""
+    )
 
 
 def _comparison(figures: Mapping[str, Any], of_the_text: str) -> tuple[str, str]:
