@@ -190,15 +190,16 @@ def test_greedy_outputs_are_the_targets(folder, family, layers):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "dtype", "options"),
     [
-        ("deepseek", ("--drafter", "mtp", "--draft-policy", "dynamic-tree")),
-        ("deepseek", ("--drafter", "lookup+mtp", "--draft-policy", "confidence")),
+        ("deepseek", "float32", ("--drafter", "mtp", "--draft-policy", "dynamic-tree")),
+        ("deepseek", "float32", ("--drafter", "lookup+mtp", "--draft-policy", "confidence")),
+        ("mimo", "int8", ("--drafter", "mtp")),  # the output layer is that of the checkpoint
     ],
 )
-def test_a_checkpoints_own_layer_on_the_command_line(cli, folder, family, options):
+def test_a_checkpoints_own_layer_on_the_command_line(cli, folder, family, dtype, options):
     target = checkpoint(family, folder).folder
-    words = ("generate", "the thing", "--target", target, "--dtype", "float32", "-n", 8)
+    words = ("generate", "the thing", "--target", target, "--dtype", dtype, "-n", 8)
     plain = cli(*words, "--drafter", "none", "--json").json()
     found = cli(*words, *options, "--json").json()
     assert found["token_ids"] == plain["token_ids"]

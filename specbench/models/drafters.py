@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from specbench.backends.torch.caches import make_cache
@@ -382,17 +383,30 @@ def _transform_head(module: Any, target: Target, options: LoadOptions) -> tuple[
 
 
 def _head_of(target: Target) -> torch.Tensor:
-    """Return the weight of a target's output head, [vocab, width]."""
+    """Return the weight of a target's output head, [vocab, width]; of a quantized one that of its checkpoint."""
     model: Any = target.language_model.model
-    weight: torch.Tensor = model.get_output_embeddings().weight
-    if weight.shape[1] == 0 and getattr(model.config, "tie_word_embeddings", False):  # quantized
-        weight = model.get_input_embeddings().weight
-    if weight.shape[1] == 0:
-        raise UsageError(
-            f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
-            f"Leave out --dtype {target.dtype}.",
-        )
-    return weight
+    head = model.get_output_embeddings()
+    if head.weight.shape[1]:
+        weight: torch.Tensor = head.weight
+        return weight
+    if getattr(model.config, "tie_word_embeddings", False):
+        embeddings: torch.Tensor = model.get_input_embeddings().weight
+        return embeddings
+    name = next(path for path, module in model.named_modules() if module is head).rpartition(".")[2]
+    folder = target.language_model.folder
+    for path in [] if folder is None else sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                if f".{key}".endswith(f".{name}.weight") and file.get_slice(key).get_dtype() in _FLOATS:
+                    found: torch.Tensor = file.get_tensor(key)
+                    return found
+    raise UsageError(
+        f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
+        f"Leave out --dtype {target.dtype}.",
+    )
+
+
+_FLOATS = ("F32", "F16", "BF16")
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:
