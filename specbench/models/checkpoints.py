@@ -15,7 +15,7 @@ import msgspec
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -26,7 +26,7 @@ from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.models.composites import causal_class, composite_class
+from specbench.models.composites import causal_class, composite_class, text_only
 from specbench.models.devices import available_memory
 from specbench.models.quantized import quantization_of
 from specbench.options import QuantizedName
@@ -371,6 +371,17 @@ def fingerprint(
 # -- memory ----------------------------------------------------------------------------------------
 
 
+def weights_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of weights of a model's text part, and of those that are quantized, without tensors."""
+    whole = composite_class(config)
+    with torch.device("meta"), quiet_transformers():
+        model = AutoModelForCausalLM.from_config(config) if whole is None else text_only(whole)(config)
+    rest = {id(model.get_input_embeddings().weight)}
+    linear = {id(each.weight): each.weight for each in model.modules() if type(each) is torch.nn.Linear}
+    counted = sum(weight.numel() for key, weight in linear.items() if key not in rest)
+    return sum(int(each.numel()) for each in model.parameters()), counted
+
+
 def weight_memory(
     config: PreTrainedConfig,
     numbers: int,
@@ -393,13 +404,15 @@ def weight_memory(
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
     words, width, inner = (size if isinstance(size, int) else 0 for size in sizes)
-    linear = loaded.itemsize if quantize is None else bytes_per_weight(quantize, loaded.itemsize)
+    wide = loaded.itemsize
+    narrow = wide if quantize is None else bytes_per_weight(quantize, wide)
     tied = getattr(config, "tie_word_embeddings", False)
-    head = int(words * width * linear) if tied else 0  # packed, beside the embeddings
-    kept = int(numbers * linear + words * width * (loaded.itemsize - linear)) + head
+    head = int(words * width * narrow) if tied else 0  # packed, beside the embeddings
+    linear = 0 if quantize is None else weights_of(config)[1]
+    kept = int(numbers * wide - linear * (wide - narrow)) + head
     # Two layers that become one product are there three times for a moment, a single one twice.
-    working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else loaded.itemsize)
-    return kept, working + (kept if stored == loaded or packs else numbers * loaded.itemsize + head)
+    working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else wide)
+    return kept, working + (kept if stored == loaded or packs else numbers * wide + head)
 
 
 def check_memory(

@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from specbench.models.checkpoints import (
     text_config,
     weight_files,
     weight_memory,
+    weights_of,
 )
 from specbench.models.composites import causal_class, composite_class, text_model, text_only, unread_weights
 from specbench.models.devices import available_memory, check_options, resolve_device
@@ -180,7 +182,7 @@ def load_model(
                 loaded = resolve_dtype(options, config, Counter())
                 unpacked = quantization_of(config, spec.name) is not None
                 counted = unpacked or composite_class(config) is not None
-                numbers = weights_of(config) if counted else total // config.dtype.itemsize
+                numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
                 packs = unpacked and quantized(options.dtype) is not None and adapter is None
                 _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
 
@@ -317,7 +319,7 @@ def _load_folder(
     if pickled:
         needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
-    numbers = weights_of(config) if settings is not None else needed // dtype.itemsize
+    numbers = weights_of(config)[0] if settings is not None else needed // dtype.itemsize
     placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
@@ -367,9 +369,10 @@ def _read_weights(
     whole = composite_class(config)
     loader: Any = AutoModelForCausalLM if whole is None else text_only(whole)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
-    with quiet_transformers(progress, f"loading {name}"):
+    settings = quantization_of(config, name)
+    with quiet_transformers(progress, f"loading {name}"), _in_this_thread(settings is not None):
         try:
-            if settings := quantization_of(config, name):
+            if settings is not None:
                 loader = causal_class(config) if whole is None else loader
                 weights = stored_weights(files, settings, dtype, name, packs=packs)
                 source = unpacked_source(folder, config, weights)
@@ -403,17 +406,23 @@ def _read_weights(
     return model if whole is None else text_model(model), weights.values()
 
 
+@contextmanager
+def _in_this_thread(wanted: bool) -> Iterator[None]:
+    """Have `transformers` read weights in this thread: threads of its own keep much of what they free."""
+    variable = "HF_DEACTIVATE_ASYNC_LOAD"
+    changed = wanted and variable not in os.environ
+    if changed:
+        os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if changed:
+            os.environ.pop(variable, None)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-def weights_of(config: PreTrainedConfig) -> int:
-    """Return the number of weights of a model's text part, without tensors."""
-    whole = composite_class(config)
-    with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(config) if whole is None else text_only(whole)(config)
-    return sum(int(each.numel()) for each in model.parameters())
 
 
 def resolve_dtype(

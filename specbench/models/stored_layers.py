@@ -7,7 +7,6 @@ forms a zero too. It is computed in float32, some rows at a time, and rounded on
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -135,17 +134,14 @@ class Grid:
 class StoredWeight:
     """A weight that is unpacked when it is read: for `from_pretrained` a slice of a safetensors file."""
 
-    _turn = threading.Lock()  # each product of torch has threads of its own
-
     def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype, *, packs: bool = False) -> None:
         self.grid, self._dtype, self._packs = grid, dtype, packs
         self.outline: Tensor | None = None
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        with self._turn:
-            grid = self.grid()
-            self.outline = grid.outline(self._dtype) if self._packs else None
-            return grid.unpack(self._dtype) if self.outline is None else self.outline
+        grid = self.grid()
+        self.outline = grid.outline(self._dtype) if self._packs else None
+        return grid.unpack(self._dtype) if self.outline is None else self.outline
 
     def fill(self) -> None:
         """Unpack what was read as an outline."""
@@ -165,7 +161,8 @@ def packed_as_told(
     known = [parts for parts in told if parts is not None]
     if len(known) < len(grids) or len({parts[1].shape[1] for parts in known}) > 1:
         return None
-    codes, *lines = [torch.cat(each) for each in zip(*known, strict=True)]
+    codes, *lines = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*known, strict=True)]
+    del told, known
     if kind == "int8" and lines[0].shape[1] == 1:
         scales = lines[0][:, 0].contiguous()
         return Panels.from_int8(codes, scales) if native.is_available() else Int8Weight(codes, scales)
