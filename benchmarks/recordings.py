@@ -133,7 +133,7 @@ def shown(picture: str) -> list[str]:
 
 
 BLOCK = re.compile(r"(?:^<!-- the first (\d+) lines -->\n)?^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PROGRESS = re.compile(r"^\d+ of \d+ generations, .* left\n", re.MULTILINE)
+PROGRESS = re.compile(r"^.* \.\.\. (\d+%, )?\d+ (s|min)\b.*\n", re.MULTILINE)
 """Lines that a terminal replaces by a bar."""
 
 

@@ -24,6 +24,10 @@ sys.path[:0] = [
 
 from cli_runs import Cli, Result  # noqa: E402
 
+from specbench.cli import progress  # noqa: E402
+
+progress.PATIENCE_S = float("inf")  # what commands print must not depend on how busy the machine is
+
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from specbench.backends.torch.parity import Difference
-from specbench.base.progress import Progress
 from specbench.base.record import Json, finite
 from specbench.check.deviation import DeviationResult, judge_deviations
 from specbench.check.greedy import (
@@ -57,7 +56,7 @@ class DecodingCheck:
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
         plain_outputs: Outputs of plain decoding so far, by the prompt's token ids; new ones are added. Checks with the
             same target, cache and stop rules can share it.
-        progress: Receives the stages; ``None`` for none.
+        report: Receives the number of cases that are done; ``None`` for nobody.
         greedy: One result per prompt.
         exact: One result per prompt; empty for greedy decoding.
         complete: Whether all cases are checked.
@@ -67,7 +66,7 @@ class DecodingCheck:
     no_transformers: str | None = None
     bit_exact: bool = False
     plain_outputs: dict[tuple[int, ...], GreedyOutput] = field(default_factory=dict)
-    progress: Progress | None = None
+    report: Callable[[int], None] | None = None
     greedy: list[GreedyResult] = field(default_factory=list)
     exact: list[ExactCase] = field(default_factory=list)
     complete: bool = False
@@ -75,8 +74,8 @@ class DecodingCheck:
     def check_steps(self) -> None:
         """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
         for done, case in enumerate(self.cases):
-            if self.progress is not None:
-                self.progress.update("prompts", done, len(self.cases))
+            if self.report is not None:
+                self.report(done)
             prompt = tuple(case.request.prompt)
             if prompt not in self.plain_outputs:
                 self.plain_outputs[prompt] = run_plain(case.request)
@@ -106,8 +105,9 @@ class DecodingCheck:
 
     @property
     def label(self) -> str:
-        """The configuration as sweeps name it."""
-        return "none" if self.plain else f"{self.drafter}@{self.draft_policy.removeprefix('fixed:gamma=')}"
+        """The configuration as tables of sweeps name it."""
+        policy = self.draft_policy.replace("fixed:gamma=", "γ=")
+        return "plain" if self.plain else f"{self.drafter} {policy}"
 
     @property
     def deviations(self) -> DeviationResult | None:

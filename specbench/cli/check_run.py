@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -118,16 +119,19 @@ class DecodingJob:
         try:
             with StageProgress(self.request.quiet) as progress, quiet_transformers():
                 self.request.console = progress.console
-                for number, checking in enumerate(self._checks, 1):
-                    if len(self._checks) > 1:
-                        progress.prefix = f"{checking.label} ({number} of {len(self._checks)}): "
-                    checking.progress = progress
+                for number, checking in enumerate(self._checks):
+                    checking.report = partial(self._report, progress, number)
                     checking.check_steps()
         finally:  # an interrupt loses nothing of what is checked
             begun = [checking for checking in self._checks if checking.greedy]
             if begun:
                 self._show(begun, all(checking.complete for checking in self._checks))
         return int(worst([checking.verdict for checking in begun]) in ("wrong", "nothing tested"))
+
+    def _report(self, progress: StageProgress, number: int, done: int) -> None:
+        cases = len(self._checks[number].cases)
+        done, total = number * cases + done, len(self._checks) * cases
+        progress.update("checking", done, total, note=self._checks[number].label)
 
     def prepare(self, progress: Progress) -> None:
         """Load the models, let ``transformers`` answer, and put the checks together.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.base.textsafe import counted, one_line
-from specbench.cli.console import duration
 from specbench.results import stats
 from specbench.results.lines import Generation
 from specbench.show.document import Sheet, tables_of
@@ -100,23 +99,18 @@ class RunningTable:
 
 
 class SweepDisplay:
-    """A bar on a terminal below a table of all rows, elsewhere a line now and then. It draws only between measurements.
+    """A bar below a table of all rows. It draws only between measurements.
 
     Args:
-        cells: What a sweep measures, in the plural.
         progress: The bar.
         say: Prints a line.
-        lines: Whether to print lines of progress.
 
     Attributes:
         table: What is known of the rows; ``None`` if nothing was predicted.
     """
 
-    def __init__(
-        self, cells: str, progress: StageProgress, say: Callable[[str], None], *, lines: bool
-    ) -> None:
-        self._cells, self._progress, self._say, self._lines = cells, progress, say, lines
-        self._said = -1
+    def __init__(self, progress: StageProgress, say: Callable[[str], None]) -> None:
+        self._progress, self._say = progress, say
         self._latest: Measurement | None = None
         self.table: RunningTable | None = None
 
@@ -129,14 +123,9 @@ class SweepDisplay:
                 self._latest = at.latest
                 self.table.add(at.latest)
             self._progress.above = partial(self.table.drawn, self._progress.console)
-        failed = f", {at.failed} failed" if at.failed else ""
-        left = "time left unknown" if at.seconds_left is None else f"{duration(at.seconds_left)} left"
-        text = f"{at.done} of {at.total} {self._cells}{failed}, {left}"
-        self._progress.update(f"{text}: {at.now}" if at.now else text, at.done, at.total)
-        tenth = 10 * at.done // at.total
-        if self._lines and at.seconds_left is not None and tenth > self._said:
-            self._said = tenth
-            self._say(text)
+        failed = f"{at.failed} failed" if at.failed else ""
+        note = ", ".join(filter(None, [f"{at.done} of {at.total}", failed, at.now]))
+        self._progress.update("measuring", at.done, at.total, note=note, left_s=at.seconds_left)
 
 
 def _text(estimate: Estimate) -> str:

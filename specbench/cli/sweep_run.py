@@ -168,8 +168,7 @@ class SweepJob(RunJob):
                 self.say(problem)
             with StageProgress(self.quiet, animated=False) as progress:
                 self.console = progress.console
-                lines = not (self.quiet or self.console.is_terminal)
-                display = SweepDisplay(self._cells, progress, self.say, lines=lines)
+                display = SweepDisplay(progress, self.say)
                 retry = self._results.retry_failed
                 run = SweepRun(self.sweep, store, self.engine, retry_failed=retry, minutes=self._minutes)
                 try:

@@ -184,12 +184,12 @@ class _Display(TrainingProgress):
         self._progress.update(words, done, total)
 
     def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        of = "" if wanted is None else f" of {wanted:,}"
-        left = "" if left_s is None else f", {duration(left_s)} left"
-        self.say(f"the target has written {tokens:,}{of} tokens{left}", tokens, wanted)
+        written = f"{tokens:,}" if wanted is None else f"{tokens:,} of {wanted:,}"
+        self._progress.update("the target writes", tokens, wanted, note=f"{written} tokens", left_s=left_s)
 
     def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        self.say(f"step {step} of {steps}, loss {loss:.2f}, {duration(left_s)} left", step, steps)
+        note = f"step {step:,} of {steps:,}, loss {loss:.2f}"
+        self._progress.update("training", step, steps, note=note, left_s=left_s)
 
     def report_measurement(self, measured: Measured, *, best: bool) -> None:
         loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"

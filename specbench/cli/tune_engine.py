@@ -56,7 +56,7 @@ def tune_engine(
     assert search.minutes is not None
     clock, start, quiet = WallClock(), load_snapshot(), results.quiet
     began, seconds = clock.now(), 60 * search.minutes
-    with starting(quiet, every=True) as progress, quiet_transformers():
+    with starting(quiet) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
         planned = EngineServers.of(

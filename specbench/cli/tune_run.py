@@ -94,7 +94,7 @@ def run_tune(
         seed=search.seed,
         template=template,
     )
-    with starting(quiet, every=True) as progress, quiet_transformers():
+    with starting(quiet) as progress, quiet_transformers():
         from specbench.bench.engines.own import check_engine
         from specbench.decoding.sampling import Sampling
         from specbench.tune.loading import configurations, load_candidates
@@ -177,10 +177,7 @@ class TuneJob(RunJob):
         ended = False
         try:
             for race in search.measure():
-                shown = race_state(race, labels, search.left_s)
-                progress.update(f"racing: {shown}", 0, None)
-                if race.look_due and not self.quiet and not self.console.is_terminal:
-                    self.say(shown)
+                progress.update("racing", 0, None, note=race_state(race, labels, search.left_s))
             ended = search.race.ending != "interrupted"
         finally:
             if not ended:

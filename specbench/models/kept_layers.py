@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -117,9 +118,13 @@ def kept_layers(
         return
     try:
         announce(progress, making)
-        kept = partial(announce, progress, f"{making} (the result is kept)")
+
+        def report(layer: int, kept: bool) -> None:
+            if progress is not None:
+                progress.update(making + " (the result is kept)" * kept, layer, model.layers)
+
         name = f"{model.name}, {kind}" if kind == "packed" else f"{model.name} in {kind}"
-        made = _Made(work, parent, name, kept)
+        made = _Made(work, parent, name, report)
         yield made
         made.finish(entry)
         _evict(parent, entry)
@@ -191,16 +196,19 @@ class _Made:
     """An entry that is being written: a safetensors file, whose header is written last, into space left for it.
 
     Every tensor begins with a cache line, as products read it fastest. Writing is abandoned if the disk is too small.
-    ``kept`` is called before the first.
+    ``report`` is called with each layer of the model that is made, and whether any was written.
     """
 
-    def __init__(self, work: Path, parent: Path, name: str, kept: Callable[[], None]) -> None:
-        self.work, self.parent, self.name, self._kept = work, parent, name, kept
+    def __init__(self, work: Path, parent: Path, name: str, report: Callable[[int, bool], None]) -> None:
+        self.work, self.parent, self.name, self._report = work, parent, name, report
         self.failed = False
         self._header: dict[str, dict[str, Any]] = {}
         self._end = 0
 
-    def find(self, place: str) -> QuantizedWeight | None:  # noqa: ARG002 - nothing is there yet
+    def find(self, place: str) -> QuantizedWeight | None:
+        """Return nothing, for nothing is there yet; a layer is made next."""
+        if layer := re.search(r"\.(\d+)\.", place):
+            self._report(int(layer[1]), bool(self._header))
         return None
 
     def discard(self) -> None:
@@ -209,8 +217,6 @@ class _Made:
     def save(self, place: str, weight: QuantizedWeight) -> None:
         if self.failed:
             return
-        if not self._header:
-            self._kept()
         tensors = {f"{place} {part}": tensor for part, tensor in _tensors(weight).items()}
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
