@@ -316,6 +316,19 @@ class TestRendering:
         assert "verdict" in text
         assert text.count("fastest") == 1
 
+    def test_names_and_words_break_where_their_parts_end(self):
+        headings = ["configuration", "plain", "transformers", "logits", "steps", "exact", "verdict"]
+        name = "lookup+qwen2.5-coder-0.5b (int4) γ=12"
+        rows = [[name, "numerical tie", "numerical tie", "sound", "sound", "sound", "numerical tie"]]
+        text = document.to_text(document.Sheet(headings, rows, left=frozenset(range(1, 7))))
+        assert [line.split() for line in text.splitlines()] == [
+            headings,
+            ["─" * 80],
+            ["lookup+qwen2.5-", "numerical", "numerical", "sound", "sound", "sound", "numerical"],
+            ["coder-0.5b", "(int4)", "tie", "tie", "tie"],
+            ["γ=12"],
+        ]
+
     @pytest.mark.parametrize("speeds", [[20.0], [4.0, 100.0]])
     def test_too_few_runs_have_no_interval_and_say_so(self, speeds):
         """Two prompts that fare differently have one that reaches from 0.00 to 85002."""

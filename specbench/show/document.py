@@ -260,6 +260,28 @@ def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]
     return [min(widths[0], _NAME_CELLS), *widths[1:]]
 
 
+_PIECE = re.compile(r"[^ /:+,|-]*[ /:+,|-]+|[^ /:+,|-]+")
+"""A part of a name that stays in one line if it can."""
+
+
+def _longest_piece(texts: Iterable[str]) -> int:
+    from rich.cells import cell_len
+
+    return max((cell_len(piece.rstrip()) for text in texts for piece in _PIECE.findall(text)), default=0)
+
+
+def _broken(text: str, width: int) -> str:
+    """Break a name into lines of a width where its parts end."""
+    from rich.cells import cell_len
+
+    lines = [""]
+    for piece in _PIECE.findall(text):
+        if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def _in_two_lines(heading: str) -> str:
     """Break a long heading at a space or before a slash."""
     if len(heading) <= 7:
@@ -285,17 +307,23 @@ def _table(
     from rich.table import Table
     from rich.text import Text
 
+    names = [i for i in kept if i == 0 or i in sheet.left]
     widths = _widths(headings, rows)
-    over = max(0, sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width)
+    over = sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width
+    pieces = {i: _longest_piece([*headings[i].split("\n"), *(row[i] for row in rows)]) for i in names}
+    for least in (pieces, {0: _LEAST_NAME_CELLS}):
+        while over > 0 and (wide := [i for i in least if widths[i] > least[i]]):
+            widths[max(wide, key=lambda i: widths[i] - least[i])] -= 1
+            over -= 1
     most = max(headings[i].count("\n") for i in kept)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
     for i in kept:
         side: Literal["left", "right"] = "left" if i == 0 or i in sheet.left else "right"
-        cells = max(min(_LEAST_NAME_CELLS, widths[0]), widths[0] - over) if i == 0 else widths[i]
         heading = "\n" * (most - headings[i].count("\n")) + headings[i]  # at the bottom, and cells at the top
-        table.add_column(Text(heading), justify=side, overflow="fold", width=cells)
+        table.add_column(Text(heading), justify=side, overflow="fold", width=widths[i])
     for number, row in enumerate(rows):
-        cells_of_row = [Text(row[i]) for i in kept]  # as Text: markup in a name stays as it is
+        # As Text: markup in a name stays as it is.
+        cells_of_row = [Text(_broken(row[i], widths[i]) if i in names else row[i]) for i in kept]
         cells_of_row[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))
         table.add_row(*cells_of_row, style="bold" if number in sheet.marked else "")
     return table
