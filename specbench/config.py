@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import UsageError, unknown
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
 from specbench.options import CacheKind, DtypeName
@@ -157,7 +157,7 @@ def _check_drafter(text: str) -> None:
 
 def _check_word(what: str, words: tuple[str, ...], text: str) -> None:
     if text not in words:
-        raise UsageError(f"There is no {what} {text!r}.", f"Choose {', '.join(words)}.")
+        raise unknown(what, text, words)
 
 
 _CHECKS: Mapping[str, Callable[[str], object]] = {

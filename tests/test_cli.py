@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -331,10 +332,12 @@ def test_what_has_no_effect_is_said(tiny, arguments, note):
     assert f"note    {note}" in result.err
 
 
-def test_without_a_command_there_is_help_and_an_error(cli):
+def test_without_a_command_there_are_three_and_an_error(cli):
     result = cli()
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("Usage: specbench")
+    assert "Three commands to begin with" in result.err
+    for line in re.findall("  specbench (.*)", result.err):
+        assert cli(*shlex.split(line)[:1], "--help").code == 0
 
 
 def test_version_for_a_bug_report(cli):
@@ -457,13 +460,35 @@ def test_folders_and_files_that_are_no_model(cli, tmp_path):
         ("looukp", "lookup"),
         ("ngrm:order=3", "ngram:order=3"),
         ("lookup+slef:int8", "self:int8"),
-        ("tinny", "tiny"),
     ],
 )
-def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(tiny, folder, monkeypatch, given, meant):
-    monkeypatch.chdir(folder.parent)
+def test_a_mistyped_drafter_is_suggested_without_asking_the_hub(tiny, monkeypatch, given, meant):
     monkeypatch.setattr(specbench.models.target, "load_target", lambda *_, **__: pytest.fail("loaded"))
     tiny("hi", "--drafter", given).refused(2, "There is no drafter", f"Give '{meant}', or")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("tinny", "tiny"), ("smolm2-135m", "smollm2-135m")])
+def test_a_mistyped_model_is_suggested_without_asking_the_hub(cli, folder, monkeypatch, given, meant):
+    monkeypatch.chdir(folder.parent)
+    for words in (["--target", given], ["--target", "tiny", "--drafter", given]):
+        cli("generate", *words, "hi").refused(2, f"There is no model '{given}'", f"Give '{meant}', or")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (("generat", "x"), "generate"),
+        (("generate", "--prompts", "chta"), "chat"),
+        (("generate", "--draft-policy", "confidnce", "x"), "confidence"),
+        (("tune", "--engine", "vlm"), "vllm"),
+    ],
+)
+def test_a_mistyped_word_is_suggested(cli, given, meant):
+    cli(*given).refused(2, f"Did you mean '{meant}'?")
+
+
+def test_a_mistyped_option_is_suggested(cli):
+    cli("generate", "--gama", "3", "x").refused(2, "No such option: --gama", "--gamma")
 
 
 # --- What goes wrong in the middle ----------------------------------------------------------------

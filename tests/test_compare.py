@@ -112,7 +112,11 @@ def test_a_busy_machine_gives_provisional_verdicts(tmp_path, capsys):
     ("a", "b", "message"),
     [
         ("d@1", "d γ=1", "compared with itself"),
-        ("d@1", "d@7", r"no configuration 'd@7' in this run. It has 'plain', 'd@1', 'd@2'"),
+        (
+            "d@1",
+            "d@7",
+            "no configuration 'd@7' in this run. Choose plain, d γ=1, d γ=2",
+        ),
         ("d@1", "d@2", "no finished generation in common"),
     ],
 )

@@ -154,6 +154,15 @@ def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit
 # Errors in sources
 
 
+def test_a_line_of_text_is_a_prompt(tmp_path):
+    (tmp_path / "mine.txt").write_text('Why?\n\n  {"turns": 1}\n', encoding="utf-8")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?", "answer": 4}\n', encoding="utf-8")
+    (first, second), (third,) = (load_prompts([tmp_path / f"mine.{kind}"]) for kind in ("txt", "jsonl"))
+    assert (first.id, first.category, first.turns) == ("mine-1", "mine", ("Why?",))
+    assert (second.id, second.turns) == ("mine-3", ('{"turns": 1}',))
+    assert (third.id, third.turns) == ("mine-1", ("Why?",))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -162,7 +171,7 @@ def test_taken_in_turn_counts_are_as_even_as_the_supply_allows(categories, limit
         (Path("\udcff"), r"There is no prompt file '\udcff'."),
         ("nul\x00", r"There is no prompt set 'nul\x00'."),
         (Path("nul\x00"), r"The prompt file 'nul\x00' cannot be read: "),
-        ("n" * 5000, "There is no prompt set nnn"),
+        ("n" * 5000, "There is no prompt set 'nnn"),
     ],
 )
 def test_names_without_a_file_are_refused(source, message, tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SpecbenchError(Exception):
     """An error a user can act on.
@@ -30,3 +33,10 @@ class UsageError(SpecbenchError):
 
 class RunError(SpecbenchError):
     """A valid request failed (exit code 1)."""
+
+
+def unknown(what: str, word: str, known: Iterable[str], where: str = "") -> UsageError:
+    """Return the error for a word that is none of the known ones, which suggests the closest one."""
+    near = get_close_matches(word, known := [*known], 1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return UsageError(f"There is no {what} {word!r}{where}.", f"{meant}Choose {', '.join(known)}.")

@@ -18,7 +18,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, UsageError, unknown
 from specbench.base.files import reason
 from specbench.base.record import wrong_field
 from specbench.base.textsafe import encodable, excerpt
@@ -187,10 +187,7 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
         else:
             path = Path(source)
             if isinstance(source, str) and source == path.name and not path.suffix and not _exists(path):
-                raise UsageError(
-                    f"There is no prompt set {_shown(source)}.",
-                    f"The sets are {_listed(set_names())}; a file is named by its path.",
-                )
+                raise unknown("prompt set", source, [*set_names(), "or a file by its path"])
             files[path] = _shown(str(path))
     return files
 
@@ -208,6 +205,8 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     # Not splitlines(): a JSON string may hold U+2028 and the like. A byte order mark may begin a later line, too.
     numbered = enumerate((line.removeprefix("\ufeff") for line in lines), 1)
     stem = Path(name).stem
+    if name.endswith(".txt"):  # a prompt in each line
+        return [(n, Prompt(f"{stem}-{n}", stem, (line.strip(),))) for n, line in numbered if line.strip()]
     return [(n, _parsed(line, f"Line {n} of {name}", stem, n)) for n, line in numbered if line.strip()]
 
 
@@ -255,6 +254,8 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
         raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
     if not isinstance(fields, dict):
         raise UsageError(f"{where} is not a JSON object.", _FORM)
+    if isinstance(fields.get("prompt"), str):
+        fields.setdefault("turns", [fields["prompt"]])
     if "turns" in fields:
         fields.pop("messages", None)
     name = fields.get("question_id", f"{stem}-{number}")

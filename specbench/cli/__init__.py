@@ -20,12 +20,13 @@ from typer.core import TyperGroup
 from specbench._version import __version__
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import to_dict
-from specbench.base.textsafe import one_line, terminal_safe
+from specbench.base.textsafe import terminal_safe
 from specbench.cli.cache import cache
 from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
 from specbench.cli.conflicts import MOVED
+from specbench.cli.console import say
 from specbench.cli.doctor import doctor
 from specbench.cli.drafters import drafters
 from specbench.cli.export import export
@@ -43,6 +44,19 @@ from specbench.cli.train import train
 from specbench.cli.tune import tune
 
 OUTPUT_CLOSED = 141  # what shells report for SIGPIPE
+
+_FIRST_STEPS = """\
+Is your model faster with speculative decoding? Three commands to begin with:
+
+  # one answer, with and without drafts
+  specbench generate --compare "Why is the sky blue?"
+  # the fastest setting on this machine
+  specbench tune
+  # is the output the model's own?
+  specbench check
+
+They use a small built-in model (98 MB, fetched once); --target MODEL names yours.
+`specbench --help` lists all commands."""
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
@@ -128,7 +142,7 @@ def _root(
     if verbose:
         raise UsageError("--verbose says more about --version only.", "Use `specbench --version --verbose`.")
     if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help(), err=True)
+        typer.echo(_FIRST_STEPS, err=True)
         raise typer.Exit(2)
     try:
         Path.cwd()
@@ -253,4 +267,4 @@ def _give_up_stdout() -> None:
 
 def _say(message: str) -> None:
     with suppress(OSError):  # stderr may be closed as well
-        print(f"specbench: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201
+        say(message)

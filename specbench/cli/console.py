@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 import typer
@@ -13,8 +15,12 @@ from specbench.base.textsafe import one_line, terminal_safe
 
 
 def say(message: str) -> None:
-    """Print one line on stderr, after the name of the program."""
-    typer.echo(terminal_safe(f"specbench: {one_line(message)}"), err=True)
+    """Print one line on stderr, after the name of the program; a terminal breaks it between words."""
+    text = f"specbench: {one_line(message)}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    typer.echo(text, err=True)
 
 
 def write_out(text: str) -> None:

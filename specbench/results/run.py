@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import unknown
 from specbench.base.record import Count, Estimate, Json, Number, Record, Size, doc
 from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, SharedCosts
@@ -227,5 +227,4 @@ def find_config(run: Run, name: str, where: str) -> Row:
         for config in run.configs:
             if getattr(config, field) == name:
                 return config
-    known = ", ".join(repr(one_line(config.id)) for config in run.configs)
-    raise UsageError(f"There is no configuration {name!r} in {where}.", f"It has {known}.")
+    raise unknown("configuration", name, (one_line(config.label) for config in run.configs), f" in {where}")

@@ -390,14 +390,12 @@ def _model_after(second: str) -> SelfForm | SmallModel:
 
 
 def _mistyped(text: str, offered: Collection[str]) -> str | None:
-    """Return the drafter or folder whose name is close to a mistyped spec; called before the hub is queried.
+    """Return the drafter whose name is close to a mistyped spec; called before the hub is queried.
 
     A name with an organization and an existing path count as correct.
     """
     name = text.partition(":")[0]
     if "/" in text or name in BUILTIN_MODELS or Path(text).exists():
         return None
-    if near := get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7):
-        return near[0] + text[len(name) :]
-    folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
-    return next(iter(get_close_matches(text, folders, 1, 0.8)), None)
+    near = get_close_matches(name, (*offered, *installed_drafters()), 1, 0.7)
+    return near[0] + text[len(name) :] if near else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Literal
 
 from specbench.base.errors import UsageError
@@ -119,6 +121,12 @@ def parse_model(text: str) -> ModelSpec:
         raise UsageError(f"There is no such file or folder: {text!r}.", _FORMS)
     if not _is_hub_id(identifier) or ("@" in text and not re.fullmatch(r"[\w./-]+", revision)):
         raise UsageError(f"{text!r} is not a model name.", _FORMS)
+    if "/" not in text:  # before the hub is asked
+        folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
+        if near := get_close_matches(text, (*BUILTIN_MODELS, *PACKAGED_HEADS, *folders), 1, 0.85):
+            raise UsageError(
+                f"There is no model {text!r}.", f"Give {near[0]!r}, or a hub id with its organization."
+            )
     return ModelSpec("hub", identifier, revision or None)
 
 

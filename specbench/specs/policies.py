@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import UsageError, unknown
 from specbench.specs.drafters import DrafterSpec
 from specbench.specs.notation import Dashed, Option, Spec, dashed, option
 
@@ -268,7 +268,5 @@ def parse_policy(text: str) -> PolicySpec:
     word = text.partition(":")[0].strip()
     kind = next((policy for policy in POLICIES if policy.word == word), None)
     if kind is None:
-        raise UsageError(
-            f"There is no draft policy {word!r}.", f"Choose {', '.join(each.word for each in POLICIES)}."
-        )
+        raise unknown("draft policy", word, (each.word for each in POLICIES))
     return kind.read(text)

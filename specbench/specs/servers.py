@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import UsageError, unknown
 from specbench.specs.notation import Spec, option, read_options, split_spec
 
 KEY_PREFIX = "SPECBENCH_KEY_"
@@ -57,7 +57,7 @@ def parse_server(text: str) -> ServerSpec:
     except ValueError:  # a port that is no number, half an IPv6 address
         known = False
     if not known or not url.isprintable() or " " in url:
-        raise UsageError(f"The address of the server {name} is no http:// or https:// address.", _FORM)
+        raise UsageError(f"{url!r} is no http:// or https:// address.", _FORM)
     if parts.username is not None or parts.password is not None or parts.query:
         variable = ServerSpec(name, url).key_variable
         raise UsageError(
@@ -103,5 +103,5 @@ def parse_engine(text: str) -> EngineSpec:
     """
     name, given = split_spec(text)
     if name not in ENGINES:
-        raise UsageError(f"There is no engine {name!r}.", f"Choose {', '.join(ENGINES)}.")
+        raise unknown("engine", name, ENGINES)
     return EngineSpec(name, **read_options(name, given, EngineSpec.options()))

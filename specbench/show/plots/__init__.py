@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
-from specbench.base.errors import UsageError
+from specbench.base.errors import UsageError, unknown
 from specbench.base.files import file_errors, write_bytes
 from specbench.results.results import Results
 from specbench.show.plots.canvas import FIGURES, STYLE, NoDataError, PlotData
@@ -51,9 +51,9 @@ def draw_figures(results: Results, only: Collection[str] | None = None) -> Drawn
     Raises:
         UsageError: There is no figure of such a name, or nothing can be drawn.
     """
-    unknown = [name for name in only or () if name not in FIGURES]
-    if unknown:
-        raise UsageError(f"There is no figure {unknown[0]!r}.", f"Choose from {', '.join(FIGURES)}.")
+    for name in only or ():
+        if name not in FIGURES:
+            raise unknown("figure", name, FIGURES)
     if results.done.empty:
         raise UsageError(
             "There is nothing to plot: no generation of this run has finished.", "Continue its sweep."
