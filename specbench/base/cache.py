@@ -26,9 +26,10 @@ SUITES_FOLDER = "suites"
 
 _KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
-    LAYERS_FOLDER: "packed and quantized layers of models, so that these start sooner",
+    LAYERS_FOLDER: "packed and quantized layers, for quicker starts",
     "texts": "what targets have written to train heads on",
     SUITES_FOLDER: "prompts of public benchmarks",
+    "engines": "servers that were started, until they end",
 }
 MANIFEST = "manifest.json"
 _HASHERS = 2
@@ -120,7 +121,7 @@ def cached() -> list[Kind]:
     """Return the contents of the cache folder by kind; unknown kinds come last."""
     folder = cache_folder()
     others = {path.name for path in _listed(folder)} - _KINDS.keys()
-    kinds = _KINDS | dict.fromkeys(sorted(others), "not of this version of specbench")
+    kinds = _KINDS | dict.fromkeys(sorted(others), "of another version; this one does not read it")
     return [Kind(name, meaning, _entries(folder / name)) for name, meaning in kinds.items()]
 
 

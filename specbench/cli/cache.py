@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
 
+from specbench.base.cache import LAYERS_FOLDER, SUITES_FOLDER, cache_folder, cached, remove_cached
 from specbench.base.textsafe import terminal_safe
+
+_NAMED, _SHOWN = ("models", LAYERS_FOLDER, SUITES_FOLDER), 8
+"""Kinds whose entries have names that mean something, and how many of them are listed."""
 
 
 def cache(
@@ -16,21 +21,28 @@ def cache(
     ] = None,
 ) -> None:
     """Show what the cache folder holds and how large it is, or remove some of it."""
-    from specbench.base.cache import cache_folder, cached, remove_cached
-
     if remove:
-        typer.echo(f"{_size(sum(map(remove_cached, remove)))} removed.")
+        typer.echo(f"{_size(sum(map(remove_cached, remove))).strip()} removed.")
         return
-    kinds = cached()
-    width = max(len(kind.folder) for kind in kinds)
-    lines = [f"{cache_folder()}: {_size(sum(kind.size for kind in kinds))}"]
+    kinds = [kind for kind in cached() if kind.entries]
+    lines = [f"{_size(sum(kind.size for kind in kinds))}  {cache_folder()}"]
     for kind in kinds:
-        count = f"{kind.folder:{width}} {len(kind.entries):5}"
-        lines.append(f"{count} {_size(kind.size):>10}  {kind.meaning}")
-        lines += [f"{'':{width}}       {_size(each.size):>10}    {each.name}" for each in kind.entries]
+        lines += ["", f"{_size(kind.size)}  {kind.folder}: {kind.meaning}"]
+        sizes = Counter[str]()
+        for each in kind.entries if kind.folder in _NAMED else ():
+            sizes[each.name] += each.size
+        lines += [f"  {_size(size)}  {name}" for name, size in sizes.most_common(_SHOWN)]
+        if (rest := len(sizes) - _SHOWN) > 0:
+            lines.append(f"  {'':9}  and {rest} smaller")
+    if kinds:
+        lines += [
+            "",
+            "`specbench cache --remove NAME` removes one of these; what is needed is made or fetched again.",
+        ]
     for line in lines:
         typer.echo(terminal_safe(line))
 
 
 def _size(number: int) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
+    name, unit = ("GB", 1e9) if number >= 1e9 else ("MB", 1e6) if number >= 1e6 else ("kB", 1e3)
+    return f"{number / unit:6.1f} {name}"

@@ -238,7 +238,9 @@ def _gamma(figures: Mapping[str, Any]) -> str:
     """Return the draft length; of a draft policy that decides it, the mean."""
     options = figures["options"]
     if options["gamma"] is not None:
-        return str(options["gamma"])
+        return (
+            f"{options['gamma']}{', fixed so that a seed repeats its output' * (options['temperature'] > 0)}"
+        )
     mean = f", {figures['drafted'] / figures['steps']:.1f} on average" if figures["steps"] else ""
     verified = f", verified by {options['verification']}" if options["verification"] else ""
     return f"by {options['draft_policy']}{mean}{verified}"

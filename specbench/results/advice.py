@@ -92,7 +92,7 @@ def warn_of_disturbances(generations: int, counts: Mapping[str, int]) -> list[Ru
         RunWarning(
             name,
             "warning" if counts[name] > 0.05 * generations else "info",
-            f"{what} during {counts[name]} of {counted(generations, 'generation')}.",
+            f"{what} {'meanwhile' if generations == 1 else f'during {counts[name]} of {generations} generations'}.",
             advice,
             {"generations": counts[name], "of": generations},
         )

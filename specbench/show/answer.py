@@ -143,7 +143,7 @@ class _Answers:
         else:
             why = slower if all(row.verdict == "slower" for row in measured) else unsure
             headline = f"{why} The best measured is {self._speedups(best)}"
-        return f"{self.summary.disturbance} {headline}".strip()
+        return f"{headline} {self.summary.disturbance}".strip()
 
     def of_servers(self) -> Answer:
         """Return the answer for servers: which one is faster than the first, or up to which batch size it is."""
@@ -199,7 +199,7 @@ class _Answers:
         headline, *others = [
             f"{_described(each[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
         ]
-        headline = f"{self.summary.disturbance} {headline}".strip()
+        headline = f"{headline} {self.summary.disturbance}".strip()
         if len(curves) > 1 + _TIES:
             others.append(f"{len(curves) - 1 - _TIES} more drafters and policies are in the table.")
         rows = curves[0]

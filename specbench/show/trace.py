@@ -38,6 +38,7 @@ _NOTES = {
     "rate": "tokens per second that a further draft token must reach to be worth its time",
     "survival": "estimated probability that the whole draft is accepted",
     "probe": "1 if the step drafts only to learn",
+    "reading_s": "seconds that its model needs for what it has not read, before it can draft",
     "too_slow": "1 if drafts would lose time even if every token were accepted",
     "gamma": "the draft length that is aimed at",
     "H_norm": "entropy of the drafter's prediction over log V, V the size of the vocabulary (0: certain, 1: no idea)",
