@@ -123,7 +123,7 @@ def parse_model(text: str) -> ModelSpec:
         raise UsageError(f"{text!r} is not a model name.", _FORMS)
     if "/" not in text:  # before the hub is asked
         folders = [path.name for path in Path().iterdir() if (path / "config.json").is_file()]
-        if near := get_close_matches(text, (*BUILTIN_MODELS, *PACKAGED_HEADS, *folders), 1, 0.85):
+        if near := get_close_matches(text, (*BUILTIN_MODELS, *folders), 1, 0.85):
             raise UsageError(
                 f"There is no model {text!r}.", f"Give {near[0]!r}, or a hub id with its organization."
             )
