@@ -25,7 +25,6 @@ from specbench.cli.cache import cache
 from specbench.cli.chat import chat
 from specbench.cli.check import check
 from specbench.cli.compare import compare
-from specbench.cli.conflicts import MOVED
 from specbench.cli.console import say
 from specbench.cli.doctor import doctor
 from specbench.cli.drafters import drafters
@@ -234,9 +233,6 @@ def _explain(error: BaseException) -> int:
         message = str(error.format_message())
         if "unexpected extra argument" in message and context is not None and context.info_name == "generate":
             hint = " Put a prompt of several words in quotes." + hint
-        moved = MOVED.get(getattr(error, "option_name", ""))
-        if moved is not None:
-            message, hint = f"{error.option_name} is now `{moved}`", ""  # type: ignore[attr-defined]
         if "No such option: --traceback" in message:
             hint = " It comes before the command: `specbench --traceback COMMAND`."
         _say(_sentence(message) + hint)

@@ -84,27 +84,6 @@ NEED = (
 )
 """The options have a meaning only with the other one."""
 
-MOVED = {
-    "--a": "compare RUN:A RUN:B",
-    "--any-target": "--drafter HEAD:any-target",
-    "--bit-exact": "--cache bit-exact",
-    "--category": "--prompts",
-    "--compile": "--cache compiled",
-    "--device-map": "--device",
-    "--drafter-device": "--drafter MODEL:device=DEVICE",
-    "--drafter-dtype": "--drafter MODEL:dtype=DTYPE",
-    "--grammar": "--format grammar=FILE",
-    "--json-schema": "--format json-schema=FILE",
-    "--max-servers": "--engine ENGINE:servers=N",
-    "--no-config": "--config none",
-    "--regex": "--format regex=REGEX",
-    "--setting": "export RUN:NAME",
-    "--start-timeout": "--engine ENGINE:start-timeout=SECONDS",
-    "--suite": "--prompts",
-    "--verification": "--draft-policy POLICY:verification=NAME",
-}
-"""Options that no longer exist, and what to write in their place."""
-
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:
     """Return those of the named options and groups that are on the command line, as written there."""
