@@ -57,7 +57,7 @@ def break_even(
     options = SweepOptions(
         tuple(at for each in conditions for at in each), GAMMAS, decoding=decoding, turns=1
     )
-    with starting(results.quiet, every=True) as progress, quiet_transformers():
+    with starting(results.quiet) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
         check_batches(options, len(chosen.prompts))
     prompts = [each.told(template) for each in interleave(chosen.prompts)]
