@@ -59,7 +59,9 @@ def transformers_speed(model: LanguageModel, recipe: Recipe, prompt: Sequence[in
     for _ in range(2):
         tokens = int(max(WARM_UP_TOKENS, min(_TIMED_TOKENS, _TIMED_S * speed)))
         decoding = recipe.decoding.with_changes(max_new_tokens=min(tokens, longest))
-        outcome = generate_with_transformers(model, None, row, prompt, decoding, recipe.sampling.seed, clock)
+        outcome = generate_with_transformers(
+            model, None, model, model.context_limit, row, prompt, decoding, recipe.sampling.seed, clock
+        )
         timed = len(outcome.token_ids) - outcome.first_tokens
         if timed < 1 or not outcome.decode_s:
             return None

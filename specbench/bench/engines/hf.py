@@ -38,6 +38,8 @@ class _EmissionTimes(StoppingCriteria):
 def generate_with_transformers(
     reference: LanguageModel,
     assistant: LanguageModel | None,
+    target: LanguageModel,
+    limit: int | None,
     config: Row,
     prompt: Sequence[int],
     decoding: DecodingOptions,
@@ -46,19 +48,20 @@ def generate_with_transformers(
 ) -> Outcome:
     """Call ``generate`` with exactly the settings, end tokens and seed of specbench's own loop.
 
-    ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them, before layers are changed.
+    ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them, before layers are changed;
+    ``target`` is what specbench decodes with, and ``limit`` the context that it holds.
 
     Raises:
         UsageError: The prompt does not fit the target's context.
     """
-    limit, longest = reference.context_limit, decoding.max_new_tokens
+    longest = decoding.max_new_tokens
     budget = longest if limit is None else min(longest, limit - len(prompt))
     if budget < 1:
         raise UsageError(
             f"The prompt has {len(prompt)} tokens, but the target's context holds only {limit}.",
             "Shorten the prompt.",
         )
-    end_ids = decoding.end_ids(reference.end_ids)
+    end_ids = decoding.end_ids(target.end_ids)
     extra: dict[str, Any] = {}
     if assistant is not None:
         # Its defaults (20 tokens, confidence 0.4), set again each time: transformers stores adapted values there.
@@ -67,7 +70,7 @@ def generate_with_transformers(
     elif config.kind == "assisted":
         extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     if (form := decoding.parsed_format) is not None:
-        matcher = reference.formats.compile(form).matcher(len(prompt))
+        matcher = target.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
     greedy = config.condition.temperature == 0
     beams = config.decoder.beams if isinstance(config.decoder, OtherLibrary) else None
@@ -75,9 +78,9 @@ def generate_with_transformers(
         do_sample=not greedy,
         max_new_tokens=budget,
         eos_token_id=list(end_ids) or None,
-        pad_token_id=next(iter(reference.end_ids), 0),
+        pad_token_id=next(iter(target.end_ids), 0),
         **({} if beams is None else {"num_beams": beams}),
-        **reference.defaults.with_options(decoding).applied,
+        **target.defaults.with_options(decoding).applied,
         **({} if greedy else {"temperature": config.condition.temperature, "top_k": 0, "top_p": 1.0}),
     )
     # What the call leaves unset would come from the model's own file, sampling defaults and all.

@@ -225,8 +225,9 @@ class ModelEngine:
         assistant = self.assistants.get(config.drafter)
         if isinstance(assistant, SpecbenchError):
             raise assistant
+        target, limit = self.target.language_model, self.target.scorer.context_limit
         return generate_with_transformers(
-            self.reference, assistant, config, prompt, decoding, seed, self._clock
+            self.reference, assistant, target, limit, config, prompt, decoding, seed, self._clock
         )
 
     def measure_costs(
