@@ -35,7 +35,7 @@ class LoadedRecipe:
         notes: What differs from the row of a run that the recipe is from, as sentences.
 
     Examples:
-        >>> loaded = load_recipe(read_recipe("results/smollm2-135m-head", "plain"))
+        >>> loaded = load_recipe(read_recipe("results/smollm2-135m", "plain"))
         >>> run = loaded.start([19556, 28])
         >>> sum(1 for record in run) == len(run.result().token_ids)
         True
@@ -117,7 +117,7 @@ def load_recipe(
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
 
     Examples:
-        >>> load_recipe(read_recipe("results/smollm2-135m-head", "plain")).models
+        >>> load_recipe(read_recipe("results/smollm2-135m", "plain")).models
         'smollm2-135m (..., cpu), drafter none'
     """
     Sampling(**recipe.sampling.transforms)  # refuses what is none

@@ -427,7 +427,7 @@ def read_recipe(run: str | Path, name: str) -> Recipe:
         UsageError: There is no such row, or specbench did not decode it.
 
     Examples:
-        >>> str(read_recipe("results/smollm2-135m-head", "lookup auto").drafter)
+        >>> str(read_recipe("results/smollm2-135m", "lookup auto").drafter)
         'lookup'
     """
     described = read_run(Path(run))
