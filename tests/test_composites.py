@@ -29,11 +29,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from specbench.backends.torch.forward import NativeForward
 from specbench.backends.torch.kernels import native
 from specbench.base.errors import UsageError
-from specbench.models.checkpoints import check_config, read_config
+from specbench.models.checkpoints import check_config, read_config, weights_of
 from specbench.models.composites import unread_weights
 from specbench.models.drafters import load_drafter
 from specbench.models.hub import HubModel
-from specbench.models.load import load_model, weights_of
+from specbench.models.load import load_model
 from specbench.models.target import prepare_target, wrap_target
 from specbench.options import LoadOptions
 
@@ -92,7 +92,7 @@ def test_other_parts_are_neither_counted_nor_read(place, monkeypatch):
     assert len(read) == len(tensors)
     assert loaded.files is not None
     config = read_config(Path(folder), "x")
-    assert loaded.files.numbers == weights_of(config) == sum(each.numel() for each in tensors.values())
+    assert loaded.files.numbers == weights_of(config)[0] == sum(each.numel() for each in tensors.values())
     names = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
     parts = {name.split(".")[0] for name in unread_weights(config, names)}
     assert parts == {"vision_tower", "multi_modal_projector"}
@@ -225,6 +225,14 @@ def test_heads_of_whole_models_draft_for_their_text(place, kind, tmp_path):
 def test_refusals_say_why(kind, said):
     with pytest.raises(UsageError, match=said):
         check_config(WHOLE[kind](), "x")
+
+
+def test_models_whose_positions_depend_on_padding_tokens_are_refused():
+    whole = whole_model("kosmos-2.5")
+    with pytest.raises(UsageError, match="leave out padding tokens"):
+        check_config(whole.config, "x")
+    with pytest.raises(UsageError, match="leave out padding tokens"):
+        wrap_target(whole)
 
 
 def test_classifiers_of_pictures_are_refused():

@@ -392,7 +392,7 @@ def test_a_pickle_that_runs_code_is_refused_even_then(folder, tmp_path):
 def test_not_enough_memory(folder, monkeypatch):
     size = sum(weight.nbytes for weight in load_file(folder / "model.safetensors").values())
     config = checkpoints.read_config(folder, "tiny")
-    _, peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, quantize=None)
+    peak = checkpoints.weight_memory(config, size // 4, torch.float32, torch.float32, quantize=None)
     assert size < peak
     monkeypatch.setattr(checkpoints, "available_memory", lambda device: peak - 1)
     message = refusal(load_model, str(folder), CPU, kind=RunError)

@@ -282,6 +282,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (hf.CpmAntConfig(), "", "positions of its own"),
     (hf.MoshiConfig(), "", "frames of sound"),
     (hf.ReformerConfig(is_decoder=True), "", "hash buckets"),
+    (hf.TrOCRConfig(use_learned_position_embeddings=False), "", "padding tokens"),
 ]
 
 

@@ -177,7 +177,7 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
     if whole is not None:
         if not whole.can_generate():
             raise _not_causal(kind, name)
-        _check_type(kind, name)
+        _check_type(config, name)
         text = text_config(config)
         check_class(causal_class(text) or whole, text, name)
         return
@@ -192,6 +192,7 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 UNLISTED_ENCODERS = ("bert-generation",)
+_WITHOUT_PADDING = "its positions leave out padding tokens, so that one in a draft moves the tokens after it"
 _OF_GEMMA = "it drafts from the keys and values of a Gemma 4 target, so it can only be its drafter"
 UNSUITABLE = {
     "inkling_text": "with a KV cache its logits are others than without one",
@@ -207,6 +208,8 @@ UNSUITABLE = {
     "paligemma": "tokens of its prompts attend to later ones",
     "unlimited_ocr": "its attention keeps the prompt and a window after it, which cannot be rolled back",
     "kosmos-2": "its masks know nothing of caches with room to grow",
+    "kosmos-2.5": _WITHOUT_PADDING,
+    "kosmos_2_5_text_model": _WITHOUT_PADDING,
     "qwen4_exp": "it keeps states of n-grams, which cannot be rolled back",
     "qwen4_exp_text": "it keeps states of n-grams, which cannot be rolled back",
     "reformer": "it keeps hash buckets in a cache of its own",
@@ -224,7 +227,7 @@ def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in UNLISTED_ENCODERS
     if encoder and not getattr(config, "is_decoder", True):
         raise _not_causal(kind, name)  # an encoder of the BERT family: it would look at what comes after
-    _check_type(kind, name)
+    _check_type(config, name)
     if getattr(model_class, "_is_stateful", False) and not can_keep_states(model_class):
         raise UsageError(
             f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
@@ -233,10 +236,13 @@ def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def _check_type(kind: str, name: str) -> None:
-    if kind in UNSUITABLE:
+def _check_type(config: PreTrainedConfig, name: str) -> None:
+    kind = config.model_type
+    learned = getattr(config, "use_learned_position_embeddings", True)  # of TrOCR
+    reason = UNSUITABLE.get(kind) if learned else _WITHOUT_PADDING
+    if reason is not None:
         raise UsageError(
-            f"The model {name} (type {kind!r}) cannot be decoded speculatively: {UNSUITABLE[kind]}.",
+            f"The model {name} (type {kind!r}) cannot be decoded speculatively: {reason}.",
             "Choose a transformer with attention caches.",
         )
 
@@ -376,10 +382,9 @@ def weights_of(config: PreTrainedConfig) -> tuple[int, int]:
     whole = composite_class(config)
     with torch.device("meta"), quiet_transformers():
         model = AutoModelForCausalLM.from_config(config) if whole is None else text_only(whole)(config)
-    rest = {id(model.get_input_embeddings().weight)}
-    linear = {id(each.weight): each.weight for each in model.modules() if type(each) is torch.nn.Linear}
-    counted = sum(weight.numel() for key, weight in linear.items() if key not in rest)
-    return sum(int(each.numel()) for each in model.parameters()), counted
+    linear = {each.weight for each in model.modules() if type(each) is torch.nn.Linear}
+    linear.discard(model.get_input_embeddings().weight)
+    return sum(each.numel() for each in model.parameters()), sum(each.numel() for each in linear)
 
 
 def weight_memory(
@@ -390,11 +395,12 @@ def weight_memory(
     *,
     quantize: QuantizedName | None,
     packs: bool = False,
-) -> tuple[int, int]:
-    """Return the bytes of a model's weights on a CPU: after loading, and the peak while they are loaded and packed.
+) -> int:
+    """Return the most bytes that a model's weights take on a CPU while they are loaded and packed.
 
     Weights that are not converted remain mapped from their file until they are packed, and the system can free these
-    pages when it needs memory. Other weights are all converted first. Layers are packed one after another.
+    pages when it needs memory. Other weights are all converted first. Layers are packed one after another. What that
+    saves is counted only where memory is short: it takes a model without tensors.
 
     Args:
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
@@ -407,12 +413,13 @@ def weight_memory(
     wide = loaded.itemsize
     narrow = wide if quantize is None else bytes_per_weight(quantize, wide)
     tied = getattr(config, "tie_word_embeddings", False)
-    head = int(words * width * narrow) if tied else 0  # packed, beside the embeddings
-    linear = 0 if quantize is None else weights_of(config)[1]
-    kept = int(numbers * wide - linear * (wide - narrow)) + head
+    head = words * width * narrow if tied else 0  # packed, beside the embeddings
     # Two layers that become one product are there three times for a moment, a single one twice.
     working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else wide)
-    return kept, working + (kept if stored == loaded or packs else numbers * wide + head)
+    most = int(numbers * wide + head + working)
+    if narrow == wide or not (stored == loaded or packs) or most <= available_memory(None):
+        return most
+    return most - int(weights_of(config)[1] * (wide - narrow))
 
 
 def check_memory(

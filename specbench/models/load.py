@@ -10,15 +10,16 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, core_model_loading
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
@@ -315,11 +316,8 @@ def _load_folder(
     settings, packed = quantization_of(config, name), quantized(options.dtype)
     packs = packed is not None and (settings is not None or gguf is not None) and adapter is None
     stored = kinds[0] if len(kinds) == 1 and settings is None else None
-    needed = sum(n * (dtype if kind in kinds else kind).itemsize for kind, n in counts.items())
-    if pickled:
-        needed = sum(file.stat().st_size for file in files)
     # Before the tokenizer is loaded: it can refuse.
-    numbers = weights_of(config)[0] if settings is not None else needed // dtype.itemsize
+    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
     placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     tokenizer = None
     if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
@@ -370,7 +368,12 @@ def _read_weights(
     loader: Any = AutoModelForCausalLM if whole is None else text_only(whole)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
     settings = quantization_of(config, name)
-    with quiet_transformers(progress, f"loading {name}"), _in_this_thread(settings is not None):
+    # Threads of `transformers` keep much of what they free.
+    one_thread = mock.patch.object(core_model_loading, "is_env_variable_true", lambda _: True)
+    with (
+        quiet_transformers(progress, f"loading {name}"),
+        one_thread if settings is not None else nullcontext(),
+    ):
         try:
             if settings is not None:
                 loader = causal_class(config) if whole is None else loader
@@ -404,20 +407,6 @@ def _read_weights(
         if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
             parameter.data = parameter.data.to(dtype)
     return model if whole is None else text_model(model), weights.values()
-
-
-@contextmanager
-def _in_this_thread(wanted: bool) -> Iterator[None]:
-    """Have `transformers` read weights in this thread: threads of its own keep much of what they free."""
-    variable = "HF_DEACTIVATE_ASYNC_LOAD"
-    changed = wanted and variable not in os.environ
-    if changed:
-        os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        if changed:
-            os.environ.pop(variable, None)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -468,7 +457,7 @@ def _placement(
         check_memory(numbers * loaded.itemsize, name=name, device=device)
         return {"": device}
     quantize = quantized(options.dtype)
-    _, peak = weight_memory(config, numbers, stored, loaded, quantize=quantize, packs=packs)
+    peak = weight_memory(config, numbers, stored, loaded, quantize=quantize, packs=packs)
     check_memory(peak, name=name, device=device)
     return None
 
