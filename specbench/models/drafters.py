@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from specbench.backends.torch.caches import make_cache
@@ -39,6 +39,7 @@ from specbench.models.heads import TrainedHead, find_head, load_head, model_draf
 from specbench.models.heads.mtp import checkpoint_files
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, dtype_name, load_config, load_model, resolve_dtype
+from specbench.models.mtp_layouts import FLOATS, read_headers
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, pack_kept, quantize
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
@@ -394,19 +395,13 @@ def _head_of(target: Target) -> torch.Tensor:
         return embeddings
     name = next(path for path, module in model.named_modules() if module is head).rpartition(".")[2]
     folder = target.language_model.folder
-    for path in [] if folder is None else sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                if f".{key}".endswith(f".{name}.weight") and file.get_slice(key).get_dtype() in _FLOATS:
-                    found: torch.Tensor = file.get_tensor(key)
-                    return found
+    for key, (path, dtype, _) in ({} if folder is None else read_headers(folder)).items():
+        if f".{key}".endswith(f".{name}.weight") and dtype in FLOATS:
+            return load_file(path)[key]
     raise UsageError(
         f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
         f"Leave out --dtype {target.dtype}.",
     )
-
-
-_FLOATS = ("F32", "F16", "BF16")
 
 
 def require_states(target: Target, layers: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ BLOCK = "layers.0."
 JOINED = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Tensors that every MTP layer has, by their names in ``MtpLayer``."""
 
-_FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def has_mtp_layers(target: ModelSpec) -> bool:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = config.get("text_config") or config
         layers, quantized = text["num_hidden_layers"], "quantization_config" in {**config, **text}
-        headers = _headers(folder)
+        headers = read_headers(folder)
         if target.kind == "hub" and not headers:
             headers = _fetch_headers(target)
         found = _find(headers, layers)
@@ -207,14 +207,14 @@ def find_mtp_tensors(folder: Path, target_layers: int) -> MtpTensors | None:
     All files of the folder itself are searched, since some checkpoints have the layers in a file that their index does
     not list. Files that are no safetensors files are skipped: loading the model reports them.
     """
-    return _find(_headers(folder), target_layers)
+    return _find(read_headers(folder), target_layers)
 
 
 Headers: TypeAlias = dict[str, tuple[Path, str, Sequence[int]]]
 """The file, dtype and shape of tensors by name."""
 
 
-def _headers(folder: Path) -> Headers:
+def read_headers(folder: Path) -> Headers:
     found: Headers = {}
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
@@ -257,4 +257,4 @@ def _is_plain(name: str, headers: Headers) -> bool:
     """Return whether a tensor is of floats, or of bytes with a scale for each row."""
     (_, dtype, shape), scale = headers[name], headers.get(f"{name}_scale")
     rounded = dtype == "I8" and scale is not None and list(scale[2]) == list(shape[:1])
-    return dtype in _FLOATS or rounded
+    return dtype in FLOATS or rounded

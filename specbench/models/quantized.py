@@ -54,8 +54,8 @@ def quantization_of(config: PreTrainedConfig, name: str) -> dict[str, Any] | Non
     Raises:
         UsageError: Its weights cannot be unpacked.
     """
-    found = _told(config)
-    if found is None:
+    found = getattr(config, "quantization_config", None)
+    if not found:
         return None
     settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method = _method(settings)
@@ -69,11 +69,6 @@ def quantization_of(config: PreTrainedConfig, name: str) -> dict[str, Any] | Non
     return settings
 
 
-def _told(config: PreTrainedConfig) -> Any:
-    own = getattr(config, "quantization_config", None)
-    return own or getattr(config.get_text_config(decoder=True), "quantization_config", None)
-
-
 def _odd_layout(name: str, method: str, layout: str) -> UsageError:
     return UsageError(
         f"The weights of {name} ({method}) have a layout that is not read: {excerpt(layout)}.", _OTHERS
@@ -83,8 +78,7 @@ def _odd_layout(name: str, method: str, layout: str) -> UsageError:
 def unpacked_source(folder: Path, config: PreTrainedConfig, weights: dict[str, Any]) -> dict[str, Any]:
     """Return what tells `from_pretrained` of the model that a quantized checkpoint is unpacked to."""
     plain = copy.deepcopy(config)
-    for part in (plain, plain.get_text_config(decoder=True)):
-        vars(part).pop("quantization_config", None)
+    vars(plain).pop("quantization_config", None)
     source: dict[str, Any] = {"pretrained_model_name_or_path": None, "config": plain, "state_dict": weights}
     if (path := folder / GENERATION_CONFIG_NAME).is_file():
         source["generation_config"] = GenerationConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -10,12 +10,11 @@ lm_head.weight                             by default the target's
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -63,25 +62,15 @@ def _read(files: HeadFiles, target_layers: int) -> Tensors:
     """Read MTP layers, from safetensors files only, and of these no other tensors."""
     found = _tensors_of(files, target_layers)
     check_memory(4 * found.weights, name=files.name)
+    told: Mapping[str, Any] = {}
     if not found.plain:
         settings = read_settings(files.folder, files.name)
-        told = settings.get("quantization_config") or (settings.get("text_config") or {}).get(
-            "quantization_config"
-        )
-        if told is None:
+        parts = (settings, settings.get("text_config") or {})
+        told = next((own for part in parts if (own := part.get("quantization_config"))), {})
+        if not told:
             raise UsageError(f"The MTP layers of {files.name} are quantized, and it is not told how.", _OTHER)
-        weights = stored_weights(sorted({*found.files.values()}), told, torch.float32, files.name)
-        return {name: weights[name][...] for name in found.places if name in weights}
-    by_file: defaultdict[Path, list[str]] = defaultdict(list)
-    for name, path in found.files.items():
-        by_file[path].append(name)
-    tensors: Tensors = {}
-    for path, names in by_file.items():
-        with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in names}
-            if "d2t" in file.keys():  # noqa: SIM118 - it is no dict
-                tensors |= {name: file.get_tensor(name) for name in ("d2t", "t2d")}
-    return tensors
+    weights = stored_weights(sorted({*found.files.values()}), told, torch.float32, files.name)
+    return {name: weights[name][...] for name in (*found.places, "d2t", "t2d") if name in weights}
 
 
 def _scorer(module: Any, target: OfTarget) -> AnyHeadScorer:
