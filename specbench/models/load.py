@@ -338,12 +338,10 @@ def _load_folder(
         give_back_free_memory()
         into = dtype_name(dtype) if layers is None else f"{packed} layers"
         loaded.notes.append(note_on_quantization(settings, name, into))
-    loaded.stored = layers
-    loaded.folder, loaded.words = folder, words or folder
+    loaded.stored, loaded.folder, loaded.words = layers, folder, words or folder
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        digest = headers_digest(folder, files)
-        loaded.files = WeightFiles(where, digest, sum(counts.values()))
+        loaded.files = WeightFiles(where, headers_digest(folder, files), sum(counts.values()))
     return loaded
 
 
@@ -369,7 +367,7 @@ def _read_weights(
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "config": config}
     settings = quantization_of(config, name)
     # Threads of `transformers` keep much of what they free.
-    one_thread = mock.patch.object(core_model_loading, "is_env_variable_true", lambda _: True)
+    one_thread = mock.patch.object(core_model_loading, "is_env_variable_true", return_value=True)
     with (
         quiet_transformers(progress, f"loading {name}"),
         one_thread if settings is not None else nullcontext(),
