@@ -76,10 +76,10 @@ class HFForward(Forward):
     def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._limits_logits = takes_logits_to_keep(model)
+        keep_states(model)
+        # As `generate` does: those that models make themselves are others in Bamba, RoBERTa and models with pictures.
+        self._gives_positions = "position_ids" in inspect.signature(model.forward).parameters
         text = model.config.get_text_config(decoder=True)
-        # Bamba does not count what its cache holds, and models with pictures may count from those of another context.
-        counts = not keep_states(model) and text is model.config
-        self._gives_positions = not counts and "position_ids" in inspect.signature(model.forward).parameters
         self._shares_keys = bool(getattr(text, "num_kv_shared_layers", 0))
 
     def _kept_logits(self, rows: int, ids: Tensor) -> int | Tensor:
