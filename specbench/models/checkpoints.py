@@ -405,7 +405,7 @@ def weight_memory(
     Args:
         stored: Dtype of the weights in the file; ``None`` if there are several, or it is not known.
         loaded: Dtype of the weights in memory, before linear layers are quantized.
-        packs: Whether quantized layers are packed from the checkpoint one by one, by way of float32.
+        packs: Whether quantized layers are packed from the checkpoint one by one.
     """
     text = text_config(config)
     sizes = [getattr(text, name, 0) for name in ("vocab_size", "hidden_size", "intermediate_size")]
@@ -415,7 +415,7 @@ def weight_memory(
     tied = getattr(config, "tie_word_embeddings", False)
     head = words * width * narrow if tied else 0  # packed, beside the embeddings
     # Two layers that become one product are there three times for a moment, a single one twice.
-    working = max(words, 4 * (inner or 4 * width)) * width * (4 if packs else wide)
+    working = max(words, 4 * (inner or 4 * width)) * width * wide
     most = int(numbers * wide + head + working)
     if narrow == wide or not (stored == loaded or packs) or most <= available_memory(None):
         return most

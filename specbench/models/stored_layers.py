@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specbench.backends.torch.kernels import native
+from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
 from specbench.backends.torch.kernels.native import Panels
 from specbench.backends.torch.kernels.surgery import KeptLayers
@@ -215,6 +216,7 @@ class StoredLayers:
         return None if held else cls(found, kind)
 
     def find(self, place: str) -> QuantizedWeight | None:
+        give_back_free_memory()  # of the layer before
         path, _, names = place.rpartition(".")
         weights = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
         told = [weight for weight in weights if weight is not None]
