@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
                 p = None if sampling.greedy else np.array(chances)
                 answers.append(Answer(prompt, ids, applied, p, given.tokens, name))
         asked_s = time.perf_counter()
-        found = forecast(drafter, answers, gammas)
+        found = forecast(drafter, answers, gammas, target=target.scorer)
         print(f"\ntemperature {temperature:g}: prediction {time.perf_counter() - asked_s:.1f} s", flush=True)
         counts: dict[int, list[tuple[int, int, float]]] = {gamma: [] for gamma in (0, *gammas)}
         lines: list[CostLine] = []

@@ -24,7 +24,7 @@ from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
 from specbench.predict.answers import Answer
-from specbench.predict.chances import target_probabilities
+from specbench.predict.chances import TargetStates, chances_of, read_answer, target_probabilities
 from specbench.predict.forecast import forecast
 from specbench.predict.here import predict_rows
 from specbench.results.stats import pooled_rate
@@ -116,6 +116,19 @@ def test_sampled_drafts_are_predicted_on_average(kind, few, tmp_path):
     (row,) = forecast(drafter, answers, [3], target=few.scorer).rows
     off = np.array(steps) - [each.steps for each in row.counts]
     assert abs(off.mean()) < 3 * off.std() / np.sqrt(len(steps))
+
+
+def test_a_form_of_the_target_reads_an_answer_on_the_targets_cache(few):
+    limit, drafter, sampling = 24, load_drafter("self:skip=1", few), Sampling(1.0)
+    answer = answer_of(records(few, None, "fixed", sampling, limit), sampling, limit)
+    answer = replace(answer, probabilities=target_probabilities(few.scorer, answer))
+    drafts = chances_of(drafter, answer, 8, states=TargetStates(few.scorer, drafter, answer)).accept
+    read = read_answer(drafter, answer, target=few.scorer).chances
+    for first in (8, 16):
+        tested = drafts[first] > 0
+        assert tested.sum() > 1
+        assert read[first : first + 8][tested] == pytest.approx(drafts[first][tested], rel=1e-4)
+    assert read_answer(drafter, answer).chances != pytest.approx(read, rel=1e-2)
 
 
 def test_the_rows_of_a_sweep_are_predicted_from_plain_outputs():

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _ROWS = 64
 """Rows of logits that are computed at a time: those of a whole answer may not fit into memory."""
 
+_DRAFTED = 8
+"""Tokens that a drafter on the target's cache reads at a time, before the target does."""
+
 _RARE = 1e-3
 """A chance that a draft is accepted so far below which it counts as rejected."""
 
@@ -75,12 +78,16 @@ def chances_of(
 # -- models ----------------------------------------------------------------------------------------
 
 
-def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> ReadAnswer:
+def read_answer(
+    drafter: Drafter, answer: Answer, *, keep: bool = False, target: Scorer | None = None
+) -> ReadAnswer:
     """Return the chances of a small model's drafts along an answer. Its cache holds the answer afterwards.
 
     Args:
         drafter, answer: The drafter and the answer.
         keep: Whether to keep the logits, for the drafts of a cascade or a policy.
+        target: Reads every few tokens of the answer again after a drafter that drafts on its cache, as in decoding;
+            ``None`` where it is not there.
 
     Raises:
         UsageError: It needs the target, or the answer was sampled and its probabilities are not known.
@@ -102,8 +109,13 @@ def read_answer(drafter: Drafter, answer: Answer, *, keep: bool = False) -> Read
     chances, kept = np.zeros(n), list[torch.Tensor]()
     drafter.begin(answer.prompt)
     scorer.begin()  # also where it shares the target's cache
-    for first in range(0, readable, _ROWS):
-        last = min(first + _ROWS, readable)
+    shared = target if isinstance(drafter, SelfDrafter) else None
+    chunk = _ROWS if shared is None else _DRAFTED
+    for first in range(0, readable, chunk):
+        last, verified = min(first + chunk, readable), prompt + first - 1
+        if shared is not None and verified:
+            shared.rollback(verified - chunk)  # to before what the drafter has read
+            shared.score(ForwardRequest(shared, text[:verified], rows=1, prompt=prompt))
         logits = scorer.logits(text[: prompt + last - 1], rows=last - first, prompt=prompt)
         before, after = text[: prompt + first], text[prompt + first : prompt + last]
         if sampling.greedy:

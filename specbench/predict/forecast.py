@@ -204,7 +204,8 @@ def forecast(
         gammas: Draft lengths, at least one.
         policies: Further draft policies.
         report: Called with how many answers are done.
-        target: Reads the answers for drafters that need its hidden states; ``None`` where it is not there.
+        target: Reads the answers for drafters that need its hidden states or draft on its cache; ``None`` where it is
+            not there.
         costs: Times of passes, for policies that decide by them.
         reads: What the drafter's model has read of the answers, by their number; filled, with logits.
         most: Answers on which a model's passes are counted, at most.
@@ -232,7 +233,7 @@ def forecast(
         read, states = (None if reads is None else reads.get(done)), None
         fresh = alone and read is None
         if fresh:
-            read = read_answer(model_of(drafter), answer, keep=keep)
+            read = read_answer(model_of(drafter), answer, keep=keep, target=target)
             if reads is not None:
                 reads[done] = read
         elif target is not None and not free and not alone:
