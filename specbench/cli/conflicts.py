@@ -63,6 +63,7 @@ EXCLUDE = (
     Row("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine",
         "it is for specbench's own decoding"),
     Row("tune", ("out", "overwrite", "results", "resume"), "break_even", "it stores nothing"),
+    Row("predict", ("target_pass_ms",), "target_config", "the target's time is measured"),
 )  # fmt: skip
 """The options cannot be combined with the other one."""
 

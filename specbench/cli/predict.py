@@ -48,6 +48,11 @@ class PredictOptions:
         "Time of the target's pass over one token. Default: by the run or the log.",
         min=1e-6,
     )
+    target_config: str | None = group(MODELS)(
+        None,
+        "--target-config MODEL",
+        "Time a target here that has the config.json of this folder or model, with random weights.",
+    )
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
 
@@ -86,8 +91,9 @@ def predict(
                 f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
             )
         costs, source = costs_of(
-            drafters, log.answers, asked.answers, milliseconds=asked.target_pass_ms, progress=progress
-        )
+            drafters, log.answers, gammas, asked.answers, milliseconds=asked.target_pass_ms,
+            config=asked.target_config, progress=progress,
+        )  # fmt: skip
     forecasts = []
     with StageProgress(asked.quiet) as progress:
         for drafter in drafters.values():

@@ -1,4 +1,4 @@
-"""What forward passes take: of drafters measured here, of the target given, logged or stored."""
+"""What forward passes take: of drafters measured here, of the target measured too, given, logged or stored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from specbench.base.progress import announce
-from specbench.bench.passes import pass_costs, time_passes
+from specbench.bench.passes import cost_widths, pass_costs, time_passes
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.parts import models_of
+from specbench.models.load import make_random_model
+from specbench.models.target import prepare_target
 from specbench.predict.chances import model_of
 from specbench.results.lines import TargetTimes
 from specbench.results.store import read_run
@@ -46,9 +48,11 @@ class _NoTarget:
 def costs_of(
     drafters: Mapping[str, Drafter],
     answers: Sequence[Answer],
+    gammas: Sequence[int],
     log: Path,
     *,
     milliseconds: float | None = None,
+    config: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PassCosts, str]:
     """Time drafters, and find what the target's passes take.
@@ -56,17 +60,30 @@ def costs_of(
     Args:
         drafters: By name; of a cascade its model is timed.
         answers: At least one; their times are taken where nothing else is known.
+        gammas: Draft lengths.
         log: Where the answers are from; a stored run has times.
         milliseconds: A pass of the target over one token, if it is given.
+        config: A model whose configuration the target has, to time it here with random weights.
 
     Returns:
         The costs, and where those of the target are from, as the end of a sentence; empty if they are not known.
+
+    Raises:
+        UsageError, RunError: There is no such model, or no memory for it.
     """
+    target: Any = _NoTarget()
+    if config is not None:
+        target = prepare_target(
+            make_random_model(config, progress=progress), "dynamic", progress=progress
+        ).scorer
     announce(progress, "timing passes")
     parts = {name: model_of(each) for name, each in drafters.items()}
     models = [model for each in parts.values() for model in models_of(each)]
-    clock, target = clock_for(str(models[0].scorer.device if models else "cpu")), _NoTarget()
-    lines = time_passes(target, parts, answers[0].prompt, [1], clock, _ROUNDS, Random(0))  # type: ignore[arg-type]
+    clock = clock_for(str(models[0].scorer.device if models else target.device))
+    widths = [1] if config is None else cost_widths(gammas)
+    lines = time_passes(target, parts, answers[0].prompt, widths, clock, _ROUNDS, Random(0))
+    if config is not None:
+        return pass_costs(lines), "measured here with random weights"
     costs = pass_costs([line for line in lines if not isinstance(line, TargetTimes)])
     run = read_run(log).costs if (log / "run.json").is_file() else None
     logged = [each.pass_s for each in answers if each.pass_s is not None]

@@ -51,7 +51,7 @@ def _facts(forecasts: Sequence[Forecast], costs: PassCosts, source: str) -> Iter
         if seconds := costs.drafter_s.get(each.drafter):
             yield f"A pass of {each.drafter} takes {1000 * seconds:.3g} ms, measured here."
     if not costs.target_s:
-        yield "Speedups need the target's time: --target-pass-ms."
+        yield "Speedups need the target's time: --target-pass-ms or --target-config."
     else:
         grows = f"; each further token is taken to add {SLOPE:.0%}" if len(costs.target_s) == 1 else ""
         yield f"A pass of the target takes {1000 * costs.target_s[1]:.3g} ms, {source}{grows}."
