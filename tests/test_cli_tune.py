@@ -26,7 +26,7 @@ from specbench.base.errors import RunError
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
-from specbench.cli import run
+from specbench.cli import run, tune_run
 from specbench.config import read_config
 from specbench.decoding.records import StepTimes
 from specbench.predict import here
@@ -90,7 +90,8 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
 
     monkeypatch.setattr(ModelEngine, "generate", timed)
     monkeypatch.setattr(ModelEngine, "measure_costs", costs)
-    monkeypatch.setattr(candidates, "MIN_SHARE", 0.0)
+    for module in (candidates, tune_run):
+        monkeypatch.setattr(module, "MIN_SHARE", 0.0)
 
 
 def test_a_drafter_from_a_file_can_win(tune, tmp_path):
