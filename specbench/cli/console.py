@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 import typer
 
@@ -16,11 +17,16 @@ from specbench.base.textsafe import one_line, terminal_safe
 
 def say(message: str) -> None:
     """Print one line on stderr, after the name of the program; a terminal breaks it between words."""
-    text = f"specbench: {one_line(message)}"
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
-    typer.echo(text, err=True)
+    typer.echo(broken(f"specbench: {one_line(message)}", sys.stderr), err=True)
+
+
+def broken(text: str, stream: TextIO) -> str:
+    """Return text whose lines break between words if it goes to a terminal; lines with a command stay whole."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if ":  " in line else fill(line) for line in text.split("\n"))
 
 
 def write_out(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
 from specbench.bench.prompts import interleave
-from specbench.cli.console import duration, write_json, write_out
+from specbench.cli.console import broken, duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import MINUTES, chosen_prompts
@@ -269,7 +270,7 @@ class _OwnTuneJob(TuneJob):
             write_json(facts)
         else:
             text = (full_text if shown.verbose else short_text)(answer, self._command(results), exported)
-            write_out(terminal_safe(text))
+            write_out(broken(terminal_safe(text), sys.stdout))
         provisional = " (provisional)" if answer.provisional else ""
         commands = "generate, chat, serve, sweep and check"
         saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
