@@ -94,7 +94,7 @@ CASES = [
 @pytest.mark.parametrize(("needed", "command", "name", "other"), CASES)
 def test_options_that_exclude_or_need_each_other_are_refused(cli, needed, command, name, other):
     more = ["--resume"] if other == "out" else ["--server", VALUES["server"]] if other == "target" else []
-    base = ["results", "results"] if command == "compare" else []
+    base = {"compare": ["results", "results"], "predict": ["--answers", "log.jsonl"]}.get(command, [])
     arguments = {"prompt": "PROMPT", "arguments": "[-- ENGINE OPTIONS]"}
     written = arguments.get(name) or flags(command, name)
     result = cli(command, *base, *words(command, name), *more, *([] if needed else words(command, other)))

@@ -248,7 +248,7 @@ def test_one_that_is_named():
         assert found.measured is not None
         assert not found.measured.best
     assert RunSettings(df).get("qwen2.5-coder-0.5b (int4)@auto", 3).gamma == 3
-    assert "It has 'plain'," in refusal(RunSettings(df).get, "lookup@2", kind=UsageError)
+    assert "Choose plain," in refusal(RunSettings(df).get, "lookup@2", kind=UsageError)
     assert "not speculative decoding" in refusal(RunSettings(df).get, "plain", kind=UsageError)
 
 

@@ -15,7 +15,7 @@ FIGURES: dict[str, Any] = {
     "finish_reason": "length", "steps": 9, "drafted": 27, "accepted": 10, "nodes": 27,
     "acceptance_rate": 10 / 27, "tokens_per_step": 19 / 9, "gammas": [3] * 9, "tokens_per_second": 19.0,
     "time": {"ttft_s": 0.25, "decode_s": 1.0, "mask_s": 0.0, **TIMES}, "lossless": True, "draftable_share": None,
-    "options": {"gamma": 3, "draft_policy": "fixed:gamma=3", "verification": None},
+    "options": {"gamma": 3, "draft_policy": "fixed:gamma=3", "verification": None, "temperature": 0.0},
     "explained": {"tokens": 2.0, "step": 1.25, "drafting": 0.25, "usual": 1.5, "plain_s": 0.1, "plain_steps": 9},
 }  # fmt: skip
 RATES = [(10.0, 10.0), (40.0, 10.0), (20.0, 40.0), (None, 1000.0)]  # the first pair alone says something else
@@ -36,7 +36,10 @@ ADVICE = Advice(
     "take a chat model", "this text repeats little", "--draft-policy auto", "--drafter lookup+self:int8"
 )
 BUSY = {"severity": "warning", "message": "Busy.", "advice": "Wait."}
-SAMPLED = {"identical": None, "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal"}}
+SAMPLED = {
+    "identical": None,
+    "options": {"gamma": None, "draft_policy": "auto", "verification": "traversal", "temperature": 0.8},
+}
 
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a gain": ({}, {}),
