@@ -195,6 +195,7 @@ def forecast(
     costs: PassCosts | None = None,
     reads: MutableMapping[int, ReadAnswer] | None = None,
     most: int = _SAMPLED,
+    on_cache: bool = True,
 ) -> Forecast:
     """Return what is expected of a drafter on answers.
 
@@ -209,6 +210,8 @@ def forecast(
         costs: Times of passes, for policies that decide by them.
         reads: What the drafter's model has read of the answers, by their number; filled, with logits.
         most: Answers on which a model's passes are counted, at most.
+        on_cache: Whether the target reads along for drafters on its cache; without it they take less time to read, and
+            accept a few percent less.
 
     Raises:
         UsageError: The drafter depends on the target, or a policy needs what it lacks.
@@ -233,7 +236,7 @@ def forecast(
         read, states = (None if reads is None else reads.get(done)), None
         fresh = alone and read is None
         if fresh:
-            read = read_answer(model_of(drafter), answer, keep=keep, target=target)
+            read = read_answer(model_of(drafter), answer, keep=keep, target=target if on_cache else None)
             if reads is not None:
                 reads[done] = read
         elif target is not None and not free and not alone:

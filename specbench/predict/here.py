@@ -100,7 +100,7 @@ def predict_rows(
     if not answers:
         return Predictions()
     costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
-    predictor = _Predictor(engine, sweep, plain, costs, report)
+    predictor = _Predictor(engine, sweep, plain, costs, report, on_cache=not least)
     few = answers[:_FEW]
     if least and len(answers) > len(few):
         predictor.predict_lengths(predictor.rows, few)
@@ -120,9 +120,16 @@ class _Predictor:
     """
 
     def __init__(
-        self, engine: ModelEngine, sweep: Sweep, plain: Row, costs: PassCosts, report: Report
+        self,
+        engine: ModelEngine,
+        sweep: Sweep,
+        plain: Row,
+        costs: PassCosts,
+        report: Report,
+        *,
+        on_cache: bool,
     ) -> None:
-        self._engine, self._costs, self._report = engine, costs, report
+        self._engine, self._costs, self._report, self._on_cache = engine, costs, report, on_cache
         self._lengths: dict[str, Forecast] = {}
         self._policies: dict[str, Prediction] = {}
         self._failed: dict[str, str] = {}
@@ -143,7 +150,7 @@ class _Predictor:
                 try:
                     self._lengths[name] = forecast(
                         drafter, answers, gammas, target=self._engine.target.scorer, reads=reads, most=_COUNTED,
-                        report=self._reporting(name, len(answers)),
+                        report=self._reporting(name, len(answers)), on_cache=self._on_cache,
                     )  # fmt: skip
                 except SpecbenchError as error:
                     self._failed[name] = str(error)
@@ -165,7 +172,7 @@ class _Predictor:
                     try:
                         found = forecast(
                             drafter, answers, [best.spec.gamma_max], [row.policy], costs=self._costs, reads=reads,
-                            target=self._engine.target.scorer,
+                            target=self._engine.target.scorer, on_cache=self._on_cache,
                         )  # fmt: skip
                     except SpecbenchError:  # it decides by what only a run has
                         continue
