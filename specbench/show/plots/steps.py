@@ -13,8 +13,8 @@ from specbench.results.thinking import part_rows
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
-_PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#44BB99", "#FFAABB", "#CCCCCC"), strict=True))
-"""Light colors (Paul Tol's), because strong ones stand for drafters."""
+_PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#225544", "#FFAABB", "#CCCCCC"), strict=True))
+"""Light colors (Paul Tol's), because strong ones stand for drafters, and a dark one, which is told from them in grey."""
 
 
 @figure("time", "where the time goes", table="Speed")
