@@ -194,7 +194,7 @@ def test_greedy_outputs_are_the_targets(folder, family, layers):
     [
         ("deepseek", "float32", ("--drafter", "mtp", "--draft-policy", "dynamic-tree")),
         ("deepseek", "float32", ("--drafter", "lookup+mtp", "--draft-policy", "confidence")),
-        ("mimo", "int8", ("--drafter", "mtp")),  # the output layer is that of the checkpoint
+        ("mimo", "int8", ("--drafter", "mtp", "--gamma", "2")),  # the output layer is that of the checkpoint
     ],
 )
 def test_a_checkpoints_own_layer_on_the_command_line(cli, folder, family, dtype, options):
