@@ -14,7 +14,7 @@ from specbench.show.plots import canvas
 from specbench.show.plots.canvas import NoDataError, PlotData, figure
 
 _PART_COLORS = dict(zip(PARTS, ("#EEDD88", "#77AADD", "#225544", "#FFAABB", "#CCCCCC"), strict=True))
-"""Light colors (Paul Tol's), because strong ones stand for drafters, and a dark one, which is told from them in grey."""
+"""Light colors (Paul Tol's), as strong ones stand for drafters, and a dark one, which differs from them in gray."""
 
 
 @figure("time", "where the time goes", table="Speed")
