@@ -167,3 +167,10 @@ def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, mon
     }
     assert predicted == pytest.approx(measured)
     assert max(predicted.values()) > 1.5
+
+
+def test_a_stored_run_whose_target_is_not_named_by_a_path_asks_for_the_tokenizer(cli):
+    run = Path(__file__).parents[1] / "results" / "qwen2.5-coder-int4"
+    code, out, err = cli("predict", "--answers", run, "--drafter", "lookup")
+    assert (code, out) == (2, "")
+    assert "does not say where its target qwen2.5-coder-1.5b is. Name it with --tokenizer." in err

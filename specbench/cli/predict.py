@@ -128,8 +128,12 @@ def _tokenizer(asked: PredictOptions) -> str | None:
     if asked.tokenizer is not None or not asked.answers.is_dir():
         return asked.tokenizer
     from specbench.results.store import find_runs, read_run
+    from specbench.specs.models import parse_model
 
-    return str(read_run(find_runs(asked.answers)[-1]).options.get("target") or "") or None
+    target = str(read_run(find_runs(asked.answers)[-1]).options.get("target") or "")
+    if target and "/" not in target and parse_model(target).kind == "hub":  # a stored run does not keep paths
+        raise UsageError(f"The run does not say where its target {target} is.", "Name it with --tokenizer.")
+    return target or None
 
 
 def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) -> Log:
