@@ -101,14 +101,14 @@ def likely_tokens(p: torch.Tensor, q: torch.Tensor) -> list[int]:
 
 
 def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return the total variation of the first one or two emitted tokens from the target's, over all outcomes.
+    """Return the total variation of the first two emitted tokens from the target's, over all outcomes.
 
-    The draft has two nodes after the context and, for two tokens, one after the first of them; for a method without
-    trees it is a chain. Where a step emits one token, the second comes from the target.
+    The draft has two nodes after the context and one after the first of them; for a method without trees it is a chain.
+    Where a step emits one token, the second comes from the target.
 
     Args:
         verification: The method that draws the nodes and decides.
-        p: The target's distributions after the context, and for two tokens after every first one, [1 or 2, tokens].
+        p: The target's distributions after the context, and after every first token, [2, tokens].
         q: The drafter's distributions, in the same shape.
     """
     chain = not verification.takes_trees
@@ -121,19 +121,16 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
         random = _ScriptedRandomness(outcomes)
         tree = GrowingTree()
         tree.add(-1, verification.drawing(Scores(q[0], normalized=True), 1 if chain else 2, random))
-        if len(q) > 1:
-            tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
-        draft: Draft = tree
-        if chain:
-            draft = Draft(draft.tokens, q=q[: len(draft.tokens)])  # the form in which chains come
-        rows = logits[[0, *(len(p) - 1 if parent < 0 else 0 for parent in tree.parents)]]
+        tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
+        draft = Draft(tree.tokens, q=q) if chain else tree  # in the form in which chains come
+        rows = logits[[0, *(int(parent < 0) for parent in tree.parents)]]
         tokens = verification.judge(draft, rows, (), sampling, random).tokens
         if len(tokens) > 1:
             found[tokens[0], tokens[1]] += random.weight
         else:
-            found[tokens[0]] += random.weight * p[-1] / p[-1].sum()
+            found[tokens[0]] += random.weight * p[1] / p[1].sum()
         outcomes = random.next()
-    return total_variation(found.flatten(), torch.outer(p[0], p[-1]).flatten())
+    return total_variation(found.flatten(), torch.outer(p[0], p[1]).flatten())
 
 
 class ForcedRandomness(Randomness):

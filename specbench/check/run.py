@@ -122,7 +122,9 @@ class DecodingCheck:
         if self.plain:
             return len(self.exact) + len(self.differences("transformers"))
         if self.sampled:
-            return sum(each.kind == "tested" for case in self.exact for each in case.positions)
+            return sum(
+                each.kind in ("tested", "enumerated") for case in self.exact for each in case.positions
+            )
         return sum(each.drafted for each in self.greedy)
 
     @property
