@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from specbench.base.record import Record
-from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.decoding.theory import PassCosts
 from specbench.results import lines as _lines  # noqa: F401 - declares records
 from specbench.rows import Row
 
@@ -24,7 +24,7 @@ def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
         yield from _records(each)
 
 
-_ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts, SharedCosts]
+_ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts]
 RECORDS = {each.__name__: each for each in _ALL if each.__module__ != "specbench.results.trace"}
 """By name."""
 

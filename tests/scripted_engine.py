@@ -25,8 +25,6 @@ from specbench.results.lines import (
     CostLine,
     DrafterTimes,
     Pool,
-    SharedDrafterTimes,
-    SharedTargetTimes,
     TargetTimes,
 )
 from specbench.results.run import Environment, Run, TargetModel
@@ -70,7 +68,6 @@ class ScriptedEngine:
         self.fails, self.spoils, self.pause_s, self.tie = fails, spoils, pause_s, tie
         self.calls: list[tuple[str, tuple[int, ...], int]] = []
         self.cost_calls: list[tuple[int, ...]] = []
-        self.shared_calls: list[tuple[int, ...]] = []
         self.workloads: list[tuple[str, Workload]] = []
 
     def encode(self, prompt: Prompt, answers: Sequence[Sequence[int]]) -> list[int]:
@@ -139,18 +136,6 @@ class ScriptedEngine:
             {"d": [0.02 + more, 0.01 + more, 0.03 + more]},
             context or 256,
         )
-
-    def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
-    ) -> list[CostLine]:
-        self.shared_calls.append((requests, *widths))
-        others = requests - 1
-        slower = {n: 1 + (2.0 if n > 1 else 0.2) * others for n in widths}
-        at = {"requests": requests, "context_tokens": 128}
-        return [
-            *(SharedTargetTimes(tokens=n, seconds=[0.3, 0.01 * slower[n], 0.001], **at) for n in widths),
-            SharedDrafterTimes(drafter="d", seconds=[0.001 * (1 + 2.0 * others)], **at),
-        ]
 
     def difference(
         self, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions

@@ -172,7 +172,7 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
         *cost_lines({1: [1.1], 2: [1.6]}, {"d": [0.2]}, 200),
         *cost_lines({1: [1.3], 2: [2.4]}, {"d": [0.4]}, 400),
     ]
-    costs = pass_costs(lines, by_context=True)
+    costs = pass_costs(lines)
     assert costs.context == 100
     assert costs.context_s == {1: pytest.approx(0.001), 2: pytest.approx(0.004)}
     assert costs.at(300).target_pass_s(2) == pytest.approx(2.0)
@@ -184,9 +184,9 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
         DrafterTimes(drafter="d", seconds=[0.001 * x + 3 * (0.001 * x - 0.05)], context_tokens=x, passes=4)
         for x in (100, 200, 400)
     ]
-    costs = pass_costs([*lines, *longer], by_context=True)
+    costs = pass_costs([*lines, *longer])
     assert [costs.at(x).later_s["d"] for x in (100, 300)] == pytest.approx([0.05, 0.25])
-    alone = pass_costs(lines[:3], by_context=True)
+    alone = pass_costs(lines[:3])
     assert (alone.context_s, alone.error, alone.at(4000)) == ({}, None, alone)
 
 
@@ -197,9 +197,8 @@ def test_the_reading_of_a_context_has_its_own_costs():
         ReadingTimes(drafter="d", seconds=[4.0], context_tokens=200),
         ReadingTimes(drafter="d", seconds=[1.0, 3.0, 1.5], context_tokens=100),
     ]
-    costs = pass_costs(lines, by_context=True)
+    costs = pass_costs(lines)
     assert costs.reading_s == costs.at(170).reading_s == {"d": {100: 1.5, 200: 4.0}}
-    assert pass_costs(lines).reading_s == costs.reading_s
     assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
     known = costs.reading_s["d"]
     assert [reading_seconds(known, n) for n in (0, 50, 100, 150, 300)] == [0.0, 0.75, 1.5, 2.75, 6.5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from scripted_engine import ScriptedEngine, make_sweep, measure, new_store, prom
 from stored_runs import read_lines, run_json
 from tiny import tiny_llama, tiny_tokenizer
 
-from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench import GenerationRun, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, make_groups
-from specbench.bench.passes import shared_costs, time_shared_passes
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
@@ -294,35 +292,6 @@ def test_outputs_that_differ_are_found_within_groups(tmp_path):
     assert [each["prompt"] for each in differences] == ["one-0", "one-1", "one-2", "one-3"]
     summary = summarize(load_results(tmp_path)).frame
     assert summary["identical_share"].iloc[1] == 0
-
-
-# -- what theory says ------------------------------------------------------------------------------
-
-
-def test_shared_passes_are_stored_by_number_of_requests(falls):
-    run_fields = run_json(falls)
-    assert run_fields["costs"] is None
-    costs = load_results(falls).run.shared_costs
-    assert costs is not None
-    assert list(costs.target_s) == [1, 2, 4, 8]
-    assert list(costs.target_s[4]) == [1, 2, 4]
-    lines = [json.loads(line) for line in (falls / "costs.jsonl").read_text().splitlines()]
-    assert {each["kind"] for each in lines} == {"shared-target", "shared-drafter"}
-    times = Counter(each["requests"] for each in lines if each["kind"] == "shared-target")
-    assert times == {1: 8 * 3, 2: 8 * 3, 4: 8 * 3, 8: 4 * 3}, "of three widths, at most once for each block"
-
-
-@pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("kind", ["lookup", "self:layers=1", "self:int8", "suffix"])
-def test_shared_passes_are_timed_on_models(target, kind, requests):
-    times = time_shared_passes(
-        target, {kind: load_drafter(kind, target)}, [1, 2, 3], requests, [1, 4], Ticking(0.5), 2, Random(0)
-    )
-    assert [line.seconds for line in times] == [[0.5, 0.5]] * 3
-    costs = shared_costs(times)
-    assert (costs.target_s, costs.drafter_s) == ({requests: {1: 0.5, 4: 0.5}}, {kind: {requests: 0.5}})
-    # Nothing is left over: the target decodes as before.
-    assert len(speculative_generate([1, 2, 3], target, None, max_new_tokens=3).token_ids) == 3
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Times of forward passes: of the target by number of tokens, of drafters for one token, and of several requests."""
+"""Times of forward passes: of the target by number of tokens, and of drafters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from random import Random
@@ -13,13 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from specbench.decoding.theory import PassCosts, SharedCosts, fit_context
+from specbench.decoding.theory import PassCosts, fit_context
 from specbench.results.lines import (
     CostLine,
     DrafterTimes,
     ReadingTimes,
-    SharedDrafterTimes,
-    SharedTargetTimes,
     TargetTimes,
     TreeTimes,
 )
@@ -30,12 +27,9 @@ if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
-    from specbench.decoding.protocols import Decoding, Drafter, ForwardOutput, ForwardRequest
-    from specbench.models.target import Target
+    from specbench.decoding.protocols import Drafter
 
 _CONTEXT = 256  # tokens of context at which passes are timed
-_SHARED_CONTEXT = 128  # the same for each of several requests, which all have to be read
-_EXTRA = 64  # further positions of a pool per request
 _DRAFTED = 4  # tokens of the longer drafts, which show what passes after the first one take
 TREE_NODES = (1, 2, 4, 8)
 """Numbers of tree nodes in the timed passes of drafters."""
@@ -43,23 +37,19 @@ TREE_NODES = (1, 2, 4, 8)
 Name = TypeVar("Name")
 
 
-def pass_costs(lines: Sequence[CostLine], *, by_context: bool = False) -> PassCosts:
-    """Return the median times of single forward passes in lines of ``costs.jsonl``; if wanted, fitted over lengths of
-    context.
+def pass_costs(lines: Sequence[CostLine]) -> PassCosts:
+    """Return the median times of forward passes in lines of ``costs.jsonl``, fitted over lengths of context if there
+    are several.
 
     A line for trees has the time of two forward passes together. The time of the second one is this time minus that of
     the first one.
     """
-    kinds = (TargetTimes, DrafterTimes, TreeTimes)
-    single: list[TargetTimes | DrafterTimes | TreeTimes] = [line for line in lines if isinstance(line, kinds)]
-    contexts = {line.context_tokens for line in single} if by_context else set()
-    first = min(contexts) if len(contexts) > 1 else _context(lines, *kinds)
-    if len(contexts) < 2:
-        single = [msgspec.structs.replace(line, context_tokens=0) for line in single]
-    targets = _by_context(_medians(single, TargetTimes, "tokens", "context_tokens"))
-    drafts = _by_context(_medians(single, DrafterTimes, "drafter", "passes", "context_tokens"))
+    contexts = {line.context_tokens for line in lines if not isinstance(line, ReadingTimes)}
+    first = min(contexts, default=0)
+    targets = _by_context(_medians(lines, TargetTimes, "tokens", "context_tokens"))
+    drafts = _by_context(_medians(lines, DrafterTimes, "drafter", "passes", "context_tokens"))
     drafters = {name: times for (name, passes), times in drafts.items() if passes == 1}
-    trees = _by_context(_medians(single, TreeTimes, "drafter", "nodes", "context_tokens"))
+    trees = _by_context(_medians(lines, TreeTimes, "drafter", "nodes", "context_tokens"))
     fitted = {key: fit_context(times) for key, times in {**targets, **drafters}.items()}
     draft_s = {name: fitted[name][0] for name in drafters}
     later_s = _later_passes(drafts, {name: fitted[name][1] for name in drafters}, first)
@@ -117,17 +107,6 @@ def _by_context(medians: Mapping[Any, float]) -> dict[Any, dict[int, float]]:
     return found
 
 
-def shared_costs(lines: Sequence[CostLine]) -> SharedCosts:
-    """Return the median times of shared forward passes in lines of ``costs.jsonl``."""
-    target: dict[int, dict[int, float]] = {}
-    for (requests, n), seconds in sorted(_medians(lines, SharedTargetTimes, "requests", "tokens").items()):
-        target.setdefault(requests, {})[n] = seconds
-    drafters: dict[str, dict[int, float]] = {}
-    for (name, requests), seconds in _medians(lines, SharedDrafterTimes, "drafter", "requests").items():
-        drafters.setdefault(name, {})[requests] = seconds
-    return SharedCosts(target, drafters, _context(lines, SharedTargetTimes, SharedDrafterTimes))
-
-
 def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> dict[Any, float]:
     """Return the median time of lines of a kind, by the fields in ``names``."""
     key = attrgetter(*names)
@@ -136,20 +115,6 @@ def _medians(lines: Sequence[CostLine], kind: type[CostLine], *names: str) -> di
         if isinstance(line, kind):
             times.setdefault(key(line), []).extend(line.seconds)
     return {each: median(seconds) for each, seconds in times.items()}
-
-
-def _context(lines: Sequence[CostLine], *kinds: type[CostLine]) -> int:
-    """Return the context length in the last line of these kinds."""
-    return next((line.context_tokens for line in reversed(lines) if isinstance(line, kinds)), 0)
-
-
-def shared_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
-    """Return the numbers of tokens per request for which to time shared forwards: one, and n + 1 for each draft length
-    n.
-
-    Without ``gammas``, some draft lengths up to 8 are used.
-    """
-    return sorted({1, *(n + 1 for n in (*(gammas or (1, 2, 4, 8)), *nodes))})
 
 
 def cost_widths(gammas: Sequence[int], nodes: Sequence[int] = ()) -> list[int]:
@@ -268,84 +233,6 @@ def time_passes(
     return lines
 
 
-def time_shared_passes(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    prompt: Sequence[int],
-    requests: int,
-    widths: Sequence[int],
-    clock: Clock,
-    rounds: int,
-    order: Random,
-) -> list[CostLine]:
-    """Time forwards that several requests share, of the target and of one-token drafts in turn.
-
-    The prompt is repeated to fill each request's context, beginning at another token for each. ``widths`` are numbers
-    of tokens per request in a forward pass of the target; for other arguments see ``time_passes``.
-    """
-    from specbench.backends.torch.batch import RequestFactory
-    from specbench.decoding.protocols import ForwardRequest, StepPlan
-    from specbench.decoding.sampling import Randomness, Sampling
-    from specbench.drafters.plain import NoDraft
-    from specbench.policies import FixedLength
-
-    limit = target.scorer.context_limit or _SHARED_CONTEXT + max(widths)
-    length = max(1, min(_SHARED_CONTEXT, limit - max(widths)))
-    text = list(prompt) * (length // max(1, len(prompt)) + 2)
-    contexts = [text[i % len(prompt) :][:length] for i in range(requests)]
-    places = requests * (1 + len(drafters))  # all contexts stay read
-    tokens = places * (length + max(widths) + _EXTRA) if requests > 1 else None
-    factory = RequestFactory(target.scorer, tokens, places, "slotted")
-
-    def target_pass(scorers: Sequence[Scorer], n: int) -> float:
-        passes = [
-            ForwardRequest(each, text, text[: n - 1]) for each, text in zip(scorers, contexts, strict=True)
-        ]
-        began = clock.now()
-        _score_together(passes)
-        took = clock.now() - began
-        for each in scorers:
-            each.rollback(length - 1)
-        return took
-
-    def plain_pass() -> float:
-        """Time the second of two equal forwards, as in plain decoding: after a larger forward it would take longer."""
-        target_pass(scorers, 1)
-        return target_pass(scorers, 1)
-
-    def draft(opened: Sequence[Drafter]) -> float:
-        asking = [
-            each.propose(text, StepPlan(1, FixedLength(1), Sampling(), Randomness(0)))
-            for each, text in zip(opened, contexts, strict=True)
-        ]
-        began = clock.now()
-        _run_together(asking)
-        took = clock.now() - began
-        for each, text in zip(opened, contexts, strict=True):
-            each.update(_no_tokens(text))
-        return took
-
-    scorers = [factory.open(NoDraft())[0] for _ in contexts]
-    jobs: dict[int | str, Callable[[], float]] = {
-        n: partial(target_pass, scorers, n) if n > 1 else plain_pass for n in widths
-    }
-    used = list(scorers)
-    for name, drafter in drafters.items():
-        opened = [factory.open(drafter) for _ in contexts]
-        for (scorer, own), text in zip(opened, contexts, strict=True):
-            _begin(own, scorer, text)
-        used += [scorer for scorer, _ in opened]
-        jobs[name] = partial(draft, [own for _, own in opened])
-    times = time_in_turn(jobs, rounds, order)  # whose first, untimed round reads the contexts
-    for scorer in used:
-        scorer.rollback(0)
-    at = {"requests": requests, "context_tokens": length}
-    return [
-        *(SharedTargetTimes(tokens=n, seconds=times[n], **at) for n in widths),
-        *(SharedDrafterTimes(drafter=name, seconds=times[name], **at) for name in drafters),
-    ]
-
-
 def _begin(drafter: Drafter, scorer: Scorer, context: Sequence[int]) -> None:
     """Begin a context with a drafter, and give it the target's states if it needs them."""
     from specbench.decoding.protocols import ForwardRequest
@@ -366,28 +253,6 @@ def _no_tokens(context: Sequence[int], states: torch.Tensor | None = None) -> St
     from specbench.decoding.drafts import StepOutcome
 
     return StepOutcome(context, 0, torch.empty(1, 1), states=states)
-
-
-def _score_together(passes: Sequence[ForwardRequest]) -> Sequence[ForwardOutput]:
-    """Run forward requests of one model, in a single forward pass if possible."""
-    batch = passes[0].scorer.batch
-    return [each.scorer.score(each) for each in passes] if batch is None else batch.score(passes)
-
-
-def _run_together(asking: Sequence[Decoding[Any]]) -> None:
-    """Run several decodings to their end; those that wait for the same model share a forward pass."""
-    waiting: dict[int, ForwardRequest] = {}
-    for place, each in enumerate(asking):
-        with suppress(StopIteration):
-            waiting[place] = next(each)
-    while waiting:
-        first = next(iter(waiting.values())).scorer
-        model = first.batch or first
-        group = [place for place, each in waiting.items() if (each.scorer.batch or each.scorer) is model]
-        answers = _score_together([waiting.pop(place) for place in group])
-        for place, rows in zip(group, answers, strict=True):
-            with suppress(StopIteration):
-                waiting[place] = asking[place].send(rows)
 
 
 def time_in_turn(

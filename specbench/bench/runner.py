@@ -22,7 +22,7 @@ from specbench.bench.contexts import ContextPrompts
 from specbench.bench.engines.engine import BenchEngine, Outcome
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
-from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs, shared_costs, shared_widths
+from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
 from specbench.bench.serving import BenchRequest, Encoded, Workload
 from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 COST_ROUNDS = 12
 """How often forward passes are timed in a sweep, spread over it."""
-
-SHARED_COST_ROUNDS = 8
-"""How often those that several requests share are timed, which take longer."""
 
 _LATEST = 5
 """Generations of a configuration that the time left is estimated from."""
@@ -161,21 +158,19 @@ class SweepRun(Generic[Encoded]):
     def _with_costs(self, runner: CellRunner[Encoded], cells: Iterable[Cell]) -> Iterator[tuple[Cell, str]]:
         """Yield cells, and time forward passes between them now and then; with why that failed, else an empty text."""
         # A machine may change its state within half a minute, so passes are timed close to what they are compared with.
-        conditions = {config.id: config.condition for config in self._sweep.configs}
-        kinds = {name: (each.batch, each.context) for name, each in conditions.items()}
-        of_kind = Counter(kinds[cell.config] for cell in self._left)
-        seen, timed = Counter[tuple[int | None, int | None]](), Counter[tuple[int | None, int | None]]()
+        contexts = {config.id: config.condition.context for config in self._sweep.configs}
+        cells_at = Counter(contexts[cell.config] for cell in self._left)
+        seen, timed = Counter[int | None](), Counter[int | None]()
         before = None
         for cell in cells:
-            kind, problem = kinds[cell.config], ""
-            rounds = COST_ROUNDS if kind[0] is None else SHARED_COST_ROUNDS
+            at, problem = contexts[cell.config], ""
             # Only between blocks: within one, configurations run back to back.
-            if (cell.order == 0 or kind != before) and timed[kind] * of_kind[kind] <= rounds * seen[kind]:
-                problem = runner.measure_costs(*kind)
-                timed[kind] += 1
+            if (cell.order == 0 or at != before) and timed[at] * cells_at[at] <= COST_ROUNDS * seen[at]:
+                problem = runner.measure_costs(at)
+                timed[at] += 1
             yield cell, problem
-            seen[kind] += 1
-            before = kind
+            seen[at] += 1
+            before = at
 
     def _measure(self, runner: CellRunner[Encoded], cell: Cell) -> None:
         began = self._clock.now()
@@ -227,7 +222,8 @@ class CellRunner(Generic[Encoded]):
                 self._answers_of(line.config, line.prompt, line.repeat)[line.turn] = _said(each.result)
         self._encoded: dict[tuple[str, bool | None], Encoded] = {}
         self._fastest_mhz = 0.0
-        self._costs_work = not sweep.options.servers  # their passes cannot be timed
+        # Passes of servers cannot be timed, and those of several requests are not.
+        self._costs_work = not (sweep.options.servers or sweep.options.batches)
         count_stops()
 
     def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
@@ -345,8 +341,8 @@ class CellRunner(Generic[Encoded]):
         seed = random.Random(f"{cell.seed}/{name}").getrandbits(31)
         return BenchRequest(self._encoded[key], seed, None if replayed is None else replayed.answer_tokens)
 
-    def measure_costs(self, batch: int | None = None, context: int | None = None) -> str:
-        """Time forward passes after so much context, or those that ``batch`` requests share.
+    def measure_costs(self, context: int | None = None) -> str:
+        """Time forward passes of one request after so much context; with batches nothing.
 
         Returns:
             Why that failed: they are not timed again. Otherwise an empty text.
@@ -355,30 +351,24 @@ class CellRunner(Generic[Encoded]):
             return ""
         stops = self._snapshot().stops
         try:
-            costs = self._time_passes(batch, context)
+            costs = self._time_passes(context)
             if self._snapshot().stops > stops:  # the pause would be in one of the times
-                costs = self._time_passes(batch, context)
+                costs = self._time_passes(context)
         except Exception as error:
             self._costs_work = False
             return _message(error)
         self._store.append_costs(costs)
-        if batch is None:
-            by_context = bool(self._sweep.options.contexts)
-            self._store.update(costs=pass_costs(self._store.costs(), by_context=by_context))
-        else:
-            self._store.update(shared_costs=shared_costs(self._store.costs()))
+        self._store.update(costs=pass_costs(self._store.costs()))
         return ""
 
-    def _time_passes(self, batch: int | None, context: int | None) -> list[CostLine]:
+    def _time_passes(self, context: int | None) -> list[CostLine]:
         options = self._sweep.options
         trees = [spec.nodes for spec in options.policy_specs if isinstance(spec, StaticTree | DynamicTree)]
         prompt = self._engine.encode(
             self._prompts.at(self._sweep.prompts[0].id, Condition(context=context)), []
         )
-        if batch is None:
-            widths = cost_widths(options.gammas, trees)
-            return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
-        return self._engine.measure_shared_costs(prompt, batch, shared_widths(options.gammas, trees))
+        widths = cost_widths(options.gammas, trees)
+        return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
 
 
 def _said(output: Generation | Outcome) -> Sequence[int] | str:

@@ -34,7 +34,7 @@ def predict_sweep(
     contexts = sweep.options.contexts
     if runner.measure_costs(context=min(contexts, default=None)):  # a sweep says so when it times them again
         return found
-    costs = pass_costs(store.costs(), by_context=bool(contexts))
+    costs = pass_costs(store.costs())
     for plain in sweep.configs:
         if plain.kind == "plain":
             began, outputs = clock.now(), dict[str, Sequence[int]]()

@@ -248,30 +248,6 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
     return y_mean - slope * x_mean, slope
 
 
-class SharedCosts(
-    Struct,
-    frozen=True,
-    omit_defaults=True,
-    rename={"target_s": "target_pass_s", "drafter_s": "drafter_pass_s", "context": "context_tokens"},
-):
-    """Seconds of shared forward passes.
-
-    Attributes:
-        target_s: Of the target, by number of requests and then of tokens that each brings to it, both ascending.
-        drafter_s: Of drafting one token for each, by drafter and then by number of requests.
-        context: Tokens of context of each.
-    """
-
-    target_s: Mapping[Annotated[int, Meta(ge=1, lt=10**8)], PassSeconds]
-    drafter_s: Mapping[str, PassSeconds] = {}
-    context: int | None = None
-
-    def __post_init__(self) -> None:
-        target = {requests: _ascending(self.target_s[requests]) for requests in sorted(self.target_s)}
-        force_setattr(self, "target_s", target)
-        force_setattr(self, "drafter_s", {name: _ascending(times) for name, times in self.drafter_s.items()})
-
-
 def _ascending(seconds: Mapping[int, float]) -> dict[int, float]:
     return dict(sorted(seconds.items()))
 

@@ -14,12 +14,12 @@ import numpy as np
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
-from specbench.decoding.theory import PassCosts, SharedCosts, expected_tokens_by_position, fastest_length
+from specbench.decoding.theory import PassCosts, expected_tokens_by_position, fastest_length
 from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
 from specbench.results.compare import side_by_side
 from specbench.results.results import Results
-from specbench.results.run import Run, find_config
+from specbench.results.run import find_config
 from specbench.results.steps import Steps
 from specbench.results.summary import SummaryRow, by_config, costs_at, summarize
 from specbench.rows import Row
@@ -359,7 +359,7 @@ class RunSettings:
             )
         steps = by_config(self._results)[config.id]
         steps = steps.take(steps["drafted"] > 0)
-        predicted = _predicted_gamma(steps, config.drafter, _costs(self._run, config))
+        predicted = _predicted_gamma(steps, config.drafter, costs_at(self._run, config))
         none = "no fixed γ was measured with this drafter"
         if predicted is not None:
             return predicted, f"predicted from acceptance by position and forward pass times; {none}"
@@ -369,16 +369,6 @@ class RunSettings:
 
 def _speedup(row: SummaryRow) -> float:
     return row.speedup.value
-
-
-def _costs(run: Run, config: Row) -> PassCosts:
-    """Return the times of single passes, or of passes shared by a batch."""
-    batch = config.condition.batch
-    if batch is None:
-        return costs_at(run, config)
-    shared = run.shared_costs or SharedCosts({})
-    drafters = {name: times[batch] for name, times in shared.drafter_s.items() if batch in times}
-    return PassCosts(shared.target_s.get(batch, {}), drafters)
 
 
 def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None:

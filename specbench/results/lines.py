@@ -385,7 +385,7 @@ class Times(Record, tag_field="kind"):
     """Times of one kind of forward pass."""
 
     seconds: Annotated[list[Seconds], doc("every single time")]
-    context_tokens: Annotated[Count, doc("of each request")]
+    context_tokens: Annotated[Count, doc("before them")]
 
 
 class TargetTimes(Times, tag="target"):
@@ -414,21 +414,7 @@ class TreeTimes(Times, tag="tree"):
     nodes: Count
 
 
-class SharedTargetTimes(Times, tag="shared-target"):
-    """Forward passes of the target that several requests share."""
-
-    requests: Count
-    tokens: Annotated[Count, doc("of each request")]
-
-
-class SharedDrafterTimes(Times, tag="shared-drafter"):
-    """Drafts of one token for each of several requests."""
-
-    drafter: str
-    requests: Count
-
-
-CostLine = TargetTimes | DrafterTimes | ReadingTimes | TreeTimes | SharedTargetTimes | SharedDrafterTimes
+CostLine = TargetTimes | DrafterTimes | ReadingTimes | TreeTimes
 _COST: msgspec.json.Decoder[CostLine] = msgspec.json.Decoder(CostLine)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from specbench.base.errors import unknown
 from specbench.base.record import Count, Estimate, Json, Number, Record, Size, doc
 from specbench.base.textsafe import one_line
-from specbench.decoding.theory import PassCosts, SharedCosts
+from specbench.decoding.theory import PassCosts
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.rows import Row
 
@@ -196,9 +196,6 @@ class Run(Record):
     finished: Annotated[str | None, doc("likewise; `null` until everything is measured")] = None
     costs: Annotated[
         PassCosts | None, doc("seconds of single passes; `null` if they could not be measured")
-    ] = None
-    shared_costs: Annotated[
-        SharedCosts | None, doc("with `--batch`: seconds of passes that several requests share")
     ] = None
     differences: Annotated[list[Mismatch] | None, doc("looked at when the run ends; `null` before")] = None
     warnings: Annotated[list[RunWarning], doc("what is doubtful")] = []

@@ -132,13 +132,6 @@ class BenchEngine(Protocol[Encoded]):
         """
         raise RunError("Forward passes of this engine cannot be timed.")
 
-    def measure_shared_costs(self, prompt: Encoded, requests: int, widths: Sequence[int]) -> list[CostLine]:
-        """Time forward passes that ``requests`` requests share: of the target and of the drafters.
-
-        ``widths`` are numbers of tokens per request.
-        """
-        raise RunError("Forward passes of this engine cannot be timed.")
-
     def difference(
         self, prompt: Encoded, tokens: Sequence[int], plain: Sequence[int], decoding: DecodingOptions
     ) -> Difference | None:

@@ -18,7 +18,7 @@ from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
-from specbench.bench.passes import time_passes, time_shared_passes
+from specbench.bench.passes import time_passes
 from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import time_split
@@ -247,20 +247,6 @@ class ModelEngine:
             self._order,
             tree_nodes=tree_nodes,
             context=context,
-        )
-
-    def measure_shared_costs(
-        self, prompt: Sequence[int], requests: int, widths: Sequence[int]
-    ) -> list[CostLine]:
-        return time_shared_passes(
-            self.target,
-            self._timed_drafters(),
-            prompt,
-            requests,
-            widths,
-            self._clock,
-            _COST_ROUNDS,
-            self._order,
         )
 
     def _timed_drafters(self) -> dict[str, Drafter]:
