@@ -339,7 +339,6 @@ def test_every_engine_loads_a_kind_of_head_or_says_why_not(name, kind):
     engine, known = ENGINES[name], KNOWN[name]
     here, support = setting("org/head", head=TrainingMetadata(kind=kind)), engine.head_support(kind)
     assert engine.exports(here.drafter, here.head) == isinstance(support, HeadSupport)
-    assert not engine.exports(here.drafter, TrainingMetadata(kind=kind, compact=True))
     if isinstance(support, str):
         assert f"cannot load the head in org/head: {support}." in refusal(
             engine.export, here, kind=UsageError
@@ -381,8 +380,6 @@ def test_a_run_tells_of_its_heads(tmp_path):
 
     options = ENGINES["vllm"].export(told(story)).options["--speculative-config"]
     assert (options["method"], options["model"]) == ("eagle3", "/path/to/head")
-    message = refusal(ENGINES["vllm"].export, told({**story, "compact": True}), kind=UsageError)
-    assert "vLLM cannot load the head in head: it is compact" in message
 
 
 def test_mtp_layers_of_a_measured_target_are_exported(tmp_path):

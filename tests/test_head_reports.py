@@ -143,8 +143,6 @@ def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):
     whole = {**TRAINING, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
     file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
     assert read_metadata(tmp_path) == msgspec.convert(TRAINING, TrainingMetadata)
-    file.write_text(json.dumps({**whole, "settings": {"compact": True}}))
-    assert read_metadata(tmp_path) == msgspec.convert({**TRAINING, "compact": True}, TrainingMetadata)
     for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
         file.write_text(damaged)
         assert read_metadata(tmp_path) is None

@@ -546,7 +546,7 @@ def test_what_cannot_be_gone_on_from_is_refused(model, target, easy, tmp_path):
     teacher = Teacher(model, DRAFTED)
     for kind in ("eagle", "medusa"):
         student = make_student(kind, model, teacher.head, DEPTH, 0)
-        write_head(tmp_path / kind, student, target, teacher.head, DRAFTED, compact=False)
+        write_head(tmp_path / kind, student, target, teacher.head, DRAFTED)
     eagle, medusa = (head_in(tmp_path / kind) for kind in ("eagle", "medusa"))
     plain = replace(QUICK, vocab=None)
     assert "is of kind medusa" in refusal(
@@ -571,27 +571,6 @@ def test_it_ends_when_nothing_is_gained(target, tmp_path):
     out = tmp_path / "head"
     training(target, out, replace(QUICK, learning_rate=1e-9, measures=9, patience=2, epochs=9)).run()
     assert len(story(out)["measured"]) == 3
-
-
-def test_a_compact_head_drafts_like_the_whole_one(model, target, tmp_path):
-    for kind in KINDS:
-        teacher = Teacher(model, DRAFTED)
-        student = make_student(kind, model, teacher.head, DEPTH, 0)
-        rows = []
-        for compact in (False, True):
-            folder = tmp_path / f"{kind}-{compact}"
-            write_head(folder, student, target, teacher.head, DRAFTED, compact=compact)
-            drafter: Any = load_drafter(str(folder), target)
-            drafter.begin([1, 2, 3, 4])
-            states = states_of(model, [1, 2, 3], drafter.traits.layers)
-            drafter.update(StepOutcome([1, 2, 3, 4], 1, torch.empty(0), states=states))
-            rows.append(drafter.scorer.score(ForwardRequest(drafter.scorer, [1, 2, 3, 4], [8])).logits)
-        close = rows[0][rows[0].isfinite()], rows[1][rows[1].isfinite()]
-        torch.testing.assert_close(*close, atol=0.25, rtol=0.05)
-        sizes = [
-            (tmp_path / f"{kind}-{compact}" / "model.safetensors").stat().st_size for compact in (True, False)
-        ]
-        assert sizes[0] < 0.7 * sizes[1]
 
 
 OF_OTHER_CLASSES: dict[str, dict[str, Any]] = {
@@ -624,7 +603,7 @@ def test_an_mtp_layer_is_of_the_targets_class_where_that_can_be(tmp_path, model_
     of_llama = model_type == "gpt2"
     assert (student.started_from is None) == of_llama
     assert (student.settings()["transformer_layer_config"]["model_type"] == "llama") == of_llama
-    write_head(tmp_path / "head", student, target, teacher.head, DRAFTED, compact=False)
+    write_head(tmp_path / "head", student, target, teacher.head, DRAFTED)
     drafter: Any = load_drafter(str(tmp_path / "head"), target, PLAIN)
     context, draft = [5, 19, 2, 77, 11], [8, 30]
     drafter.begin(context)
@@ -654,7 +633,7 @@ def test_a_head_for_other_weights_is_refused_unless_told(model, target, tmp_path
     folder = tmp_path / "head"
     teacher = Teacher(model, DRAFTED)
     student = make_student("eagle", model, teacher.head, DEPTH, 0)
-    write_head(folder, student, target, teacher.head, DRAFTED, compact=False)
+    write_head(folder, student, target, teacher.head, DRAFTED)
     other = wrap_target(tiny_llama(1, layers=3), tiny_tokenizer(), name="other", pack=False)
     assert "trained for other weights than those of other" in refusal(
         load_drafter, str(folder), other, kind=UsageError
@@ -758,7 +737,7 @@ def train(cli, tmp_path, monkeypatch) -> Cli:
 def test_train_on_the_command_line(cli, train, tmp_path):
     out = tmp_path / "head"
     short = ("--tokens", 60)
-    told = train(*short, "--out", out, "--compact")
+    told = train(*short, "--out", out)
     assert told.code == 0, told.err
     assert "tokens per step on held-out prompts" in told.out
     assert "SLOWS decoding" in told.out  # a target this small is as quick as its head

@@ -82,13 +82,6 @@ def train(
     out: Annotated[
         Path, opt.output("--out -o FOLDER", "Output folder of the head; --drafter FOLDER drafts with it.")
     ],
-    compact: Annotated[
-        bool,
-        opt.output(
-            "--compact",
-            "Save the head in int8, without weights that the target has too. Only specbench can load such a head.",
-        ),
-    ] = False,
     resume: Annotated[
         bool,
         opt.output(
@@ -112,7 +105,6 @@ def train(
         **vars(training),
         kind=lessons.kind,
         answer_tokens=lessons.max_new_tokens,
-        compact=compact,
         start=None if begun is None else begun.fingerprint,
     )
     if quantized(models.dtype) is not None:

@@ -197,11 +197,6 @@ class ExportEngine(ABC):
                 f"{self.title} {self.version} cannot load the head in {setting.drafter}: {support}.",
                 served=True,
             )
-        if setting.is_compact:
-            raise UsageError(
-                f"{self.title} cannot load the head in {setting.drafter}: it is compact, which only specbench reads.",
-                "Train one without --compact, or use `specbench serve`.",
-            )
         return support
 
     def replaces_policy(self, setting: Setting) -> bool:

@@ -151,11 +151,6 @@ class Setting:
         model = self.drafter.model_spec
         return [self.target, *([] if model is None or model.kind == "mtp" else [model])]
 
-    @property
-    def is_compact(self) -> bool:
-        """Whether the trained head was written small, for specbench only."""
-        return self.head is not None and self.head.compact
-
 
 def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:
     """Return the setting of a recipe that was not measured.

@@ -160,7 +160,7 @@ class MtpTensors:
         places: The layer of each tensor and its name in ``MtpLayer``, by its name in the file.
         files: The file of each tensor.
         weights: Number of their weights.
-        plain: Whether none of them is quantized, except as ``specbench train --compact`` rounds them.
+        plain: Whether none of them is quantized.
     """
 
     layout: Layout
@@ -248,13 +248,6 @@ def _find(headers: Headers, target_layers: int) -> MtpTensors | None:
                 places,
                 files={name: headers[name][0] for name in places},
                 weights=sum(math.prod(headers[name][2]) for name in places),
-                plain=all(_is_plain(name, headers) for name in places),
+                plain=all(headers[name][1] in FLOATS for name in places),
             )
     return None
-
-
-def _is_plain(name: str, headers: Headers) -> bool:
-    """Return whether a tensor is of floats, or of bytes with a scale for each row."""
-    (_, dtype, shape), scale = headers[name], headers.get(f"{name}_scale")
-    rounded = dtype == "I8" and scale is not None and list(scale[2]) == list(shape[:1])
-    return dtype in FLOATS or rounded

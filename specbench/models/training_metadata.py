@@ -32,7 +32,6 @@ class TrainingMetadata(Record):
 
     kind: str
     form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
-    compact: Annotated[bool, doc("whether `specbench train` wrote it so")] = False
     tokens: Annotated[Count | None, doc("of text trained on")] = None
     seconds: Annotated[Seconds | None, doc("that took")] = None
     measured: list[TrainingMeasurement] = []
@@ -53,12 +52,8 @@ def read_metadata(folder: Path) -> TrainingMetadata | None:
     found = _training_file(folder)
     try:
         facts = {name: found[name] for name in ("kind", "seconds", "measured")}
-        facts |= {
-            "compact": found.get("settings", {}).get("compact", False),
-            "tokens": found["data"]["tokens"],
-        }
-        return msgspec.convert(facts, TrainingMetadata)
-    except (AttributeError, KeyError, TypeError, ValueError):  # missing, damaged, or written by another tool
+        return msgspec.convert(facts | {"tokens": found["data"]["tokens"]}, TrainingMetadata)
+    except (KeyError, TypeError, ValueError):  # missing, damaged, or written by another tool
         return None
 
 

@@ -28,26 +28,24 @@ def write_head(
     target: Target,
     head: torch.Tensor,
     draft_vocab: torch.Tensor | None,
-    *,
-    compact: bool,
 ) -> None:
     """Write a head's files, each of them atomically.
 
     Args:
         head: The rows of the target's output head that it drafts with, [vocab, width].
         draft_vocab: The tokens of these rows, ascending; ``None`` for all.
-        compact: Whether to leave these rows out and to round weights to int8. Only specbench can load such a head.
     """
     tensors = student.tensors()
     if student.algorithm is None:
-        tensors |= {} if compact else {"lm_heads.0.weight": head}
+        tensors["lm_heads.0.weight"] = head
         tensors |= {} if draft_vocab is None else {"token_map": draft_vocab}
     else:
-        tensors |= {} if compact else {"lm_head.weight": head}
+        tensors["lm_head.weight"] = head
         tensors |= {} if draft_vocab is None else _vocabulary_maps(draft_vocab, target.vocab_size)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        found |= _narrowed(name, tensor.cpu(), compact=compact)
+    found = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
@@ -91,18 +89,6 @@ def _vocabulary_maps(draft_vocab: torch.Tensor, vocab: int) -> dict[str, torch.T
     draft_vocab = draft_vocab.cpu()
     mask = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, draft_vocab, True)
     return {"d2t": draft_vocab - torch.arange(len(draft_vocab)), "t2d": mask}
-
-
-def _narrowed(name: str, tensor: torch.Tensor, *, compact: bool) -> dict[str, torch.Tensor]:
-    """Return a tensor in its stored dtype:
-    integers unchanged, matrices of a compact head in int8, all others in bfloat16.
-    """
-    if not tensor.is_floating_point():
-        return {name: tensor.contiguous()}
-    if not compact or tensor.dim() != 2 or name == "ahead":
-        return {name: tensor.to(torch.bfloat16).contiguous()}
-    scales = tensor.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return {name: (tensor.float() / scales[:, None]).round().to(torch.int8), f"{name}_scale": scales}
 
 
 def _as_json(value: Mapping[str, Any]) -> str:

@@ -445,7 +445,7 @@ class Training:
 
     def _write_head(self, learner: Learner, folder: Path) -> None:
         student, head, vocab = learner.student, learner.head, learner.draft_vocab
-        write_head(folder, student, self._target, head, vocab, compact=self._settings.compact)
+        write_head(folder, student, self._target, head, vocab)
 
     def _metadata(self, learner: Learner, state: TrainerState) -> Json:
         """Return the training metadata."""

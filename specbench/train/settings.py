@@ -55,7 +55,6 @@ class TrainingSettings:
     measures: int = 10
     patience: int = 6
     seed: int = 0
-    compact: bool = False
     start: str | None = None
 
     def __post_init__(self) -> None:

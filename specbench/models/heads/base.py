@@ -283,7 +283,7 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
         target_layers: Number of the target's layers, if the head is in the target's checkpoint.
 
     Raises:
-        UsageError: The weights are pickled, quantized without scales, or have an invalid draft vocabulary.
+        UsageError: The weights are pickled, quantized, or have an invalid draft vocabulary.
         RunError: The weights are missing or damaged, differ from the head's ``training.json``, or do not fit into
         memory.
     """
@@ -292,7 +292,9 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
     check_weights(files.folder, files.name)
     found = form.read(files, target_layers) if form.read else _read_all(files, allow_pickle)
-    tensors, target_tokens = (form.convert or usual)(files, _widened(found, files.name))
+    if any(tensor.dtype == torch.int8 for tensor in found.values()):
+        raise UsageError(f"The weights of the head {files.name} are quantized.", "Choose a copy in floats.")
+    tensors, target_tokens = (form.convert or usual)(files, found)
     facts = f"{files.kind} {files.settings}"
     return TrainedHead(files, tensors, target_tokens, fingerprint(facts, tensors.items()))
 
@@ -321,19 +323,6 @@ def _read(path: Path, name: str) -> Tensors:
         reason = excerpt(error).rstrip(".")
         raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error
     return read
-
-
-def _widened(tensors: Mapping[str, torch.Tensor], name: str) -> Tensors:
-    """Convert int8 weights to float32; the tensor ``X_scale`` has the scale of each row of the weight X."""
-    wide = dict(tensors)
-    for key, tensor in tensors.items():
-        if tensor.dtype != torch.int8:
-            continue
-        scales = wide.pop(f"{key}_scale", None)
-        if scales is None or scales.shape != tensor.shape[:1] or not scales.is_floating_point():
-            raise UsageError(f"The head {name} lacks the scales of {key}.", _FETCH_AGAIN)
-        wide[key] = tensor.float() * scales.float()[:, None]
-    return wide
 
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
