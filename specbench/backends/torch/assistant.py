@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,9 @@ from specbench.backends.torch.mtp import PASSED, passed_attention
 from specbench.decoding.protocols import ForwardRequest
 
 
-class SharedLayer(NamedTuple):
-    """A layer of the target whose keys and values the layers of an assistant of the same kind attend to."""
-
-    number: int
-    positions: int  # how many of its last positions they see
-
-
-def shared_layers(target: PreTrainedConfig, own: PreTrainedConfig) -> dict[str, SharedLayer]:
-    """Return the layer of the target by kind of attention: the last one that computes keys and values.
+def shared_layers(target: PreTrainedConfig, own: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+    """Return by kind of attention the layer of the target whose keys and values an assistant's layers of this kind
+    attend to, the last one that computes any, and how many of its last positions they see.
 
     Args:
         target: The configuration of the target's language model.
@@ -45,10 +39,7 @@ def shared_layers(target: PreTrainedConfig, own: PreTrainedConfig) -> dict[str, 
     every = text.max_position_embeddings
     # The last token itself is not cached. Counted from the last cached position, the assistant's window has one more.
     within = min(text.sliding_window - 1, layers.sliding_window + 1)
-    return {
-        kind: SharedLayer(number, within if kind == "sliding_attention" else every)
-        for kind, number in last.items()
-    }
+    return {kind: (number, within if kind == "sliding_attention" else every) for kind, number in last.items()}
 
 
 class Assistant(RecurrentHead):
@@ -180,7 +171,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class AssistantScorer(EagleScorer):
     """An assistant, which attends to the keys and values that the target has of the context."""
 
-    def __init__(self, head: Assistant, target: OfTarget, shared: Mapping[str, SharedLayer]) -> None:
+    def __init__(self, head: Assistant, target: OfTarget, shared: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(head, target)
         self._forward, self._caches = AssistantForward(head), ()
         self.target_cache, self._layers_of = target.cache, shared

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbench.backends.torch.block_heads import Block, DFlashHead
+from specbench.backends.torch.block_heads import Block, Conditioned, DFlashHead
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.forward import concat
 from specbench.backends.torch.head_scorers import HeadScorer, HeadSteps, OfTarget, node_depths
@@ -34,15 +34,8 @@ class PathsInput(NamedTuple):
     paths: Sequence[Sequence[int]]  # each the context's last token, and a branch of the draft
 
 
-class BlockLogits(NamedTuple):
-    """The logits after drafts, [drafts, vocab], and the predicted acceptance of the token after each, [drafts]."""
-
-    logits: Tensor
-    acceptance: Tensor | None
-
-
 BlockStep: TypeAlias = BlockInput | PathsInput
-BlockFound: TypeAlias = Block | BlockLogits
+BlockFound: TypeAlias = Block | Conditioned
 
 
 class BlockScorer(HeadScorer[BlockStep, BlockFound]):
@@ -88,9 +81,9 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
         conditioned = yield PathsInput(self._block, _paths(request)[-rows:])
-        assert isinstance(conditioned, BlockLogits)
-        self.acceptance = conditioned.acceptance
-        return conditioned.logits
+        assert not isinstance(conditioned, Block)
+        logits, self.acceptance = conditioned
+        return logits
 
     def compute(self, inputs: Sequence[BlockStep]) -> list[BlockFound]:
         blocks = [each for each in inputs if isinstance(each, BlockInput)]
@@ -116,7 +109,7 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def _layers(self) -> range:
         return range(len(self.head.layers))
 
-    def _rows(self, inputs: Sequence[PathsInput]) -> list[BlockLogits]:
+    def _rows(self, inputs: Sequence[PathsInput]) -> list[Conditioned]:
         """Compute rows of equal depth together."""
         wanted = [(each.block, path) for each in inputs for path in each.paths]
         logits: list[Any] = [None] * len(wanted)
@@ -128,11 +121,12 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
             for place, i in enumerate(same):
                 logits[i] = conditioned[place]
                 acceptance[i] = None if accepted is None else accepted[place]
-        found, ends = [], accumulate(len(each.paths) for each in inputs)
+        found: list[Conditioned] = []
+        ends = accumulate(len(each.paths) for each in inputs)
         for each, end in zip(inputs, ends, strict=True):
             part = slice(end - len(each.paths), end)
             predicted = None if acceptance[end - 1] is None else torch.stack(acceptance[part])
-            found.append(BlockLogits(torch.stack(logits[part]), predicted))
+            found.append((torch.stack(logits[part]), predicted))
         return found
 
     def _attend_to(self, caches: Sequence[Any], layer: int) -> Attend:

@@ -185,9 +185,8 @@ class PreallocatedSlidingLayer(PreallocatedLayer):
         self.dropped = 0
 
 
-class _Growing(PreallocatedLayer):
-    """Replaces a layer of ``DynamicCache`` in native forwards: its buffers grow in steps, since they may hold long
-    contexts.
+class GrowingLayer(PreallocatedLayer):
+    """Replaces a ``DynamicLayer`` in native forwards: its buffers grow in steps, since they may hold long contexts.
 
     Attributes:
         expected: Positions that will be used soon: new buffers have them and those that growing adds.
@@ -195,7 +194,7 @@ class _Growing(PreallocatedLayer):
 
     expected = 0
 
-    def take(self, layer: DynamicLayer) -> _Growing:
+    def take(self, layer: DynamicLayer) -> GrowingLayer:
         """Take what a layer holds, and return itself."""
         if layer.keys is not None and layer.get_seq_length():
             self.dtype, self.device = layer.dtype, layer.device
@@ -213,11 +212,7 @@ class _Growing(PreallocatedLayer):
         return capacity + max(_MIN_GROWTH, capacity // _GROWTH_SHARE)
 
 
-class GrowingLayer(_Growing):
-    """Replaces a ``DynamicLayer``."""
-
-
-class GrowingSlidingLayer(_Growing, PreallocatedSlidingLayer):
+class GrowingSlidingLayer(GrowingLayer, PreallocatedSlidingLayer):
     """Replaces a ``DynamicSlidingWindowLayer``."""
 
 

@@ -152,12 +152,6 @@ class _Inputs(NamedTuple):
     mask: Tensor | None  # bool [1, 1, n, capacity]: what each attends to; None: causal
 
 
-class _Captured(NamedTuple):
-    inputs: _Inputs
-    replay: Callable[[], None]
-    output: ForwardOutput
-
-
 class GraphForward(Forward):
     """Forwards of static shapes over a static cache, each width captured once and then replayed.
 
@@ -181,7 +175,7 @@ class GraphForward(Forward):
         self._compiled = compiled or model
         self._limits_logits = takes_logits_to_keep(model)
         self._hooks = Hooks(model.modules())  # a replay would leave them out
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: dict[Hashable, tuple[_Inputs, Callable[[], None], ForwardOutput]] = {}
         self._generation = cache.generation
 
     def over(self, cache: KVCache) -> Forward:
@@ -232,13 +226,14 @@ class GraphForward(Forward):
         key = (inputs.ids.shape[1], rows, tuple(layers), tuple(each is None for each in inputs))
         if key not in self._captured:
             own = _Inputs(*(None if each is None else each.clone() for each in inputs))  # type: ignore[arg-type]
-            self._captured[key] = _Captured(
-                own, *capture(lambda: self._call_model(self._compiled, own, rows, layers))
+            self._captured[key] = (
+                own,
+                *capture(lambda: self._call_model(self._compiled, own, rows, layers)),
             )
-        captured = self._captured[key]
-        for buffer, value in zip(captured.inputs, inputs, strict=True):
+        buffers, replay, output = self._captured[key]
+        for buffer, value in zip(buffers, inputs, strict=True):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-        captured.replay()
-        logits, hidden, _ = captured.output  # the next pass of this width writes there again
+        replay()
+        logits, hidden, _ = output  # the next pass of this width writes there again
         return ForwardOutput(logits.clone(), None if hidden is None else hidden.clone())

@@ -326,16 +326,9 @@ class ParallelScorer(EagleScorer):
             cache.rollback(self._read)
 
 
-class MedusaInput(NamedTuple):
-    """A head to compute, and the state it reads."""
-
-    state: Tensor  # from the target's last hidden state, [1, width]
-    head: int  # number of the head
-
-
-class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
-    """Medusa heads, whose logits depend on the target's last hidden state
-    and the depth in the draft, not on draft tokens.
+class MedusaScorer(HeadScorer[tuple[Tensor, int], Tensor]):
+    """Medusa heads, whose logits depend on the target's last hidden state and the depth in the draft, not on draft
+    tokens. An input is that state, [1, width], and the number of a head.
     """
 
     def __init__(self, heads: MedusaHeads, target: OfTarget) -> None:
@@ -358,18 +351,18 @@ class MedusaScorer(HeadScorer[MedusaInput, Tensor]):
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = []
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[MedusaInput, Tensor]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[tuple[Tensor, int], Tensor]:
         depths = node_depths(request)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
-            self._rows.append((yield MedusaInput(self._state, len(self._rows))))
+            self._rows.append((yield self._state, len(self._rows)))
         return torch.cat([self._rows[depth] for depth in depths])
 
-    def compute(self, inputs: Sequence[MedusaInput]) -> list[Tensor]:
+    def compute(self, inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         found: dict[int, Tensor] = {}
-        for head in {each.head for each in inputs}:
-            same = [i for i, each in enumerate(inputs) if each.head == head]
-            logits = self.head.logits(concat([inputs[i].state for i in same]), head)
+        for head in {head for _, head in inputs}:
+            same = [i for i, (_, each) in enumerate(inputs) if each == head]
+            logits = self.head.logits(concat([inputs[i][0] for i in same]), head)
             found |= zip(same, logits.split(1), strict=True)
         return [found[i] for i in range(len(inputs))]
 

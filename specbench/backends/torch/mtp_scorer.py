@@ -10,7 +10,6 @@ that precede the one it drafts.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +22,8 @@ from specbench.backends.torch.scorer import DeviceTokens
 from specbench.decoding.protocols import ForwardRequest
 
 
-class LayerInput(NamedTuple):
-    """Tokens of one request for a forward of a layer."""
-
-    layer: int
-    given: HeadInput
-
-
-class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
-    """MTP layers, each with keys and values of its own.
+class MtpScorer(HeadScorer[tuple[int, HeadInput], HeadOutput]):
+    """MTP layers, each with keys and values of its own. An input is a layer's number, and tokens of one request for it.
 
     Entry i of layer k is the token k + 1 + i, with feature i of this layer: the target's state at i, or, if the
     layers are chained, the output of layer k - 1 at its entry i. Features are kept for the whole context.
@@ -93,7 +85,7 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
     def _add_features(self, layer: int, features: Tensor) -> None:
         self._features(layer).update(features[None, None], features[None, None, :, :0])
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[LayerInput, HeadOutput]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[tuple[int, HeadInput], HeadOutput]:
         if self._read[0] < len(request.context) - 1:
             self._rows = {}
         depths = node_depths(request)
@@ -105,7 +97,7 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
 
     def _run(
         self, layer: int, wanted: Sequence[int], request: ForwardRequest
-    ) -> Generator[LayerInput, HeadOutput]:
+    ) -> Generator[tuple[int, HeadInput], HeadOutput]:
         """Run a layer over what it has not read of the context and of the branches of nodes at its depth."""
         context, first = request.context, self._read[layer]
         base = len(context) - 1 - layer  # entries of the context
@@ -137,7 +129,7 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
             [self._caches[layer]],
             len(wanted),
         )
-        found = yield LayerInput(layer, given)
+        found = yield layer, given
         own_entries = base - first
         if layer + 1 < len(self._read) and self.head.chained:
             self._add_features(layer + 1, found.features[:own_entries])
@@ -166,11 +158,11 @@ class MtpScorer(HeadScorer[LayerInput, HeadOutput]):
             mask[row, [column[node] for node in branch]] = True
         return mask.to(self.device)[None, None]
 
-    def compute(self, inputs: Sequence[LayerInput]) -> list[HeadOutput]:
+    def compute(self, inputs: Sequence[tuple[int, HeadInput]]) -> list[HeadOutput]:
         found: dict[int, HeadOutput] = {}
-        for layer in {each.layer for each in inputs}:
-            same = [i for i, each in enumerate(inputs) if each.layer == layer]
-            found |= zip(same, self._forwards[layer]([inputs[i].given for i in same]), strict=True)
+        for layer in {layer for layer, _ in inputs}:
+            same = [i for i, (each, _) in enumerate(inputs) if each == layer]
+            found |= zip(same, self._forwards[layer]([inputs[i][1] for i in same]), strict=True)
         return [found[i] for i in range(len(inputs))]
 
 

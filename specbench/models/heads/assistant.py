@@ -38,7 +38,7 @@ def _check(files: HeadFiles, target: PreTrainedConfig) -> None:
     for number, kind in enumerate(own.layer_types):
         if kind not in shared:
             raise UsageError(f"{name} attends to layers with {kind}, which the target does not have.", _OTHER)
-        ours, theirs = own.per_layer_config[number], text.per_layer_config[shared[kind].number]
+        ours, theirs = own.per_layer_config[number], text.per_layer_config[shared[kind][0]]
         if ours.head_dim != theirs.head_dim or ours.num_attention_heads % theirs.num_key_value_heads:
             raise UsageError(
                 f"{name} attends with {ours.num_attention_heads} heads of size {ours.head_dim} to layers of the target"
