@@ -346,9 +346,8 @@ class GenerationRun:
         )
 
     def _tokens(self) -> list[int]:
-        first = None if self._prefill is None else self._prefill.token
-        rest = [token for step in self._steps for token in step.tokens]
-        return rest if first is None else [first, *rest]
+        first = () if self._prefill is None else self._prefill.tokens
+        return [*first, *(token for step in self._steps for token in step.tokens)]
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self.target.tokenizer is None:

@@ -27,7 +27,6 @@ from specbench.backends.torch.heads import MedusaHeads
 from specbench.backends.torch.scorer import FittedLogits
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.prompts import Prompt
-from specbench.decoding.drafts import StepOutcome
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.models.drafters import load_drafter
@@ -40,12 +39,11 @@ from specbench.train import result as result_module
 from specbench.train import run as run_module
 from specbench.train import state as state_module
 from specbench.train import texts as texts_module
-from specbench.train.kinds import KINDS, make_student
-from specbench.train.learner import Learner
+from specbench.train.learner import KINDS, Learner, make_student
 from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, trainable_texts
 from specbench.train.result import write_head
 from specbench.train.run import Training
-from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
+from specbench.train.settings import Measured, TrainingSettings
 from specbench.train.state import read_state, write_state
 from specbench.train.students import Metrics, soft_cross_entropy
 from specbench.train.texts import Text, TextStore, store_for, write_texts
@@ -100,8 +98,8 @@ def made_up(*lengths: int, start: int = 4) -> list[Text]:
 def lesson_of(
     model: Any, student: Any, texts: Sequence[Text], drafted: torch.Tensor | None = DRAFTED
 ) -> Lesson:
-    batch, teacher = pad_batch(texts, torch.device("cpu")), Teacher(model, drafted)
-    return teacher.lesson(teacher.read(batch, student.layers))
+    teacher = Teacher(model, drafted)
+    return teacher.lesson(teacher.read(*pad_batch(texts, torch.device("cpu")), student.layers))
 
 
 # -- what is learnt is what is drafted -------------------------------------------------------------
@@ -285,7 +283,7 @@ def test_a_line_cut_short_is_written_again(tmp_path):
 # -- the whole of it -------------------------------------------------------------------------------
 
 
-class Watched(TrainingProgress):
+class Watched:
     """Remembers what it is told, and ends the training where it is told to."""
 
     def __init__(self, ends_at: int = -1, *, writing: bool = False) -> None:
@@ -297,14 +295,11 @@ class Watched(TrainingProgress):
         if self._left == 0:
             raise KilledError
 
-    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        self._count(writing=True)
+    def update(self, stage: str, done: int, total: int | None, note: str, left_s: float | None) -> None:
+        assert left_s is None or left_s >= 0
+        self._count(writing=stage == "the target writes")
 
-    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        assert left_s >= 0
-        self._count()
-
-    def report_measurement(self, measured: Measured, *, best: bool) -> None:
+    def report(self, measured: Measured, best: bool) -> None:
         self.measures.append(measured)
         self._count()
 
@@ -313,7 +308,15 @@ class KilledError(BaseException):
     pass
 
 
-def training(target: Target, out: Path, settings: TrainingSettings = QUICK, **more: Any) -> Training:
+def training(
+    target: Target,
+    out: Path,
+    settings: TrainingSettings = QUICK,
+    progress: Watched | None = None,
+    **more: Any,
+) -> Training:
+    if progress is not None:
+        more |= {"update": progress.update, "report": progress.report}
     return Training(target, PROMPTS, settings, out, source="mine", save_interval_s=0, **more)
 
 
@@ -454,10 +457,12 @@ def test_minutes_hold_however_slow_the_machine_is(
     clock = Clock(monkeypatch, writing=writing, measuring=measuring, learning=learning)
 
     class Slowed(Watched):
-        def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-            assert not slows or left_s <= max(0.0, 300 - clock.now)
-            if slows and step == 20:
-                clock.slow_down(5.0)
+        def update(self, stage: str, done: int, total: int | None, note: str, left_s: float | None) -> None:
+            if stage == "training":
+                assert left_s is not None
+                assert not slows or left_s <= max(0.0, 300 - clock.now)
+                if slows and done == 20:
+                    clock.slow_down(5.0)
 
     settings = replace(QUICK, tokens=None, minutes=5.0, patience=100)
     training(target, tmp_path / "head", settings, progress=Slowed()).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -9,7 +10,7 @@ import pytest
 
 from specbench.base.errors import UsageError
 from specbench.bench.prompts import ALL_SETS, TRAINING_SET, Prompt, load_prompts, prompt_sets, set_names
-from specbench.train.prompts import held_out_prompts, refuse_measured, training_prompts
+from specbench.train.prompts import held_out_prompts, training_prompts
 
 IN_A_ROW = 8
 
@@ -33,12 +34,14 @@ def test_the_set_is_large_and_varied_and_never_measured_on():
     assert not [prompt.turns[0] for prompt in prompts if known & runs_of_words(prompt.turns[0])]
 
 
-def test_what_is_measured_on_is_refused():
-    measured = load_prompts(["chat"])[4]
+def test_what_is_measured_on_is_refused(tmp_path):
+    measured, mine = load_prompts(["chat"])[4], tmp_path / "mine.jsonl"
     changed = measured.turns[0].upper().replace(" ", "  ").rstrip(".") + " !"
+    mine.write_text(json.dumps({"id": "mine", "category": "x", "turns": ["Hello", changed]}))
     with pytest.raises(UsageError, match=f"'mine' is also in a benchmark set .{measured.id}"):
-        refuse_measured([Prompt("mine", "x", ("Hello", changed))])
-    refuse_measured([Prompt("mine", "x", (measured.turns[0] + " And why?",))])
+        training_prompts([mine])
+    mine.write_text(json.dumps({"id": "mine", "category": "x", "turns": [measured.turns[0] + " And why?"]}))
+    assert len(training_prompts([mine])) == 1
 
 
 def test_held_out_prompts_are_of_all_kinds_and_about_something_else():

@@ -105,9 +105,7 @@ class Observation:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Emitted tokens."""
-        if isinstance(self.record, Step):
-            return self.record.tokens
-        return () if self.record.token is None else (self.record.token,)
+        return self.record.tokens
 
     @property
     def draft(self) -> Draft:

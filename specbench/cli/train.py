@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,70 +11,66 @@ from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
-from specbench.options import MODELS, PROMPT, ModelOptions, TemplateOptions, group, panel, quantized
+from specbench.options import MODELS, PROMPT, ModelOptions, TemplateOptions, panel, quantized
 from specbench.specs.models import parse_model
-from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
+from specbench.train.settings import Measured, TrainingSettings
 
 if TYPE_CHECKING:
     from specbench.models.heads import TrainedHead
 
 KindName = Literal["eagle", "mtp", "medusa"]
 
-TRAINING = "Training"
-_training = group(TRAINING)
-
-
-@dataclass(frozen=True)
-class _Training:
-    """How a head is trained; fields of ``TrainingSettings``."""
-
-    tokens: int | None = _training(
-        None, "--tokens N", "Tokens of the target's own answers to train on.", min=1
-    )
-    minutes: float | None = _training(
-        None,
-        "--minutes X",
-        "Training time instead of --tokens, counted from when the target is loaded and including the time"
-        " before --resume; the current step or measurement is finished.",
-    )
-    depth: int = _training(4, "--depth N", "Tokens that the head learns to draft.", min=1)
-    layers: int | None = _training(
-        None, "--layers N", "Decoder layers of the head, for all kinds but mtp and medusa. Default: 2.", min=1
-    )
-    vocab: int | None = _training(
-        None,
-        "--vocab N",
-        "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
-        " at least 8192.",
-        min=1,
-    )
-    seed: int = _training(0, "--seed N", "Seed of everything random.", min=0)
-
-
-@dataclass(frozen=True)
-class _Lessons:
-    """What is trained, and on which answers."""
-
-    kind: KindName = group(MODELS)("eagle", "--kind KIND", "Kind of head: eagle, mtp or medusa.")
-    prompts: tuple[str, ...] = opt.prompts_field(
-        help="Prompts that the target answers to learn from: a JSON Lines file or training; repeatable. Default:"
-        " training, the built-in set for it."
-    )
-    max_new_tokens: int = group(PROMPT)(
-        256, "--max-new-tokens -n N", "Maximum length of an answer, in tokens.", min=2
-    )
+_training, _prompt = panel("Training"), panel(PROMPT)
 
 
 def train(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    lessons: _Lessons,
+    kind: Annotated[KindName, panel(MODELS)("--kind KIND", "Kind of head: eagle, mtp or medusa.")] = "eagle",
+    prompts: Annotated[
+        list[str] | None,
+        _prompt(
+            "--prompts -p SET",
+            "Prompts that the target answers to learn from: a JSON Lines file or training; repeatable. Default:"
+            " training, the built-in set for it.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, _prompt("--max-new-tokens -n N", "Maximum length of an answer, in tokens.", min=2)
+    ] = 256,
     template: TemplateOptions,
-    models: Annotated[ModelOptions, opt.Fields("dtype", "device", "allow_pickle")],
-    training: _Training,
+    models: ModelOptions,
+    tokens: Annotated[
+        int | None, _training("--tokens N", "Tokens of the target's own answers to train on.", min=1)
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        _training(
+            "--minutes X",
+            "Training time instead of --tokens, counted from when the target is loaded and including the time"
+            " before --resume; the current step or measurement is finished.",
+        ),
+    ] = None,
+    depth: Annotated[int, _training("--depth N", "Tokens that the head learns to draft.", min=1)] = 4,
+    layers: Annotated[
+        int | None,
+        _training(
+            "--layers N", "Decoder layers of the head, for all kinds but mtp and medusa. Default: 2.", min=1
+        ),
+    ] = None,
+    vocab: Annotated[
+        int | None,
+        _training(
+            "--vocab N",
+            "Draft vocabulary: the N tokens that the target writes most often. Default: a quarter of its vocabulary,"
+            " at least 8192.",
+            min=1,
+        ),
+    ] = None,
+    seed: Annotated[int, _training("--seed N", "Seed of everything random.", min=0)] = 0,
     start: Annotated[
         str | None,
-        panel(TRAINING)(
+        _training(
             "--start HEAD",
             "Trained head of this target to start from, with its draft vocabulary: a folder or hub id.",
         ),
@@ -102,16 +98,21 @@ def train(
 
     begun = _head(start, allow_pickle=models.allow_pickle)
     settings = TrainingSettings(
-        **vars(training),
-        kind=lessons.kind,
-        answer_tokens=lessons.max_new_tokens,
+        kind,
+        tokens,
+        minutes,
+        answer_tokens=max_new_tokens,
+        depth=depth,
+        layers=layers,
+        vocab=vocab,
+        seed=seed,
         start=None if begun is None else begun.fingerprint,
     )
     if quantized(models.dtype) is not None:
         raise UsageError(
             f"Heads cannot be trained for an {models.dtype} target.", f"Leave out --dtype {models.dtype}."
         )
-    sources = lessons.prompts or [TRAINING_SET]
+    sources = prompts or [TRAINING_SET]
     chosen = [prompt.told(template) for prompt in training_prompts(sources)]
     with starting(quiet) as progress:
         from specbench.base.progress import quiet_transformers
@@ -124,11 +125,16 @@ def train(
             loaded, _ = prepare(parse_model(target), (), models, progress=progress)
     source = ", ".join(Path(source).name for source in sources)
     with StageProgress(quiet, animated=False) as bar:
-        display = _Display(bar, silent=quiet)
+
+        def report(measured: Measured, best: bool) -> None:
+            if not quiet:
+                bar.console.print(_line(measured, best), markup=False, soft_wrap=True)
+
         best = Training(
-            loaded, chosen, settings, out, source=source, resume=resume, start=begun, progress=display
-        ).run()
-    _show_result(best, lessons.kind, out, as_json=json_output)
+            loaded, chosen, settings, out,
+            source=source, resume=resume, start=begun, update=bar.update, report=report,
+        ).run()  # fmt: skip
+    _show_result(best, kind, out, as_json=json_output)
 
 
 def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
@@ -165,28 +171,7 @@ def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None
     write_out(terminal_safe("".join(f"{line}\n" for line in lines)))
 
 
-class _Display(TrainingProgress):
-    """A bar on a terminal, and a line for each measurement."""
-
-    def __init__(self, progress: StageProgress, *, silent: bool) -> None:
-        self._progress, self._silent = progress, silent
-
-    def say(self, words: str, done: int = 0, total: int | None = None) -> None:
-        """Show the progress."""
-        self._progress.update(words, done, total)
-
-    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        written = f"{tokens:,}" if wanted is None else f"{tokens:,} of {wanted:,}"
-        self._progress.update("the target writes", tokens, wanted, note=f"{written} tokens", left_s=left_s)
-
-    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        note = f"step {step:,} of {steps:,}, loss {loss:.2f}"
-        self._progress.update("training", step, steps, note=note, left_s=left_s)
-
-    def report_measurement(self, measured: Measured, *, best: bool) -> None:
-        loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
-        mark = ", the best so far" if best else ""
-        line = f"{duration(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
-        line += f" {measured.tokens_per_step:.2f} tokens per step{mark}"
-        if not self._silent:
-            self._progress.console.print(line, markup=False, soft_wrap=True)
+def _line(measured: Measured, best: bool) -> str:
+    loss = "untrained" if measured.loss is None else f"loss {measured.loss:.2f}"
+    line = f"{duration(measured.seconds)}: {measured.tokens:,} tokens trained on, {loss},"
+    return f"{line} {measured.tokens_per_step:.2f} tokens per step{', the best so far' if best else ''}"

@@ -115,6 +115,11 @@ class Prefill:
     queued_s: float = 0.0
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token, if there is one."""
+        return () if self.token is None else (self.token,)
+
+    @property
     def origins(self) -> tuple[Origin, ...]:
         """The source of the token, if there is one."""
         return () if self.token is None else ("target",)

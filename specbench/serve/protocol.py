@@ -412,7 +412,6 @@ class Usage:
         """Count a record and return its tokens."""
         if isinstance(record, Prefill):
             self.prompt += record.prompt_tokens
-            tokens: Sequence[int] = () if record.token is None else (record.token,)
         else:
             self.steps += 1
             self.drafted += record.gamma
@@ -420,9 +419,8 @@ class Usage:
             if record.drafted:
                 self.longest = max(self.longest, record.gamma)
                 self.steps_by_accepted[record.accepted] += 1
-            tokens = record.tokens
-        self.completion += len(tokens)
-        return tokens
+        self.completion += len(record.tokens)
+        return record.tokens
 
     def fields(self) -> Json:
         """Return the fields of an answer: ``usage`` in the form of the protocol, which calls draft tokens predicted

@@ -14,9 +14,11 @@ from torch import nn
 from specbench.base.errors import UsageError
 from specbench.models.checkpoints import text_config
 from specbench.models.heads.base import shape_text
-from specbench.train.kinds import KINDS, make_student
+from specbench.train.eagle_student import EagleStudent
 from specbench.train.lessons import TargetOutput, Teacher, make_batches, pad_batch
-from specbench.train.state import StepResult, restore_optimizer, stored_optimizer
+from specbench.train.medusa_student import MedusaStudent
+from specbench.train.mtp_student import MtpStudent
+from specbench.train.state import restore_optimizer, stored_optimizer
 from specbench.train.students import Metrics, Student
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
     from specbench.train.settings import TrainingSettings
     from specbench.train.texts import Text
+
+KINDS = ("eagle", "mtp", "medusa")
+"""Kinds of heads that can be trained."""
 
 _DECAY = 0.8
 """Weight of the loss at each draft position relative to the one before, times the share of drafts that get there."""
@@ -41,6 +46,16 @@ _KEPT_BYTES = 128 << 20
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.95), 0.01
 _MAX_GRADIENT = 1.0
+
+
+def make_student(
+    kind: str, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int = 1
+) -> Student:
+    """Return a new head; for the arguments see ``EagleStudent``."""
+    if kind == "medusa":
+        return MedusaStudent(model, head, depth).to(head.device)
+    student = MtpStudent if kind == "mtp" else EagleStudent
+    return student(model, head, depth, seed, layers).to(head.device)
 
 
 class Learner:
@@ -123,10 +138,12 @@ class Learner:
         return [self._texts[text] for text in self._order[place]]
 
     def _read(self, texts: Sequence[Text]) -> TargetOutput:
-        return self._teacher.read(pad_batch(texts, self._teacher.device), self.student.layers)
+        return self._teacher.read(*pad_batch(texts, self._teacher.device), self.student.layers)
 
-    def step(self, number: int, steps: int) -> StepResult:
-        """Train on a batch."""
+    def step(self, number: int, steps: int) -> tuple[int, list[float], list[float]]:
+        """Train on a batch; return its tokens, and by position in the draft the mean cross-entropy, and the share of
+        drafts whose most probable token was also the target's.
+        """
         epoch, chunk, place = self._place(number)
         texts = self._batch(epoch, place)
         if (epoch, chunk) != self._chunk:
@@ -141,7 +158,7 @@ class Learner:
         self._optimizer.zero_grad()
         right = metrics.right / metrics.counted.clamp_min(1)
         losses, shares = torch.stack((metrics.losses.detach(), right)).tolist()
-        return StepResult(sum(text.written for text in texts), tuple(losses), tuple(shares))
+        return sum(text.written for text in texts), losses, shares
 
     def time_step(self) -> tuple[float, float]:
         """Return the seconds to run the target over a batch, and to compute gradients, which are discarded."""

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from specbench.train.texts import Text
 
 
-class Batch(NamedTuple):
-    """Texts of different lengths, padded at their ends, where causal attention does not see the padding.
-
-    Attributes:
-        wanted: Bool [texts, longest]: positions before a token that the head must learn to draft. These are all tokens
-            of an answer but the first.
-    """
-
-    ids: torch.Tensor
-    wanted: torch.Tensor
-
-
 def trainable_texts(texts: Sequence[Text], max_length: int, depth: int) -> list[Text]:
     """Return the texts that are long enough to learn from, cut to a length."""
     cut = [replace(text, tokens=text.tokens[:max_length]) for text in texts if text.start + 1 < max_length]
@@ -53,14 +41,20 @@ def make_batches(texts: Sequence[Text], budget: int, seed: int, epoch: int) -> l
     return found
 
 
-def pad_batch(texts: Sequence[Text], device: torch.device) -> Batch:
+def pad_batch(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token ids of texts, and bool the positions before a token that the head must learn to draft, both
+    [texts, longest].
+
+    These are all tokens of an answer but the first. Texts are padded at their ends, where causal attention does not see
+    the padding.
+    """
     longest = max(len(text.tokens) for text in texts)
     ids = torch.zeros(len(texts), longest, dtype=torch.long)
     wanted = torch.zeros(len(texts), longest, dtype=torch.bool)
     for row, text in enumerate(texts):
         ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
         wanted[row, text.start : len(text.tokens) - 1] = True
-    return Batch(ids.to(device), wanted.to(device))
+    return ids.to(device), wanted.to(device)
 
 
 class TargetOutput(NamedTuple):
@@ -120,29 +114,29 @@ class Teacher:
         self._plain = has_plain_head(model)
 
     @torch.no_grad()
-    def read(self, batch: Batch, layers: Sequence[int] = ()) -> TargetOutput:
+    def read(self, ids: torch.Tensor, wanted: torch.Tensor, layers: Sequence[int]) -> TargetOutput:
         """Run the target's forward over a batch.
 
         Args:
-            layers: Layers whose hidden states are returned, see ``ForwardRequest``.
+            ids, wanted: See ``pad_batch``. Of the wanted positions those are used that are followed by a token of the
+                draft vocabulary.
+            layers: Layers whose hidden states are returned, see ``ForwardRequest``; at least one.
         """
-        wanted = self._wanted(batch)
-        output = self._forward(batch.ids, layers, 1 if self._plain else 0)
+        followed = torch.zeros_like(wanted)
+        followed[:, :-1] = self._draftable[ids[:, 1:]]
+        wanted = wanted & followed
+        output = self._model(
+            input_ids=ids,
+            use_cache=False,
+            output_hidden_states=[*layers, self._last],
+            logits_to_keep=1 if self._plain else 0,
+        )
         last = output.hidden_states[self._last]
         found = last[wanted] if self._plain else output.logits[wanted][:, self._vocab]
-        states = [output.hidden_states[layer] for layer in layers]
-        return TargetOutput(
-            batch.ids,
-            torch.stack(states, dim=2) if states else last.new_empty(*batch.ids.shape, 0, last.shape[-1]),
-            _places(wanted),
-            found,
-        )
-
-    def _wanted(self, batch: Batch) -> torch.Tensor:
-        """Return the wanted positions that are followed by a token of the draft vocabulary, bool [texts, longest]."""
-        followed = torch.zeros_like(batch.wanted)
-        followed[:, :-1] = self._draftable[batch.ids[:, 1:]]
-        return batch.wanted & followed
+        states = torch.stack([output.hidden_states[layer] for layer in layers], dim=2)
+        places = torch.full(wanted.shape, -1, device=ids.device)
+        places[wanted] = torch.arange(int(wanted.sum()), device=ids.device)
+        return TargetOutput(ids, states, places, found)
 
     @torch.no_grad()
     def lesson(self, output: TargetOutput) -> Lesson:
@@ -151,12 +145,6 @@ class Teacher:
         return Lesson(
             output.ids, output.states, output.places, embedded, logits.softmax(-1), logits.argmax(-1)
         )  # fmt: skip
-
-    def _forward(self, ids: torch.Tensor, layers: Sequence[int], rows: int) -> Any:
-        """Run a forward with logits of the last ``rows`` positions, 0 for all."""
-        return self._model(
-            input_ids=ids, use_cache=False, output_hidden_states=[*layers, self._last], logits_to_keep=rows
-        )
 
 
 @torch.no_grad()
@@ -171,9 +159,3 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     expected = output.logits[0].float()
     found = linear(output.hidden_states[last][0], untyped.get_output_embeddings().weight).float()
     return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
-
-
-def _places(wanted: torch.Tensor) -> torch.Tensor:
-    places = torch.full(wanted.shape, -1, device=wanted.device)
-    places[wanted] = torch.arange(int(wanted.sum()), device=wanted.device)
-    return places

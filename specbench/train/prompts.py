@@ -16,15 +16,10 @@ def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
     """Load prompts to train on.
 
     Raises:
-        UsageError: See ``load_prompts``; or a prompt is also in a benchmark set.
+        UsageError: See ``load_prompts``; or a prompt is also in a benchmark set, whatever its case, spaces and
+            punctuation.
     """
     prompts = load_prompts(sources)
-    refuse_measured(prompts)
-    return prompts
-
-
-def refuse_measured(prompts: Sequence[Prompt]) -> None:
-    """Check that no prompt is in the built-in benchmark sets; case, spaces and punctuation are ignored."""
     measured = {_words(turn): prompt.id for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
     for prompt in prompts:
         for turn in prompt.turns:
@@ -33,6 +28,7 @@ def refuse_measured(prompts: Sequence[Prompt]) -> None:
                     f"The training prompt {prompt.id!r} is also in a benchmark set ({found}).",
                     "Remove it from the training set.",
                 )
+    return prompts
 
 
 def _words(text: str) -> str:

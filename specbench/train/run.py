@@ -40,15 +40,17 @@ from specbench.train.learner import Learner, check_start
 from specbench.train.lessons import trainable_texts
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_training_file
-from specbench.train.settings import Measured, TrainingProgress, TrainingSettings
+from specbench.train.settings import Measured, TrainingSettings
 from specbench.train.state import BEGUN, STATE, Pace, TrainerState, check_folder, read_state, write_state
-from specbench.train.texts import Text, TextStore, store_for, tokens_of, write_texts
+from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
     from specbench.models.target import Target
 
+
+_WRITING_STAGE = "the target writes"
 
 _WRITING = 0.4
 """Share of the given time in which the target writes."""
@@ -74,6 +76,8 @@ class Training:
         out: The folder of the result, which always contains the best head so far.
         source: Name of the prompts in the training metadata.
         start: The head of ``settings.start`` to continue from.
+        update: Receives the progress, as ``specbench.cli.progress.StageProgress.update`` does.
+        report: Receives each measurement, and whether it is the best so far.
         save_interval_s: Seconds between checkpoints, the most work that an interruption loses.
 
     Raises:
@@ -92,7 +96,8 @@ class Training:
         source: str = "",
         resume: bool = False,
         start: TrainedHead | None = None,
-        progress: TrainingProgress | None = None,
+        update: Callable[[str, int, int | None, str, float | None], object] = lambda *_: None,
+        report: Callable[[Measured, bool], object] = lambda *_: None,
         save_interval_s: float = 60.0,
     ) -> None:
         if target.quantization is not None:
@@ -108,7 +113,7 @@ class Training:
         settings.draft_vocab(target.vocab_size)
         self._target, self._settings, self._out, self._source = target, settings, out, source
         self._start, self._model = start, target.language_model.model
-        self._progress, self._save_interval_s = progress or TrainingProgress(), save_interval_s
+        self._update, self._report, self._save_interval_s = update, report, save_interval_s
         layers = text_config(self._model.config).num_hidden_layers
         settings.head_layers(layers)
         require_states(target, (layers,))
@@ -253,12 +258,15 @@ class Training:
                 self._store_begun()
             if settings.minutes is not None:
                 limit = 60 * settings.minutes * _WRITING
-                self._progress.report_writing(everything, None, max(0.0, limit - now))
+                self._update(
+                    _WRITING_STAGE, everything, None, f"{everything:,} tokens", max(0.0, limit - now)
+                )
                 return now >= limit
             wanted = settings.tokens or 0
             pace = (everything - first[0]) / (now - first[1]) if now > first[1] else 0
             left_s = max(0, wanted - everything) / pace if pace else None
-            self._progress.report_writing(everything, wanted, left_s)
+            note = f"{everything:,} of {wanted:,} tokens"
+            self._update(_WRITING_STAGE, everything, wanted, note, left_s)
             return written >= wanted
 
         return enough
@@ -294,9 +302,10 @@ class Training:
         self._plan(learner, state)
         saved, pace = time.monotonic(), Pace(state.step)
         while state.step < state.steps and not state.ended:
-            state.record_step(learner.step(state.step, state.steps))
+            state.record_step(*learner.step(state.step, state.steps))
             left_s = self._seconds_left(state, pace)
-            self._progress.report_step(state.step, state.steps, state.loss or 0.0, left_s)
+            note = f"step {state.step:,} of {state.steps:,}, loss {state.loss or 0.0:.2f}"
+            self._update("training", state.step, state.steps, note, left_s)
             if state.step == state.next_measurement or self._time_is_up(state):
                 self._measure(learner, state)
                 self._plan_again(state, pace)
@@ -391,7 +400,7 @@ class Training:
         if best:
             self._write_head(learner, self._out)
             write_training_file(self._out, self._metadata(learner, state))
-        self._progress.report_measurement(measured, best=best)
+        self._report(measured, best)
 
     def _load_candidate(self, learner: Learner) -> Drafter:
         """Write the current head, and load it from its files."""
@@ -417,7 +426,7 @@ class Training:
         for i, event in events:
             if isinstance(event, Exception):
                 raise event
-            written[places[i]] += len(tokens_of(event))
+            written[places[i]] += len(event.tokens)
             if isinstance(event, Step):
                 found.setdefault(self._held_out[places[i]][0].category, []).append(event)
             if found and time.monotonic() >= ends:

@@ -1,4 +1,4 @@
-"""Settings of a training, its measurements, and the interface that reports its progress."""
+"""Settings of a training, and its measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainingSettings:
     """Settings of a training. With the same settings, prompts and target the result is the same.
 
     Attributes:
-        kind: One of ``specbench.train.kinds.KINDS``.
+        kind: One of ``specbench.train.learner.KINDS``.
         tokens: Tokens of the target's own texts to train on; ``None`` if the time decides.
         minutes: Total time, over all starts; ``None`` if the tokens decide.
         epochs: Number of epochs where the tokens decide.
@@ -153,16 +153,3 @@ class Measured:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Measured:
         return cls(**{**fields, "accepted": tuple(fields["accepted"])})
-
-
-class TrainingProgress:
-    """Interface that receives the progress of a training; this base class ignores it."""
-
-    def report_writing(self, tokens: int, wanted: int | None, left_s: float | None) -> None:
-        """Report that the target has written some of the wanted tokens, and needs ``left_s`` more seconds."""
-
-    def report_step(self, step: int, steps: int, loss: float, left_s: float) -> None:
-        """Report that a step is done; the rest takes ``left_s`` seconds, including measurements."""
-
-    def report_measurement(self, measured: Measured, *, best: bool) -> None:
-        """Report a measurement of the head; ``best`` is true if it is the best so far."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,19 +30,6 @@ BEGUN = "begun.json"
 """File in it with what the training was begun with; without it there is nothing to resume."""
 
 _CURVE_POINTS = 200
-
-
-class StepResult(NamedTuple):
-    """The result of a training step.
-
-    Attributes:
-        losses: Mean cross-entropy by position in the draft.
-        right: Share of drafts whose most probable token was also the target's, by position.
-    """
-
-    tokens: int
-    losses: tuple[float, ...]
-    right: tuple[float, ...]
 
 
 @dataclass
@@ -90,11 +77,11 @@ class TrainerState:
         rest = max(1, self.measurements_left(measures))
         self.next_measurement = self.step + -(-(steps - self.step) // rest)
 
-    def record_step(self, result: StepResult) -> None:
-        """Record a step, and add a point to the curve when one is due."""
+    def record_step(self, tokens: int, losses: Sequence[float], right: Sequence[float]) -> None:
+        """Record a step, see ``Learner.step``, and add a point to the curve when one is due."""
         self.step += 1
-        self.tokens += result.tokens
-        self.since.append([*result.losses, *result.right])
+        self.tokens += tokens
+        self.since.append([*losses, *right])
         if len(self.since) < -(-self.steps // _CURVE_POINTS) and self.step < self.steps:
             return
         means = [sum(column) / len(self.since) for column in zip(*self.since, strict=True)]

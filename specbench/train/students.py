@@ -48,7 +48,7 @@ class Student(nn.Module):
         depth: Tokens it learns to draft.
 
     Attributes:
-        kind: One of ``specbench.train.kinds.KINDS``.
+        kind: One of ``specbench.train.learner.KINDS``.
         algorithm: Its name in the files of ``speculators``; ``None`` if it is stored in another format.
         layers: The target's layers whose hidden states it reads.
         started_from: What its weights were initialized from, in words; ``None`` for random ones.

@@ -21,7 +21,6 @@ from specbench.base.cache import CACHE_VARIABLE, cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, refuse_link
 from specbench.base.record import Count
-from specbench.decoding.records import Prefill, Step
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
@@ -212,11 +211,4 @@ def _write_answers(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Seq
             continue
         if isinstance(event, Exception):
             raise event
-        yield places[i], tokens_of(event), event.finish_reason is not None
-
-
-def tokens_of(event: Prefill | Step) -> Sequence[int]:
-    """Return the tokens of a record."""
-    if isinstance(event, Prefill):
-        return () if event.token is None else (event.token,)
-    return event.tokens
+        yield places[i], event.tokens, event.finish_reason is not None
