@@ -20,7 +20,7 @@ from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import facts
 from specbench.cli.summary import Advice, show_summary
-from specbench.cli.watchers import TextOutput, TraceOutput, Tracer, tokens_of
+from specbench.cli.watchers import TextOutput, TraceOutput
 from specbench.decoding.clocks import clock_for, peak_memory
 from specbench.decoding.metrics import summary
 from specbench.policies import FixedLength
@@ -199,9 +199,10 @@ def decode(
     """
     run = loaded.start(prompt, trace=trace_to is not None)
     on_screen = trace_to is not None and trace_to.on_screen
-    watchers: list[TextOutput | Tracer] = []
+    watchers: list[TextOutput | TraceOutput] = []
     if trace_to is not None:
-        watchers.append(Tracer(trace_to, _trace_header(loaded, prompt, text), partial(_piece, loaded.target)))
+        trace_to.begin(_trace_header(loaded, prompt, text), partial(_piece, loaded.target))
+        watchers.append(trace_to)
     if not show.json_output:
         shown = TextOutput(
             run, paint, streamed=show.streamed, after_trace=on_screen, answer_only=show.answer_only
@@ -250,7 +251,7 @@ def decode(
 
 def _follow(
     run: GenerationRun,
-    watchers: Sequence[TextOutput | Tracer],
+    watchers: Sequence[TextOutput | TraceOutput],
     stage: str,
     max_new_tokens: int,
     *,
@@ -263,7 +264,7 @@ def _follow(
             for record in run:
                 for watcher in watchers:
                     watcher.record(record)
-                done += len(tokens_of(record))
+                done += len(record.tokens)
                 progress.update(stage, done, max_new_tokens)
     finally:
         for watcher in watchers:

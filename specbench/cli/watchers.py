@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
@@ -69,15 +69,15 @@ class ShownOptions:
 
 
 class TraceOutput:
-    """Steps on the terminal, in a file, or both. A file that fails in the middle does not end the run.
+    """Shows the records of a run on the terminal, writes them to a file, or both.
 
-    An existing trace stays until the first forward pass has ended.
+    A file that fails in the middle does not end the run. An existing trace stays until the first pass has ended.
     """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
         self._path, self._view, self._file = path, None, None
         self._problem: str | None = None
-        self._waiting: list[Event] | None = []  # events before the first forward pass; None after it
+        self._begun = False  # whether something was written
         if debug:
             from rich.console import Console
 
@@ -87,7 +87,7 @@ class TraceOutput:
         if path is not None:
             try:
                 self._new = not path.exists()
-                self._file = open(path, "w", encoding="utf-8", opener=_open_as_it_is)  # noqa: SIM115
+                self._file = path.open("a", encoding="utf-8")
             except (OSError, ValueError) as error:  # ValueError: a NUL in the name
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(
@@ -103,7 +103,7 @@ class TraceOutput:
                 self._file.close()
             except OSError as error:
                 self._problem = self._problem or str(error.strerror)
-            if self._waiting is not None and self._new and self._path is not None:
+            if not self._begun and self._new and self._path is not None:
                 self._path.unlink(missing_ok=True)
 
     @property
@@ -111,28 +111,45 @@ class TraceOutput:
         """Whether steps are shown on the terminal."""
         return self._view is not None
 
-    def event(self, event: Event) -> None:
-        """Show and write one event."""
-        if self._file is not None and self._problem is None:
+    def begin(self, header: Event, piece: Callable[[int], str]) -> None:
+        """Begin a trace; ``piece`` gives a token's raw text."""
+        self._header, self._piece = header, piece
+        if self._view is not None:
+            self._view.show(header)
+
+    def record(self, record: Prefill | Step) -> None:
+        from specbench.decoding.records import Prefill
+        from specbench.results.trace import prefill_event, step_event
+
+        if isinstance(record, Prefill):
+            self._add(prefill_event(record, self._piece))
+        else:
+            self._add(step_event(record, self._piece))
+
+    def end(self, result: Generation) -> None:
+        from specbench.decoding.metrics import summary
+        from specbench.results.trace import TraceEnd
+
+        figures = summary(result)
+        self._add(TraceEnd(**{name: figures[name] for name in TraceEnd.__struct_fields__}))
+
+    def _add(self, event: Event) -> None:
+        """Write and show one event; the end of a run without a forward pass is not written."""
+        from specbench.results.trace import TraceEnd, write_event
+
+        file = self._file if self._problem is None else None
+        if file is not None and (self._begun or not isinstance(event, TraceEnd)):
             try:
-                self._keep(self._file, event)
+                if not self._begun:
+                    self._begun = True
+                    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                        file.truncate(0)
+                    write_event(file, self._header)
+                write_event(file, event)
             except OSError as error:
                 self._problem = str(error.strerror)
         if self._view is not None:
             self._view.show(event)
-
-    def _keep(self, file: TextIO, event: Event) -> None:
-        from specbench.results.trace import TraceEnd, TraceHeader, write_event
-
-        if self._waiting is not None:
-            self._waiting.append(event)
-            if isinstance(event, TraceHeader | TraceEnd):
-                return
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                file.truncate()
-        for each in self._waiting or [event]:
-            write_event(file, each)
-        self._waiting = None
 
     def complain(self) -> None:
         """Raise an error if the file is not complete."""
@@ -141,10 +158,6 @@ class TraceOutput:
                 f"The trace file {str(self._path)!r} is not complete: {self._problem}.",
                 "The output above is complete.",
             )
-
-
-def _open_as_it_is(path: str, flags: int) -> int:
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 class TextOutput:
@@ -178,7 +191,7 @@ class TextOutput:
     def record(self, record: Prefill | Step) -> None:
         from specbench.generate import shown_tokens
 
-        tokens = shown_tokens(tokens_of(record), record.finish_reason)
+        tokens = shown_tokens(record.tokens, record.finish_reason)
         for token, origin in zip(tokens, record.origins, strict=False):
             self._origins.append(origin)
             self._label(self._split.push(token))
@@ -211,35 +224,3 @@ class TextOutput:
             else:
                 write_out(text)
         sys.stdout.flush()
-
-
-class Tracer:
-    """Turns the records of a run into the events of a trace; ``piece`` gives a token's raw text."""
-
-    def __init__(self, output: TraceOutput, header: Event, piece: Callable[[int], str]) -> None:
-        self._output, self._piece = output, piece
-        output.event(header)
-
-    def record(self, record: Prefill | Step) -> None:
-        from specbench.decoding.records import Prefill
-        from specbench.results.trace import prefill_event, step_event
-
-        if isinstance(record, Prefill):
-            self._output.event(prefill_event(record, self._piece))
-        else:
-            self._output.event(step_event(record, self._piece))
-
-    def end(self, result: Generation) -> None:
-        from specbench.decoding.metrics import summary
-        from specbench.results.trace import TraceEnd
-
-        figures = summary(result)
-        self._output.event(TraceEnd(**{name: figures[name] for name in TraceEnd.__struct_fields__}))
-
-
-def tokens_of(record: Prefill | Step) -> tuple[int, ...]:
-    from specbench.decoding.records import Prefill
-
-    if isinstance(record, Prefill):
-        return () if record.token is None else (record.token,)
-    return record.tokens
