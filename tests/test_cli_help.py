@@ -82,11 +82,11 @@ def words(command: str, name: str) -> list[str]:
 
 
 CASES = [
-    (needed, command, name, row.other.split()[0])
+    (needed, command, name, others.split()[0])
     for rows, needed in ((EXCLUDE, False), (NEED, True))
-    for row in rows
-    for command in row.command.split()
-    for each in row.options
+    for commands, options, others, _ in rows
+    for command in commands.split()
+    for each in options
     for name in ([each] if isinstance(each, str) else [field.name for field in fields(each)])
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
@@ -11,79 +11,39 @@ from specbench.options import ModelOptions
 if TYPE_CHECKING:
     import typer
 
-
-@dataclass(frozen=True)
-class Row:
-    """Options of a command, and another one that they exclude or need.
-
-    Attributes:
-        command: Its name; several are separated by spaces.
-        options: Names of parameters, or classes whose fields are.
-        other: The name of a parameter; of several, separated by spaces, one is enough.
-        why: The reason, if names alone do not say it.
-    """
-
-    command: str
-    options: tuple[str | type, ...]
-    other: str
-    why: str = ""
-
-
-EXCLUDE = (
-    Row(
-        "generate",
-        ("prompt", "show_accepted", "compare", "debug", "trace_file"),
-        "prompts",
-        "it is for one prompt",
-    ),
-    Row("generate", ("show_accepted",), "json_output"),
-    Row(
-        "generate chat serve check",
-        ("drafter", "draft_policy", "gamma"),
-        "recipe",
-        "it has its own",
-    ),
-    Row("check", ("prompts",), "outputs", "the file has its own prompts"),
-    Row(
-        "sweep",
-        ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
-        "server",
-        "it is for models",
-    ),
-    Row("sweep", ("engine",), "server", "it starts its own servers"),
-    Row("sweep", ("context", "trace"), "engine", "start its server and measure it with --server"),
-    Row("sweep", ("batch", "context", "trace"), "prompt_cache", "a conversation is one request after the other"),
-    Row("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
-    Row(
-        "sweep",
-        ("baseline", "cache", ModelOptions, "format"),
-        "engine",
-        "it is for specbench's own decoding",
-    ),
-    Row("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine",
-        "it is for specbench's own decoding"),
-    Row("tune", ("out", "overwrite", "results", "resume"), "break_even", "it stores nothing"),
-    Row("predict", ("target_pass_ms",), "target_config", "the target's time is measured"),
+EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
+    ("generate", ("prompt", "show_accepted", "compare", "debug", "trace_file"), "prompts", "it is for one prompt"),
+    ("generate", ("show_accepted",), "json_output", ""),
+    ("generate chat serve check", ("drafter", "draft_policy", "gamma"), "recipe", "it has its own"),
+    ("check", ("prompts",), "outputs", "the file has its own prompts"),
+    ("sweep", ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
+     "server", "it is for models"),
+    ("sweep", ("engine",), "server", "it starts its own servers"),
+    ("sweep", ("context", "trace"), "engine", "start its server and measure it with --server"),
+    ("sweep", ("batch", "context", "trace"), "prompt_cache", "a conversation is one request after the other"),
+    ("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
+    ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
+    ("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine", "it is for specbench's own decoding"),
+    ("tune", ("out", "overwrite", "results", "resume"), "break_even", "it stores nothing"),
+    ("predict", ("target_pass_ms",), "target_config", "the target's time is measured"),
 )  # fmt: skip
-"""The options cannot be combined with the other one."""
+"""Commands, options (names of parameters, or classes whose fields are) that cannot be combined with another one, that
+one, and the reason, if names alone do not say it.
+"""
 
-NEED = (
-    Row("generate", ("repeats",), "compare"),
-    Row("generate", ("batch",), "prompts"),
-    Row("sweep", ("minutes",), "until"),
-    Row("sweep", ("accept_changes", "retry_failed"), "resume"),
-    Row("sweep", ("accept_changes",), "out", "it is for a run that is named"),
-    Row("sweep", ("api", "timeout"), "server engine", "it is for servers"),
-    Row("sweep", ("prompt_cache",), "server", "it is for servers"),
-    Row("sweep", ("engine_command", "arguments"), "engine"),
-    Row(
-        "tune",
-        ("engine_command", "arguments", "api", "timeout"),
-        "engine",
-    ),
-    Row("tune", ("batch",), "engine break_even"),
+NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
+    ("generate", ("repeats",), "compare", ""),
+    ("generate", ("batch",), "prompts", ""),
+    ("sweep", ("minutes",), "until", ""),
+    ("sweep", ("accept_changes", "retry_failed"), "resume", ""),
+    ("sweep", ("accept_changes",), "out", "it is for a run that is named"),
+    ("sweep", ("api", "timeout"), "server engine", "it is for servers"),
+    ("sweep", ("prompt_cache",), "server", "it is for servers"),
+    ("sweep", ("engine_command", "arguments"), "engine", ""),
+    ("tune", ("engine_command", "arguments", "api", "timeout"), "engine", ""),
+    ("tune", ("batch",), "engine break_even", ""),
 )
-"""The options have a meaning only with the other one."""
+"""The same for options that have a meaning only with another one; of several others one is enough."""
 
 
 def given(ctx: typer.Context, *names: str | type) -> list[str]:
@@ -112,12 +72,12 @@ def refuse_conflicts(ctx: typer.Context) -> None:
         UsageError: The command line has such options.
     """
     for rows, needed in ((EXCLUDE, False), (NEED, True)):
-        for row in rows:
-            if ctx.info_name not in row.command.split() or bool(given(ctx, *row.other.split())) is needed:
+        for commands, options, others, why in rows:
+            if ctx.info_name not in commands.split() or bool(given(ctx, *others.split())) is needed:
                 continue
-            for option in given(ctx, *row.options)[:1]:
-                others = [name for name in row.other.split() if needed or given(ctx, name)]
-                other, because = written(ctx, others[0]), f": {row.why}" if row.why else ""
+            for option in given(ctx, *options)[:1]:
+                named = [name for name in others.split() if needed or given(ctx, name)]
+                other, because = written(ctx, named[0]), f": {why}" if why else ""
                 if needed:
                     hint = f"Add {other}, or leave {option} out."
                     raise UsageError(f"{option} is given without {other}{because}.", hint)
