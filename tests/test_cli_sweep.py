@@ -21,7 +21,7 @@ import specbench.bench.environment
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
 from specbench.bench.runner import SweepRun
-from specbench.cli.sweep_display import SweepDisplay
+from specbench.cli.sweep_display import show_cell
 from specbench.cli.sweep_run import SweepJob
 from specbench.results.results import load_results
 from specbench.results.summary import summarize
@@ -297,11 +297,10 @@ def test_progress_is_shown_with_the_time_left(tmp_path):
         update=lambda stage, done, total, note, left_s: shown.append((f"{stage} {done} {note}", left_s))
     )
     sweep = make_sweep(prompts(2, conversations=1), repeats=2)
-    display = SweepDisplay(progress, said.append)  # type: ignore[arg-type]
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
         for at in SweepRun(sweep, store, engine).cells():
-            display.show(at)
+            show_cell(at, None, progress, said.append)  # type: ignore[arg-type]
     assert any("warming up: d γ=1" in text for text, _ in shown)
     assert shown[0][1] is None
     assert shown[-1] == ("measuring 30 30 of 30, 2 failed", 0.0)

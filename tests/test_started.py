@@ -32,7 +32,7 @@ from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
 from specbench.cli.started import EngineServers, engine_configs, engine_drafters, started_engine
-from specbench.cli.sweep_options import EngineOptions, ServerOptions
+from specbench.cli.sweep_options import ServerOptions
 from specbench.export.start import SCHEDULE, EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import ServerAnswer, Speculation
@@ -468,7 +468,7 @@ def test_a_schedule_is_a_server_with_its_files(tmp_path):
         ("llama.cpp", {}, ""),
     ):
         started = parse_engine(name), started_engine(name), "m", TARGET, [], []
-        servers = EngineServers(*started, EngineOptions(), ServerOptions(), [], DecodingOptions(), 0.0)
+        servers = EngineServers(*started, ServerOptions(), [], DecodingOptions(), 0.0)
         command = servers.scheduled(tmp_path, EngineSetting("x@4", "x", 4, options), ranges)
         assert (command is None) == (name == "llama.cpp")
         assert command is None or expected in " ".join(command(8000))

@@ -29,7 +29,7 @@ from specbench.specs.policies import Fixed
 from specbench.tune.break_even import GAMMAS, Drafts, break_even_parts, measure, pretending
 
 if TYPE_CHECKING:
-    from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
+    from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
 _Ready: TypeAlias = tuple[Any, Sequence[Row], Mapping[str, Drafts], bool]
@@ -40,7 +40,6 @@ def break_even(
     target: str,
     search: SearchOptions,
     template: TemplateOptions,
-    engines: EngineOptions,
     servers: ServerOptions,
     models: ModelOptions,
     decoding: DecodingOptions,
@@ -64,8 +63,8 @@ def break_even(
     with StageProgress(results.quiet, animated=False) as progress:
         made = (
             _own(target, search, models, options, progress)
-            if engines.engine is None
-            else _started(target, search, engines, servers, options, arguments, progress)
+            if servers.engine is None
+            else _started(target, search, servers, options, arguments, progress)
         )
         with made as (engine, rows, drafts, in_turn):
             found, failed = measure(
@@ -124,7 +123,6 @@ def _own(
 def _started(
     target: str,
     search: SearchOptions,
-    engines: EngineOptions,
     servers: ServerOptions,
     options: SweepOptions,
     arguments: Sequence[str],
@@ -132,7 +130,7 @@ def _started(
 ) -> Iterator[_Ready]:
     """Start servers that pretend two acceptances for each draft length."""
     planned = EngineServers.of(
-        target, search.drafter, engines, servers, arguments, options.decoding, search.temperature,
+        target, search.drafter, servers, arguments, options.decoding, search.temperature,
         usual=False, gammas=GAMMAS, policies=[Fixed()],
     )  # fmt: skip
     _refuse_free([each.spec for each in planned.drafters])

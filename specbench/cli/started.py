@@ -36,7 +36,7 @@ from specbench.specs.servers import EngineSpec, ServerSpec, parse_engine
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.cli.sweep_options import ChosenPrompts, EngineOptions, ServerOptions
+    from specbench.cli.sweep_options import ChosenPrompts, ServerOptions
     from specbench.options import DecodingOptions
 
 _KEY = "--api-key"
@@ -112,7 +112,7 @@ class EngineServers:
 
     Attributes:
         spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
-        options, requests: The user's options for starting servers and for requests.
+        options: The user's options for starting servers and for requests.
         arguments: The user's own words for every server.
         decoding, temperature: Options that the first request to each server tests.
     """
@@ -123,8 +123,7 @@ class EngineServers:
     target: ModelSpec
     drafters: Sequence[EngineDrafter]
     settings: Sequence[EngineSetting]
-    options: EngineOptions
-    requests: ServerOptions
+    options: ServerOptions
     arguments: Sequence[str]
     decoding: DecodingOptions
     temperature: float
@@ -134,8 +133,7 @@ class EngineServers:
         cls,
         target: str,
         drafters: Sequence[str],
-        options: EngineOptions,
-        requests: ServerOptions,
+        options: ServerOptions,
         arguments: Sequence[str],
         decoding: DecodingOptions,
         temperature: float,
@@ -154,7 +152,7 @@ class EngineServers:
         tried = engine_drafters(engine, drafters, usual=usual, elsewhere=elsewhere)
         settings = settings_of(engine, model, tried, temperature=temperature, **compared)
         made = spec, engine, one_line(named.name), model, tried, settings
-        return cls(*made, options, requests, arguments, decoding, temperature)
+        return cls(*made, options, arguments, decoding, temperature)
 
     def sweep_options(self, **measured: Any) -> SweepOptions:
         """Return the options of a sweep over the settings; ``measured``: those that decide how they are measured."""
@@ -164,7 +162,7 @@ class EngineServers:
             decoding=self.decoding,
             warmup=0,  # every server warms up when it starts
             servers=tuple(each.name for each in self.settings),
-            api=self.requests.api,
+            api=self.options.api,
             **measured,
         )
 
@@ -220,8 +218,8 @@ class EngineServers:
         return ServerEngine(
             [spec],
             keys={} if key is None else {spec.name: key},
-            api=self.requests.api,
-            timeout_s=self.requests.timeout,
+            api=self.options.api,
+            timeout_s=self.options.timeout,
             decoding=self.decoding,
             temperature=self.temperature,
         )

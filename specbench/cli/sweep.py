@@ -14,7 +14,6 @@ from specbench.cli.policy import default_drafter, left_out, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
-    EngineOptions,
     ExperimentOptions,
     ResultsOptions,
     ServerOptions,
@@ -40,7 +39,6 @@ def sweep(
     *,
     compared: ComparedOptions,
     servers: ServerOptions,
-    engines: EngineOptions,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     models: ModelOptions,
     drafting: Annotated[
@@ -73,16 +71,16 @@ def sweep(
 
         sweep_servers(ctx, compared, servers, target, experiment, template, decoding, results, start)
         return
-    if engines.engine is not None:
+    if servers.engine is not None:
         from specbench.cli.sweep_engine import sweep_engine
 
-        what = compared, drafting, engines, servers, experiment, template, decoding, results
+        what = compared, drafting, servers, experiment, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
     from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
-    from specbench.cli.sweep_predicted import PredictedSweepJob
-    from specbench.cli.sweep_run import run_folder
+    from specbench.cli.sweep_predicted import predict_table
+    from specbench.cli.sweep_run import SweepJob, run_folder
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
@@ -113,7 +111,7 @@ def sweep(
 
     configs = engine.configs(options, base)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-    job = PredictedSweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
+    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, predict=predict_table)
     job.run(sources, start, notes)
 
 

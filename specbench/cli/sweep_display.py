@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.base.textsafe import counted, one_line
@@ -29,13 +29,6 @@ _BESIDE = 6
 """Lines of a terminal that the table leaves free."""
 
 
-class _Figures(NamedTuple):
-    """Speedup and tokens per step."""
-
-    speedup: Estimate
-    tokens_per_step: Estimate
-
-
 class RunningTable:
     """What is known of the rows of a running sweep, the fastest first.
 
@@ -48,17 +41,22 @@ class RunningTable:
         self._rows, self._predicted = rows, predicted
         self._speeds: dict[str, dict[tuple[str, int, int], float]] = {row.id: {} for row in rows}
         self._counts: dict[str, list[tuple[int, int, str]]] = {row.id: [] for row in rows}
+        self._latest: Measurement | None = None
 
-    def add(self, measured: Measurement) -> None:
-        """Add a measurement."""
-        line, result = measured.line, measured.result
+    def add(self, measured: Measurement | None) -> None:
+        """Add the latest measurement, unless it is known."""
+        if measured is None or measured is self._latest:
+            return
+        self._latest, line, result = measured, measured.line, measured.result
         if isinstance(result, Generation) and result.decode_s > 0:
             tokens = result.new_tokens - result.first_tokens
             self._speeds[line.config][line.prompt, line.turn, line.repeat] = tokens / result.decode_s
             self._counts[line.config].append((tokens, len(result.steps.emitted), line.prompt))
 
-    def _measured(self, row: Row) -> _Figures | None:
-        """Return the speedup on prompts that plain decoding was measured on too; ``None`` before there are any."""
+    def _measured(self, row: Row) -> tuple[Estimate, Estimate] | None:
+        """Return speedup and tokens per step on prompts that plain decoding was measured on too; ``None`` before there
+        are any.
+        """
         mine, plain = self._speeds[row.id], self._speeds[row.baseline]
         both = [key for key in mine if plain.get(key)]
         if not both:
@@ -67,7 +65,7 @@ class RunningTable:
             [mine[key] / plain[key] for key in both], [key[0] for key in both], [key[2] for key in both]
         )
         tokens, steps, prompts = zip(*self._counts[row.id], strict=True)
-        return _Figures(speedup, stats.pooled_rate(tokens, steps, prompts) if any(steps) else NO_FIGURE)
+        return speedup, stats.pooled_rate(tokens, steps, prompts) if any(steps) else NO_FIGURE
 
     def sheet(self) -> Sheet:
         """Return the table; each row says whether it is predicted or measured."""
@@ -80,7 +78,7 @@ class RunningTable:
             speedup, tokens = each
             source = _PREDICTED
             if measured is not None:
-                source = f"measured, {counted(measured.speedup.prompts, 'prompt')}"
+                source = f"measured, {counted(speedup.prompts, 'prompt')}"
             cells = [one_line(row.label), _text(tokens), _text(speedup), source]
             found.append((speedup.value, cells))
         found.sort(key=lambda each: -each[0])
@@ -98,34 +96,22 @@ class RunningTable:
         return tables_of(replace(sheet, rows=sheet.rows[:most]), console.width)[0][0]
 
 
-class SweepDisplay:
-    """A bar below a table of all rows. It draws only between measurements.
+def show_cell(
+    at: SweepProgress, table: RunningTable | None, progress: StageProgress, say: Callable[[str], None]
+) -> None:
+    """Show how far a sweep is, between measurements: a bar, below the table of all rows if there is one.
 
     Args:
-        progress: The bar.
         say: Prints a line.
-
-    Attributes:
-        table: What is known of the rows; ``None`` if nothing was predicted.
     """
-
-    def __init__(self, progress: StageProgress, say: Callable[[str], None]) -> None:
-        self._progress, self._say = progress, say
-        self._latest: Measurement | None = None
-        self.table: RunningTable | None = None
-
-    def show(self, at: SweepProgress) -> None:
-        """Show how far the sweep is."""
-        if at.problem:
-            self._say(f"Single forward passes could not be timed: {at.problem}")
-        if self.table is not None:
-            if at.latest is not None and at.latest is not self._latest:
-                self._latest = at.latest
-                self.table.add(at.latest)
-            self._progress.above = partial(self.table.drawn, self._progress.console)
-        failed = f"{at.failed} failed" if at.failed else ""
-        note = ", ".join(filter(None, [f"{at.done} of {at.total}", failed, at.now]))
-        self._progress.update("measuring", at.done, at.total, note=note, left_s=at.seconds_left)
+    if at.problem:
+        say(f"Single forward passes could not be timed: {at.problem}")
+    if table is not None:
+        table.add(at.latest)
+        progress.above = partial(table.drawn, progress.console)
+    failed = f"{at.failed} failed" if at.failed else ""
+    note = ", ".join(filter(None, [f"{at.done} of {at.total}", failed, at.now]))
+    progress.update("measuring", at.done, at.total, note=note, left_s=at.seconds_left)
 
 
 def _text(estimate: Estimate) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from specbench.cli.options import PoliciesOptions
     from specbench.cli.sweep_options import (
         ComparedOptions,
-        EngineOptions,
         ExperimentOptions,
         ResultsOptions,
         ServerOptions,
@@ -35,7 +34,6 @@ def sweep_engine(
     target: str,
     compared: ComparedOptions,
     drafting: PoliciesOptions,
-    engines: EngineOptions,
     servers: ServerOptions,
     experiment: ExperimentOptions,
     template: TemplateOptions,
@@ -49,7 +47,6 @@ def sweep_engine(
     planned = EngineServers.of(
         target,
         compared.drafter,
-        engines,
         servers,
         arguments,
         decoding,

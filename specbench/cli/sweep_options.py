@@ -33,7 +33,7 @@ _GROUPS = 3  # of prompts side by side that an interval takes at least
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
 _what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group(OUTPUT)
-_servers = _engines = group("Servers instead of models")
+_servers = group("Servers instead of models")
 _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 
 
@@ -117,7 +117,7 @@ class ComparedOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Servers to measure instead of models."""
+    """Servers to measure instead of models, or an engine whose servers are started, with one setting each."""
 
     server: tuple[str, ...] = _servers(
         (),
@@ -134,18 +134,12 @@ class ServerOptions:
         "--prompt-cache WHAT",
         "avoid or keep (all turns are sent).",
     )
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """An engine whose servers are started, with one setting each."""
-
-    engine: str | None = _engines(
+    engine: str | None = _servers(
         None,
         "--engine ENGINE",
         "Start vllm, sglang or llama.cpp for each setting; NAME:servers=N.",
     )
-    engine_command: str = _engines(
+    engine_command: str = _servers(
         "",
         "--engine-command COMMAND",
         "Starts a server in place of the usual command; {port} is its port.",

@@ -26,7 +26,7 @@ from specbench.results import advice
 from specbench.results.store import RunStore, stored_runs, write_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from specbench.base.load import LoadSnapshot
     from specbench.bench.engines.engine import BenchEngine
@@ -133,7 +133,7 @@ class RunJob:
 
 
 class SweepJob(RunJob):
-    """A sweep, which ends after ``minutes`` if it has a rule to end early."""
+    """A sweep, which ends after ``minutes`` if it has a rule to end early; ``predict`` predicts its rows before."""
 
     advice = "Restore what changed, give another --out, or add --accept-changes to continue anyway."
 
@@ -145,9 +145,10 @@ class SweepJob(RunJob):
         results: ResultsOptions,
         *,
         minutes: float | None = None,
+        predict: Callable[[SweepJob, RunStore, StageProgress], RunningTable | None] | None = None,
     ) -> None:
         super().__init__(sweep, engine, folder, results.quiet)
-        self._results, self._minutes = results, minutes
+        self._results, self._minutes, self._predict = results, minutes, predict
         self._cells = "batches" if sweep.options.batches else "generations"
 
     def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
@@ -157,7 +158,7 @@ class SweepJob(RunJob):
             typer.Exit: Something failed, or Ctrl-C.
         """
         from specbench.bench.runner import SweepRun
-        from specbench.cli.sweep_display import SweepDisplay
+        from specbench.cli.sweep_display import show_cell
         from specbench.results.results import load_results
 
         with self.open_store(sources, accept_changes=self._results.accept_changes) as store:
@@ -168,13 +169,12 @@ class SweepJob(RunJob):
                 self.say(problem)
             with StageProgress(self.quiet, animated=False) as progress:
                 self.console = progress.console
-                display = SweepDisplay(progress, self.say)
                 retry = self._results.retry_failed
                 run = SweepRun(self.sweep, store, self.engine, retry_failed=retry, minutes=self._minutes)
                 try:
-                    display.table = self.predict(store, progress) if run.is_missing else None
+                    table = self._predict(self, store, progress) if self._predict and run.is_missing else None
                     for at in run.cells():
-                        display.show(at)
+                        show_cell(at, table, progress, self.say)
                     run.finish()
                 except KeyboardInterrupt:
                     interrupted = True
@@ -186,10 +186,6 @@ class SweepJob(RunJob):
                 self._say_at_end(run, self._stored(store) if interrupted else None)
         if interrupted or run.failed:
             raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
-
-    def predict(self, store: RunStore, progress: StageProgress) -> RunningTable | None:  # noqa: ARG002
-        """Predict the rows before they are measured; ``None`` where nothing is predicted."""
-        return None
 
     def _stored(self, store: RunStore) -> str:
         """Return how many of the generations to measure are stored; empty if none is."""

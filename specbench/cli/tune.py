@@ -9,7 +9,6 @@ from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.sweep_options import (
     ENGINE_MINUTES,
-    EngineOptions,
     SearchOptions,
     ServerOptions,
     StartedArguments,
@@ -23,8 +22,7 @@ def tune(
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     search: SearchOptions,
     template: TemplateOptions,
-    engines: EngineOptions,
-    servers: Annotated[ServerOptions, opt.Fields("api", "timeout")],
+    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api", "timeout")],
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: TuneResultsOptions,
@@ -44,13 +42,13 @@ def tune(
     if search.break_even:
         from specbench.cli.break_even import break_even
 
-        break_even(target, search, template, engines, servers, models, decoding, results, arguments or ())
+        break_even(target, search, template, servers, models, decoding, results, arguments or ())
         return
-    if engines.engine is not None:
+    if servers.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 
         search = replace(search, minutes=search.minutes or ENGINE_MINUTES)
-        tune_engine(target, search, template, engines, servers, decoding, results, arguments or ())
+        tune_engine(target, search, template, servers, decoding, results, arguments or ())
         return
     from specbench.cli.tune_run import run_tune
 

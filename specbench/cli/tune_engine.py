@@ -31,7 +31,7 @@ from specbench.rows import conditions_of
 
 if TYPE_CHECKING:
     from specbench.bench.engines.launched import LaunchedEngine
-    from specbench.cli.sweep_options import EngineOptions, SearchOptions, ServerOptions, TuneResultsOptions
+    from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, TemplateOptions
     from specbench.tune.answer import TuneAnswer
     from specbench.tune.engine_search import EngineSearch
@@ -46,7 +46,6 @@ def tune_engine(
     target: str,
     search: SearchOptions,
     template: TemplateOptions,
-    engines: EngineOptions,
     servers: ServerOptions,
     decoding: DecodingOptions,
     results: TuneResultsOptions,
@@ -60,7 +59,7 @@ def tune_engine(
         chosen = chosen_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
         planned = EngineServers.of(
-            target, search.drafter, engines, servers, arguments, decoding, search.temperature, usual=True
+            target, search.drafter, servers, arguments, decoding, search.temperature, usual=True
         )
     options = planned.sweep_options(
         conditions=conditions_of(temperature=[search.temperature]),

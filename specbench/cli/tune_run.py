@@ -39,13 +39,13 @@ from specbench.tune.candidates import GAMMAS, MIN_SHARE, rules_to_try
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from specbench.bench.engines.own import ModelEngine
     from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
     from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
     from specbench.predict.here import Report
     from specbench.results.results import Results
     from specbench.tune.answer import TuneAnswer
-    from specbench.tune.loading import LoadedCandidates
     from specbench.tune.race import Race
     from specbench.tune.search import StoredSearch
 
@@ -106,28 +106,31 @@ def run_tune(
             RunStore.check_writable(folder)
         except UsageError as error:  # whose advice is that of a sweep
             raise UsageError(error.message, "Give other --results.") from error
-        loaded = load_candidates(
+        engine, cache, notes = load_candidates(
             base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
         )
-    base = replace(base, caching=replace(base.caching, cache=loaded.cache))
-    configs = tuple(configurations(options, loaded.engine, base))
+    base = replace(base, caching=replace(base.caching, cache=cache))
+    configs = tuple(configurations(options, engine, base))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)
-    job = _OwnTuneJob(sweep, loaded, folder, quiet)
+    job = _OwnTuneJob(sweep, engine, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
-        job.say_at_start(start, job.notes(), None if stored is None else "")
+        from specbench.cli.setting import drafter_notes
+
+        notes += drafter_notes(each.outcome for each in engine.drafters)
+        job.say_at_start(start, notes, None if stored is None else "")
         from specbench.tune.loading import exportable
         from specbench.tune.search import Search
 
         searching = Search(
             sweep,
             store,
-            loaded.engine,
+            engine,
             predict=partial(job.predict, report=progress.update),
             longer=search.minutes is None,
             clock=clock,
             seconds=60 * minutes,
             until=began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes),
-            kept=exportable(configs, loaded.engine),
+            kept=exportable(configs, engine),
             progress=progress,
         )
         job.watch(searching, progress)
@@ -225,15 +228,7 @@ class TuneJob(RunJob):
 class _OwnTuneJob(TuneJob):
     """A search among specbench's own configurations."""
 
-    def __init__(self, sweep: Sweep, loaded: LoadedCandidates, folder: Path, quiet: bool) -> None:
-        super().__init__(sweep, loaded.engine, folder, quiet)
-        self.loaded = loaded
-
-    def notes(self) -> list[str]:
-        """Return notes on the models."""
-        from specbench.cli.setting import drafter_notes
-
-        return [*self.loaded.notes, *drafter_notes(each.outcome for each in self.loaded.engine.drafters)]
+    engine: ModelEngine
 
     def predict(
         self,
@@ -246,9 +241,7 @@ class _OwnTuneJob(TuneJob):
         from specbench.predict.here import predict_rows
 
         plain = self.sweep.configs[0]
-        found = predict_rows(
-            self.loaded.engine, self.sweep, plain, outputs, costs, least=MIN_SHARE, report=report
-        )
+        found = predict_rows(self.engine, self.sweep, plain, outputs, costs, least=MIN_SHARE, report=report)
         return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
 
     def show(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 _INT8, _INT4 = SelfForm(int8=True), SelfForm(int4=True)
 
 
-@dataclass(frozen=True)
-class LoadedCandidates:
-    """The loaded target and drafters that can be raced."""
-
-    engine: ModelEngine
-    cache: CacheKind
-    notes: tuple[str, ...]
-
-
 def load_candidates(
     target: ModelSpec,
     given: Sequence[DrafterSpec],
@@ -47,8 +38,11 @@ def load_candidates(
     formatted: bool = False,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
-) -> LoadedCandidates:
+) -> tuple[ModelEngine, CacheKind, list[str]]:
     """Load the target and all drafters to try. One that does not fit into memory raises its error when it is used.
+
+    Returns:
+        The engine that decodes with them, the kind of KV cache, and notes for the user.
 
     Args:
         given: Drafters that the user gives, already checked (``check_engine``).
@@ -76,8 +70,7 @@ def load_candidates(
     small = _in_int4(drafters)
     if small and is_available():  # where int4 is fast
         drafters += load(small, models)
-    engine = ModelEngine(loaded, drafters)
-    return LoadedCandidates(engine, kind, tuple(notes))
+    return ModelEngine(loaded, drafters), kind, notes
 
 
 def _as_int4(part: DrafterSpec) -> DrafterSpec:
