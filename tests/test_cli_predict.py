@@ -155,6 +155,10 @@ def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, mon
     found = json.loads(out)
     assert found["answers"] == 3
     assert found["target_pass_from"] == "measured in run"
+    assert (
+        found["costs"]["drafter_pass_s"]
+        == json.loads(Path("run/run.json").read_text())["costs"]["drafter_pass_s"]
+    )
     predicted = {
         (each["drafter"], row["gamma"]): row["tokens_per_step"]["value"]
         for each in found["drafters"]

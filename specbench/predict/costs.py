@@ -1,4 +1,4 @@
-"""What forward passes take: of drafters measured here, of the target measured too, given, logged or stored."""
+"""What forward passes take: of drafters measured here or stored, of the target given or logged too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from specbench.base.progress import announce
 from specbench.bench.passes import cost_widths, pass_costs, time_passes
@@ -18,28 +19,36 @@ from specbench.drafters.parts import models_of
 from specbench.models.load import make_random_model
 from specbench.models.target import prepare_target
 from specbench.predict.chances import model_of
-from specbench.results.lines import TargetTimes
 from specbench.results.store import read_run
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.decoding.protocols import Drafter
+    from specbench.drafters.chain import ChainDrafter
     from specbench.predict.answers import Answer
 
 _ROUNDS = 8
 
+_UNCACHED = 512 << 20
+"""Bytes that hardly any cache holds."""
+
 
 class _NoTarget:
-    """Takes a target's place where drafters alone are timed."""
+    """Takes a target's place where drafters alone are timed: its passes read as much memory as no cache holds, so that
+    a draft finds the caches as it does behind a target.
+    """
 
     context_limit = None
-    device = "cpu"
+
+    def __init__(self, models: Sequence[ChainDrafter]) -> None:
+        self.device = models[0].scorer.device if models else "cpu"
+        self._weights = torch.ones(_UNCACHED if models else 1, dtype=torch.uint8, device=self.device)
 
     def begin(self) -> None:
         pass
 
-    def score(self, request: Any) -> None:
-        pass
+    def score(self, request: Any) -> None:  # noqa: ARG002 - as a scorer
+        self._weights.max()
 
     def rollback(self, length: int) -> None:
         pass
@@ -55,13 +64,13 @@ def costs_of(
     config: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PassCosts, str]:
-    """Time drafters, and find what the target's passes take.
+    """Time drafters that a stored run has not timed, and find what the target's passes take.
 
     Args:
         drafters: By name; of a cascade its model is timed.
         answers: At least one; their times are taken where nothing else is known.
         gammas: Draft lengths.
-        log: Where the answers are from; a stored run has times.
+        log: Where the answers are from; a stored run has times, of drafters too.
         milliseconds: A pass of the target over one token, if it is given.
         config: A model whose configuration the target has, to time it here with random weights.
 
@@ -71,27 +80,30 @@ def costs_of(
     Raises:
         UsageError, RunError: There is no such model, or no memory for it.
     """
-    target: Any = _NoTarget()
-    if config is not None:
-        target = prepare_target(
-            make_random_model(config, progress=progress), "dynamic", progress=progress
-        ).scorer
-    announce(progress, "timing passes")
-    parts = {name: model_of(each) for name, each in drafters.items()}
+    run = read_run(log).costs if config is None and (log / "run.json").is_file() else None
+    timed = PassCosts({}) if run is None else run
+    parts = {name: model_of(each) for name, each in drafters.items() if name not in timed.drafter_s}
     models = [model for each in parts.values() for model in models_of(each)]
+    target: Any = _NoTarget(models)
+    if config is not None:
+        model = make_random_model(config, progress=progress)
+        target = prepare_target(model, "dynamic", progress=progress).scorer
+    announce(progress, "timing passes")
     clock = clock_for(str(models[0].scorer.device if models else target.device))
     widths = [1] if config is None else cost_widths(gammas)
-    lines = time_passes(target, parts, answers[0].prompt, widths, clock, _ROUNDS, Random(0))
+    costs = pass_costs(time_passes(target, parts, answers[0].prompt, widths, clock, _ROUNDS, Random(0)))
     if config is not None:
-        return pass_costs(lines), "measured here with random weights"
-    costs = pass_costs([line for line in lines if not isinstance(line, TargetTimes)])
-    run = read_run(log).costs if (log / "run.json").is_file() else None
+        return costs, "measured here with random weights"
     logged = [each.pass_s for each in answers if each.pass_s is not None]
     seconds, source = dict[int, float](), ""
     if milliseconds is not None:
         seconds, source = {1: milliseconds / 1000}, "as given"
-    elif run is not None and run.target_s:
-        seconds, source = dict(run.target_s), f"measured in {log.name}"
+    elif timed.target_s:
+        seconds, source = dict(timed.target_s), f"measured in {log.name}"
     elif logged:
         seconds, source = {1: median(logged)}, "by the log"
-    return msgspec.structs.replace(costs, target_s=seconds), source
+    both = {
+        name: {**getattr(costs, name), **getattr(timed, name)}
+        for name in ("drafter_s", "later_s", "reading_s")
+    }
+    return msgspec.structs.replace(costs, target_s=seconds, **both), source
