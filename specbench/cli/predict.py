@@ -90,7 +90,7 @@ def predict(
             raise UsageError(
                 f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
             )
-        costs, source = costs_of(
+        costs, source, here = costs_of(
             drafters, log.answers, gammas, asked.answers, milliseconds=asked.target_pass_ms,
             config=asked.target_config, progress=progress,
         )  # fmt: skip
@@ -120,7 +120,9 @@ def predict(
         from specbench.show.document import show
 
         console = Console(highlight=False)
-        show(console, *prediction_parts(forecasts, costs, source, log.notes()), wrap=console.is_terminal)
+        show(
+            console, *prediction_parts(forecasts, costs, source, here, log.notes()), wrap=console.is_terminal
+        )
 
 
 def _tokenizer(asked: PredictOptions) -> str | None:

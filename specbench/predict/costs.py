@@ -63,7 +63,7 @@ def costs_of(
     milliseconds: float | None = None,
     config: str | None = None,
     progress: Progress | None = None,
-) -> tuple[PassCosts, str]:
+) -> tuple[PassCosts, str, list[str]]:
     """Time drafters that a stored run has not timed, and find what the target's passes take.
 
     Args:
@@ -75,7 +75,8 @@ def costs_of(
         config: A model whose configuration the target has, to time it here with random weights.
 
     Returns:
-        The costs, and where those of the target are from, as the end of a sentence; empty if they are not known.
+        The costs; where those of the target are from, as the end of a sentence, empty if they are not known; and the
+        drafters that were timed here.
 
     Raises:
         UsageError, RunError: There is no such model, or no memory for it.
@@ -93,7 +94,7 @@ def costs_of(
     widths = [1] if config is None else cost_widths(gammas)
     costs = pass_costs(time_passes(target, parts, answers[0].prompt, widths, clock, _ROUNDS, Random(0)))
     if config is not None:
-        return costs, "measured here with random weights"
+        return costs, "measured here with random weights", list(parts)
     logged = [each.pass_s for each in answers if each.pass_s is not None]
     seconds, source = dict[int, float](), ""
     if milliseconds is not None:
@@ -106,4 +107,4 @@ def costs_of(
         name: {**getattr(costs, name), **getattr(timed, name)}
         for name in ("drafter_s", "later_s", "reading_s")
     }
-    return msgspec.structs.replace(costs, target_s=seconds, **both), source
+    return msgspec.structs.replace(costs, target_s=seconds, **both), source, list(parts)

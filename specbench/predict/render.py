@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specbench.base.textsafe import counted
@@ -20,7 +20,11 @@ _PLACES = 4
 
 
 def prediction_parts(
-    forecasts: Sequence[Forecast], costs: PassCosts, source: str, notes: Sequence[str]
+    forecasts: Sequence[Forecast],
+    costs: PassCosts,
+    source: str,
+    here: Collection[str],
+    notes: Sequence[str],
 ) -> Iterator[Part]:
     """Yield a prediction.
 
@@ -28,6 +32,7 @@ def prediction_parts(
         forecasts: One for each drafter.
         costs: Times of passes.
         source: Where the target's times are from, as the end of a sentence; empty without any.
+        here: Drafters that were timed here; others were in the stored run.
         notes: Sentences on what was left out.
     """
     for each in forecasts:
@@ -39,17 +44,20 @@ def prediction_parts(
         yield Paragraph(answer_text(each, costs), "bold")
         if kinds := _by_category(each, each.best(costs)):
             yield kinds
-    yield Items([*notes, *_facts(forecasts, costs, source)])
+    yield Items([*notes, *_facts(forecasts, costs, source, here)])
 
 
-def _facts(forecasts: Sequence[Forecast], costs: PassCosts, source: str) -> Iterator[str]:
+def _facts(
+    forecasts: Sequence[Forecast], costs: PassCosts, source: str, here: Collection[str]
+) -> Iterator[str]:
     """Yield what the figures rest on."""
     for each in forecasts:
         if each.unsampled:
             what = counted(each.unsampled, "sampled answer")
             yield f"{what} not used for {each.drafter}: it needs their logprobs."
         if seconds := costs.drafter_s.get(each.drafter):
-            yield f"A pass of {each.drafter} takes {1000 * seconds:.3g} ms, measured here."
+            where = "measured here" if each.drafter in here else "measured in the stored run"
+            yield f"A pass of {each.drafter} takes {1000 * seconds:.3g} ms, {where}."
     if not costs.target_s:
         yield "Speedups need the target's time: --target-pass-ms or --target-config."
     else:
