@@ -23,7 +23,7 @@ from specbench.specs.models import (
     ModelSpec,
     parse_model,
 )
-from specbench.specs.notation import Dashed, Spec, dashed, option, read_options, split_spec, with_defaults
+from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
 
 GROUP = "specbench.drafters"
 """The entry points by which installed packages name their drafters."""
@@ -203,7 +203,7 @@ class SelfForm(DrafterSpec, word="self", trees=True):
         (),
         "skip=I-J-...",
         "all layers but these, counted from 0",
-        parse=lambda text: Dashed(sorted(set(dashed(text)))),
+        parse=lambda text: tuple(sorted(set(dashed(text)))),
         expected="list of whole numbers with dashes between them",
     )
 

@@ -16,16 +16,9 @@ from typing import Any, ClassVar, Self
 from specbench.base.errors import UsageError
 
 
-class Dashed(tuple[int, ...]):
-    """Whole numbers that are written with dashes between them."""
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
-
-
-def dashed(text: str) -> Dashed:
+def dashed(text: str) -> tuple[int, ...]:
     """Parse whole numbers with dashes between them, as in ``3-7-11``; raise ``ValueError`` for anything else."""
-    return Dashed(map(int, text.split("-")))
+    return tuple(map(int, text.split("-")))
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,8 @@ class Option:
         """Return its key and a value as ``read`` takes them."""
         if value is True:
             return self.key
-        written = "any" if value is None else Dashed(value) if isinstance(value, tuple) else value
-        return f"{self.key}={written}"
+        written = "-".join(map(str, value)) if isinstance(value, tuple) else value
+        return f"{self.key}={'any' if value is None else written}"
 
     def check(self, value: Any, word: str, values: Any) -> None:
         """Raise ``UsageError`` for a value outside its range; ``values`` has those of all options."""

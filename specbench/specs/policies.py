@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from specbench.base.errors import UsageError, unknown
 from specbench.specs.drafters import DrafterSpec
-from specbench.specs.notation import Dashed, Option, Spec, dashed, option
+from specbench.specs.notation import Option, Spec, dashed, option
 
 VerificationName = Literal[
     "rejection", "block", "traversal", "naive", "greedy-draft", "recursive", "specinfer"
@@ -114,7 +114,7 @@ class TakesGamma(PolicySpec):
         return self if gamma is None or self.gamma is not None else replace(self, gamma=gamma)
 
 
-def rank_shares(text: str) -> Dashed:
+def rank_shares(text: str) -> tuple[int, ...]:
     """Parse percentages with dashes in between, as in ``70-12-5-3``; raise ``ValueError`` for anything else."""
     shares = dashed(text)
     if not all(0 <= share <= 100 for share in shares) or sum(shares) > 100:
