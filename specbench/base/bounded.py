@@ -43,7 +43,8 @@ class BoundedProcess:
     def __init__(self, what: str, function: str, memory: int, preload: Callable[[], object]) -> None:
         self._what, self._function, self._memory, self._preload = what, function, memory, preload
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._owner: int | None = None  # which process started it
+        self._ready = False
 
     def start(self) -> None:
         """Start the process if there is none, without waiting.
@@ -52,7 +53,7 @@ class BoundedProcess:
             RunError: It cannot be started.
         """
         with self._lock:
-            self._started()
+            self._start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """Return the function's answer; ``None`` if it takes longer, or more memory than allowed.
@@ -65,7 +66,7 @@ class BoundedProcess:
         line = json.dumps(request).encode()
         with self._lock:
             try:
-                answer = self._started().ask(line, seconds)
+                answer = self._answer(line, seconds)
             except BaseException:  # an answer that nobody has read would be taken for the next one's
                 self._end()
                 raise
@@ -73,33 +74,21 @@ class BoundedProcess:
                 self._end()
             return answer
 
-    def _started(self) -> _Running:
-        if self._running is None or self._running.owner != os.getpid():  # a fork may not talk to its parent's
-            if self._running is None:
-                atexit.register(self._end)
-            self._preload()
-            self._running = _Running(self._what, self._function, self._memory)
-        return self._running
-
-    def _end(self) -> None:
-        if self._running is not None and self._running.owner == os.getpid():
-            self._running.end()
-        self._running = None
-
-
-class _Running:
-    """The process and the pipes to it. The process ends when its input is closed."""
-
-    def __init__(self, what: str, function: str, memory: int) -> None:
+    def _start(self) -> None:
+        if self._owner == os.getpid():  # a fork may not talk to its parent's
+            return
+        if self._owner is None:
+            atexit.register(self._end)
+        self._preload()
         start = _forked if sys.platform == "linux" else _spawned
         try:
-            self._pid, self._requests, self._answers = start(function, memory)
+            self._pid, self._requests, self._answers = start(self._function, self._memory)
         except OSError as error:
-            raise RunError(f"The process that {what} cannot be started: {error}.") from error
-        self.owner = os.getpid()
-        self._what, self._ready = what, False
+            raise RunError(f"The process that {self._what} cannot be started: {error}.") from error
+        self._owner, self._ready = os.getpid(), False
 
-    def ask(self, line: bytes, seconds: float) -> dict[str, Any] | None:
+    def _answer(self, line: bytes, seconds: float) -> dict[str, Any] | None:
+        self._start()
         if not self._ready:
             if not self._read(_STARTING):
                 raise RunError(f"The process that {self._what} does not start.")
@@ -124,13 +113,16 @@ class _Running:
         with suppress(OSError):  # it has ended
             os.kill(self._pid, _KILL)
 
-    def end(self) -> None:
-        self._kill()
-        with suppress(OSError):
-            self._requests.close()
-        self._answers.close()
-        with suppress(OSError):
-            os.waitpid(self._pid, 0)
+    def _end(self) -> None:
+        """End the process, which would also end when its input is closed."""
+        if self._owner == os.getpid():
+            self._kill()
+            with suppress(OSError):
+                self._requests.close()
+            self._answers.close()
+            with suppress(OSError):
+                os.waitpid(self._pid, 0)
+        self._owner = None
 
 
 def _forked(function: str, memory: int) -> tuple[int, BinaryIO, BinaryIO]:
