@@ -144,9 +144,9 @@ def _capitalized(text: str) -> str:
 
 
 def _best_drafting(race: Race) -> str | None:
-    """Return the fastest candidate that drafts; eliminated ones only if there is no other."""
+    """Return the fastest candidate that drafts; those that are out only if there is no other."""
     drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
-    drafting = [name for name in drafting if name not in race.eliminated] or drafting
+    drafting = [name for name in drafting if name not in {*race.failed, *race.eliminated}] or drafting
     return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
 
 
@@ -234,8 +234,7 @@ def _tried(search: StoredSearch[Any], by_id: Mapping[str, Row]) -> Iterator[Trie
 
 def _outcome(race: Race, name: str) -> str:
     """Return the bound of a candidate's speed over the leader's, and what follows from it."""
-    elimination = race.eliminated.get(name)
-    if elimination is not None and elimination.bound is None:
+    if name in race.failed:
         return "failed"
     if not race.num_blocks(name):
         return "not measured"
@@ -244,7 +243,7 @@ def _outcome(race: Race, name: str) -> str:
     bound = _bound(race, name)
     if name in race.rivals or (name == race.plain and name in race.open):
         return f"{bound}, may be faster"
-    return bound if elimination is None else f"{bound}, out after {elimination.blocks}"
+    return f"{bound}, out after {race.eliminated[name]}" if name in race.eliminated else bound
 
 
 def _bound(race: Race, name: str) -> str:

@@ -103,19 +103,6 @@ Timings: TypeAlias = dict[str, Timing | None]
 """The results of candidates on a block; ``None`` for a failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class Elimination:
-    """Why a candidate is no longer measured.
-
-    Attributes:
-        blocks: How many blocks had been decoded.
-        bound: Upper bound of its speed over the leader's; ``None`` if it failed.
-    """
-
-    blocks: int
-    bound: float | None
-
-
 class _Pair(NamedTuple):
     """A comparison of two candidates, on the prompts that both were measured on.
 
@@ -141,7 +128,8 @@ class Race(Judge):
     Attributes:
         leader: The candidate that is ahead, see ``_lead``.
         running: Candidates that decode the next block, plain decoding first.
-        eliminated: Candidates that are no longer measured.
+        failed: Candidates that have failed.
+        eliminated: Other candidates that are no longer measured, and how many blocks had been decoded before.
         level: Probability that a bound is too low, as of the latest look.
         verdict: Verdict on the leader against plain decoding, as of the latest look.
         open: Candidates that prevented a decision at the latest look.
@@ -160,7 +148,8 @@ class Race(Judge):
         self.plain = self.leader = plain
         self.names = [plain, *candidates]
         self.running = list(self.names)
-        self.eliminated: dict[str, Elimination] = {}
+        self.failed: set[str] = set()
+        self.eliminated: dict[str, int] = {}
         self.blocks = 0
         self.verdict: Verdict = "open"
         self.open: list[str] = []
@@ -186,10 +175,10 @@ class Race(Judge):
             return
         for name in [name for name in self.running if timings[name] is None]:
             self.running.remove(name)
-            self.eliminated[name] = Elimination(self.blocks, None)
-        if self.leader in self.eliminated:
+            self.failed.add(name)
+        if self.leader in self.failed:
             self.leader, self.decided = self.plain, False
-            self.eliminated = {name: each for name, each in self.eliminated.items() if each.bound is None}
+            self.eliminated = {}
         logs = {name: _logs(timings[name]) for name in self.running}
         if None in logs.values():
             return
@@ -232,20 +221,15 @@ class Race(Judge):
         if self.decided:
             return
         self.level = self._share if last else self._share / self._looks
-        able = [
-            name
-            for name in self.names
-            if name not in self.eliminated or self.eliminated[name].bound is not None
-        ]
+        able = [name for name in self.names if name not in self.failed]
         self.verdict = self._find_verdict(able)
         self.open = [name for name in able if name != self.leader and self._keeps_open(name)]
         self.decided = self.verdict != "open" and not self.open
         for name in able:
             if name in (self.plain, self.leader, *self.open):
                 self.eliminated.pop(name, None)
-            elif name not in self.eliminated:
-                bound = self.upper_bound(name, self.leader)
-                self.eliminated[name] = Elimination(self.blocks, bound)
+            else:
+                self.eliminated.setdefault(name, self.blocks)
         self._choose_running()
 
     def _choose_running(self) -> None:
@@ -254,7 +238,8 @@ class Race(Judge):
         The challengers are those likeliest to be ahead, and the one with the least certain bound.
         """
         both = (self.plain, self.leader)
-        others = [name for name in self.names if name not in self.eliminated and name not in both]
+        out = {*both, *self.failed, *self.eliminated}
+        others = [name for name in self.names if name not in out]
         if self.blocks >= FIRST_LOOK:
             count = max(_MIN_RUNNING, math.ceil(len(others) / 2)) - 1
             others.sort(key=lambda name: -self._log_bound(name, self.leader, ERROR))
