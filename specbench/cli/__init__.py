@@ -31,7 +31,7 @@ from specbench.cli.drafters import drafters
 from specbench.cli.export import export
 from specbench.cli.generate import generate
 from specbench.cli.help import GroupedCommand
-from specbench.cli.options import ConfigOptions, unfolded
+from specbench.cli.options import unfolded
 from specbench.cli.plot import plot
 from specbench.cli.predict import predict
 from specbench.cli.report import report
@@ -96,7 +96,7 @@ for _command in (
     *(generate, chat, serve, drafters, train, predict, tune, sweep),
     *(plot, report, compare, export, check, doctor, trace, cache),
 ):
-    app.command(cls=GroupedCommand)(unfolded(_command, *([ConfigOptions] if _command in CONFIGURED else [])))
+    app.command(cls=GroupedCommand)(unfolded(_command, configured=_command in CONFIGURED))
 
 
 def _show_version(verbose: bool) -> None:

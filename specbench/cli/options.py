@@ -54,12 +54,12 @@ class Fields:
         self.names, self.without, self.words, self.defaults = names, without, words or {}, defaults
 
 
-def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
+def unfolded(command: Callable[..., None], *, configured: bool) -> Callable[..., None]:
     """Return a command as typer reads it, with single options in place of groups.
 
     A group is a parameter whose type is a dataclass, with fields that ``specbench.options.group`` declares. Each is an
-    option; one that holds a tuple may be repeated on the command line. Options of ``more`` groups, at the end, are not
-    passed to the command.
+    option; one that holds a tuple may be repeated on the command line. A command that is ``configured`` also gets the
+    option ``--config``, which ``GroupedCommand`` reads.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[Parameter] = []
@@ -77,13 +77,14 @@ def unfolded(command: Callable[..., None], *more: type) -> Callable[..., None]:
         chosen = [known[name] for name in taken.names or known]
         groups[parameter.name] = kind, chosen
         parameters += _single(kind, chosen, taken)
-    parameters += [each for kind in more for each in _single(kind, fields(kind), Fields())]
-    others = [field.name for kind in more for field in fields(kind)]
+    if configured:
+        config = output("--config FILE", "Defaults of options, or none. Default: ./specbench.toml.")
+        kind = Annotated[Path | None, config]
+        parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
     @wraps(command)
     def call(**values: Any) -> None:
-        for name in others:
-            del values[name]
+        values.pop("config", None)
         for name, (kind, chosen) in groups.items():
             own = {field.name: values.pop(field.name) for field in chosen}
             repeated = {
@@ -203,17 +204,6 @@ ChatOption = Annotated[
 SystemOption = Annotated[str | None, panel(PROMPT)("--system TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", "Print one JSON object.")]
 VerboseOption = Annotated[bool, output("--verbose -v", "Print all numbers and notes.")]
-
-
-@dataclass(frozen=True)
-class ConfigOptions:
-    """Read by ``GroupedCommand``; the commands of ``specbench.cli.CONFIGURED`` have them."""
-
-    config: Path | None = group(OUTPUT)(
-        None,
-        "--config FILE",
-        "Defaults of options, or none. Default: ./specbench.toml.",
-    )
 
 
 # -- the command line as given --------------------------------------------------------------------------
