@@ -70,14 +70,11 @@ class Assistant(RecurrentHead):
         self.pre_projection = nn.Linear(2 * width, text.hidden_size, bias=False)
         self.post_projection = nn.Linear(text.hidden_size, width, bias=False)
         self.masked_embedding = None if centroids is None else Centroids(text.hidden_size, vocab, *centroids)
-        self.lm_head: nn.Module = (
+        self.lm_head = (
             nn.Linear(text.hidden_size, vocab, bias=False)
             if centroids is None
             else nn.Embedding(vocab, text.hidden_size)  # of which rows are taken
         )
-
-    def fuse(self, states: Tensor) -> Tensor:
-        return states.flatten(-2)
 
     def read(
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]

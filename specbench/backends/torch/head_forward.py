@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -96,10 +96,10 @@ class HeadForward:
         self, span: _Span, cache: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         keys, values = cache.update(key, value)
-        mask, query = span.mask, query.to(keys.dtype)
+        (mask, is_causal), query = span, query.to(keys.dtype)
         if sinks is not None:
             return _attend_with_sinks(query, keys, values, mask, sinks)
-        if span.is_causal:
+        if is_causal:
             return causal_attention(query, keys, values)
         if query.device.type == "cpu" and query.shape[2] <= LONGEST_PASS:
             groups = query.shape[1] // keys.shape[1]
@@ -124,12 +124,10 @@ def _attend_with_sinks(
     return (weights @ values.repeat_interleave(groups, dim=1)).transpose(1, 2)
 
 
-class _Span(NamedTuple):
-    """How the tokens of a request attend."""
-
-    # bool [1, 1, tokens, cached + tokens]; None if they attend causally, and for one token that sees everything
-    mask: Tensor | None
-    is_causal: bool  # many tokens, or the first ones, attend to all before them
+_Span: TypeAlias = tuple[Tensor | None, bool]
+"""How the tokens of a request attend: a mask, bool [1, 1, tokens, cached + tokens], or ``None`` if they attend causally
+and for one token that sees everything; and whether many tokens, or the first ones, attend to all before them.
+"""
 
 
 def _span(given: HeadInput, window: int | None) -> _Span:
@@ -144,7 +142,7 @@ def _span(given: HeadInput, window: int | None) -> _Span:
         # Entries of the context are at their positions; those of a draft, which follow, are all within the window.
         before = torch.as_tensor(given.positions, device=device) - window
         mask = mask & (torch.arange(past + tokens, device=device) > before[:, None])
-    return _Span(mask, is_causal)
+    return mask, is_causal
 
 
 def _positions(inputs: Sequence[HeadInput]) -> range | Tensor:

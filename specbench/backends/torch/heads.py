@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 Attend: TypeAlias = Callable[..., Tensor]
 """From queries, [batch, heads, tokens, size], and keys and values, [batch, key/value heads, tokens, size], of these
@@ -64,13 +64,15 @@ class RecurrentHead(nn.Module):
     shape: EagleShape
     embed_tokens: nn.Embedding | None
     layers: nn.ModuleList
+    norm: nn.Module
+    lm_head: nn.Module
     window: int | None = None
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features of positions, [..., hidden], from states of the target,
         lower layers first, [..., states, width].
         """
-        raise NotImplementedError
+        return states.flatten(-2)
 
     def read(
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
@@ -86,11 +88,12 @@ class RecurrentHead(nn.Module):
 
     def recurring(self, out: Tensor) -> Tensor:
         """Return the feature that an output stands for, in the same shape."""
-        raise NotImplementedError
+        return out
 
     def logits(self, out: Tensor) -> Tensor:
         """Return logits over the tokens it drafts, [..., vocab], after tokens with these outputs."""
-        raise NotImplementedError
+        logits: Tensor = self.lm_head(self.norm(out))
+        return logits
 
 
 class EagleHead(RecurrentHead):
@@ -99,6 +102,8 @@ class EagleHead(RecurrentHead):
 
     Parameters have the names of ``speculators``' files.
     """
+
+    norm: nn.RMSNorm
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -139,10 +144,6 @@ class EagleHead(RecurrentHead):
         normed: Tensor = self.norm(out) if self.shape.norm_output else out
         return normed
 
-    def logits(self, out: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(out))
-        return logits
-
 
 class ParallelEagleHead(EagleHead):
     """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3 that predicts ``ahead`` tokens in one forward pass.
@@ -174,11 +175,9 @@ class Eagle1Head(RecurrentHead):
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if shape.embeds else None
         self.fc = shape.linear("fc", 2 * hidden, hidden)
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
+        self.norm = nn.Identity()  # its outputs are those after the target's
         self.lm_head = shape.linear("lm_head", hidden, shape.vocab)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-
-    def fuse(self, states: Tensor) -> Tensor:
-        return states.flatten(-2)
 
     def read(
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
@@ -186,13 +185,6 @@ class Eagle1Head(RecurrentHead):
         x, (attend,) = self.fc(torch.cat((embedded, features), dim=-1)), attends
         out: Tensor = self.layers[0](x, self.rotary_emb(embedded, positions), attend)
         return out
-
-    def recurring(self, out: Tensor) -> Tensor:
-        return out
-
-    def logits(self, out: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(out)
-        return logits
 
 
 class _EagleLayer(nn.Module):
@@ -262,8 +254,8 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     by cosines and sines [batch, tokens, size].
     """
     cosines, sines = (each.unsqueeze(1) for each in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+    rotated: Tensor = x * cosines + rotate_half(x) * sines
+    return rotated
 
 
 class DecoderLayer(nn.Module):

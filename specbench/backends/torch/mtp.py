@@ -63,6 +63,8 @@ class MtpLayer(RecurrentHead):
         hidden_first: See ``Layout``.
     """
 
+    lm_head: nn.Linear
+
     def __init__(
         self,
         block: nn.Module,
@@ -89,9 +91,6 @@ class MtpLayer(RecurrentHead):
         self._kind = {"layer_type": kind} if by_kind else {}
         self._rotary = (rotary,)  # no submodule: a conversion would round its frequencies
 
-    def fuse(self, states: Tensor) -> Tensor:
-        return states.flatten(-2)
-
     def read(
         self, embedded: Tensor, features: Tensor, positions: Tensor, attends: Sequence[Attend]
     ) -> Tensor:
@@ -112,10 +111,6 @@ class MtpLayer(RecurrentHead):
     def recurring(self, out: Tensor) -> Tensor:
         normed: Tensor = self.norm(out)
         return normed
-
-    def logits(self, out: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(out))
-        return logits
 
 
 class MtpLayers(nn.Module):
