@@ -37,7 +37,6 @@ from specbench.specs.models import parse_model
 from specbench.train import learner as learner_module
 from specbench.train import result as result_module
 from specbench.train import run as run_module
-from specbench.train import state as state_module
 from specbench.train import texts as texts_module
 from specbench.train.learner import KINDS, Learner, make_student
 from specbench.train.lessons import Lesson, Teacher, make_batches, pad_batch, trainable_texts
@@ -413,7 +412,7 @@ class Clock:
     ) -> None:
         self.now, self._seconds = 0.0, {"writing": writing, "measuring": measuring, "learning": learning}
         self.spent = dict.fromkeys(self._seconds, 0.0)
-        for module in (run_module, learner_module, state_module):
+        for module in (run_module, learner_module):
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         for module, what in ((texts_module, "writing"), (run_module, "measuring")):
             patch.setattr(module, "GenerationRuns", self._timed(what, module.GenerationRuns))

@@ -41,7 +41,7 @@ from specbench.train.lessons import trainable_texts
 from specbench.train.prompts import held_out_prompts
 from specbench.train.result import write_head, write_training_file
 from specbench.train.settings import Measured, TrainingSettings
-from specbench.train.state import BEGUN, STATE, Pace, TrainerState, check_folder, read_state, write_state
+from specbench.train.state import BEGUN, STATE, TrainerState, check_folder, read_state, write_state
 from specbench.train.texts import Text, TextStore, store_for, write_texts
 
 if TYPE_CHECKING:
@@ -300,17 +300,19 @@ class Training:
         if not state.measurements:
             self._measure(learner, state)
         self._plan(learner, state)
-        saved, pace = time.monotonic(), Pace(state.step)
+        saved = began = time.monotonic()
+        first = state.step
         while state.step < state.steps and not state.ended:
             state.record_step(*learner.step(state.step, state.steps))
-            left_s = self._seconds_left(state, pace)
+            step_s = (time.monotonic() - began) / (state.step - first)
+            left_s = self._seconds_left(state, step_s)
             note = f"step {state.step:,} of {state.steps:,}, loss {state.loss or 0.0:.2f}"
             self._update("training", state.step, state.steps, note, left_s)
             if state.step == state.next_measurement or self._time_is_up(state):
                 self._measure(learner, state)
-                self._plan_again(state, pace)
+                self._plan_again(state, step_s)
                 save()
-                saved, pace = time.monotonic(), Pace(state.step)
+                saved, began, first = time.monotonic(), time.monotonic(), state.step
             elif time.monotonic() - saved >= self._save_interval_s:
                 save()
                 saved = time.monotonic()
@@ -323,10 +325,10 @@ class Training:
         minutes = self._settings.minutes
         return minutes is not None and self._seconds + state.measure_s >= 60 * minutes
 
-    def _seconds_left(self, state: TrainerState, pace: Pace) -> float:
-        """Estimate the remaining seconds."""
+    def _seconds_left(self, state: TrainerState, step_s: float) -> float:
+        """Estimate the remaining seconds, with steps of ``step_s``."""
         measurements, minutes = state.measurements_left(self._measures(state)), self._settings.minutes
-        left = (state.steps - state.step) * pace.seconds_per_step(state.step) + measurements * state.measure_s
+        left = (state.steps - state.step) * step_s + measurements * state.measure_s
         return left if minutes is None else max(0.0, min(left, 60 * minutes - self._seconds))
 
     def _measures(self, state: TrainerState) -> int:
@@ -355,14 +357,13 @@ class Training:
         if not state.steps:
             state.plan(first, self._measures(state))
 
-    def _plan_again(self, state: TrainerState, pace: Pace) -> None:
-        """Adapt the number of steps to the latest pace, if the time in minutes is given.
+    def _plan_again(self, state: TrainerState, step_s: float) -> None:
+        """Adapt the number of steps to the latest seconds per step, if the time in minutes is given.
 
         The learning rate then reaches its end even if the machine becomes slower.
         """
         steps = state.steps
         if self._settings.minutes is not None and state.step < steps:
-            step_s = pace.seconds_per_step(state.step, state.measure_s)
             steps = self._steps_in_time(state, step_s)
         state.plan(steps, self._measures(state))
 

@@ -6,7 +6,6 @@ A checkpoint is one safetensors file, with tensors and, in its header, JSON. It 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,17 +97,6 @@ class TrainerState:
         self.ended = self.stale >= patience
         self.measurements.append(asdict(measured))
         return best
-
-
-class Pace:
-    """The pace of a training in seconds per step, measured from a given step on."""
-
-    def __init__(self, first: int) -> None:
-        self._first, self._began = first, time.monotonic()
-
-    def seconds_per_step(self, step: int, other_s: float = 0.0) -> float:
-        """Return the pace up to a step; ``other_s`` seconds that were not spent on steps are subtracted."""
-        return max(0.0, time.monotonic() - self._began - other_s) / max(1, step - self._first)
 
 
 # -- files -----------------------------------------------------------------------------------------
