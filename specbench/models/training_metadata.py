@@ -1,6 +1,6 @@
 """The training metadata of heads: the ``training.json`` next to a head, which ``specbench train`` writes.
 
-Results show it, and it contains the hash of the head's weights.
+Results show it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from typing import Annotated
 
 import msgspec
 
-from specbench.base.errors import RunError
-from specbench.base.files import file_errors, sha256
 from specbench.base.record import Count, Json, Number, Record, Seconds, doc
 
 TRAINING_FILE = "training.json"
-WEIGHTS = "model.safetensors"
 
 
 class TrainingMeasurement(Record):
@@ -49,31 +46,9 @@ class TrainingMetadata(Record):
 
 def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
-    found = _training_file(folder)
     try:
+        found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=Json)
         facts = {name: found[name] for name in ("kind", "seconds", "measured")}
         return msgspec.convert(facts | {"tokens": found["data"]["tokens"]}, TrainingMetadata)
-    except (KeyError, TypeError, ValueError):  # missing, damaged, or written by another tool
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):  # missing, damaged, or of another tool
         return None
-
-
-def _training_file(folder: Path) -> Json:
-    """Return what a folder's ``training.json`` says; nothing if it cannot be read."""
-    try:
-        return msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=Json)
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def check_weights(folder: Path, name: str) -> None:
-    """Raise ``RunError`` for weights whose hash is not the one in their ``training.json``, if it has one."""
-    expected = _training_file(folder).get("sha256")
-    if not isinstance(expected, str):
-        return
-    with file_errors(f"The weights of {name} cannot be read"):
-        found = sha256(folder / WEIGHTS)
-    if found != expected:
-        raise RunError(
-            f"The weights of {name} are not those that its {TRAINING_FILE} describes.",
-            "Copy the whole folder again, or continue its training.",
-        )

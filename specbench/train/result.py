@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from specbench.base.files import file_errors, sha256, write_bytes, write_text
+from specbench.base.files import file_errors, write_bytes, write_text
 from specbench.base.record import Json, finite
-from specbench.models.training_metadata import TRAINING_FILE, WEIGHTS
+from specbench.models.training_metadata import TRAINING_FILE
 from specbench.train.students import Student
 
 if TYPE_CHECKING:
@@ -48,17 +48,14 @@ def write_head(
     }
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / WEIGHTS, save(found, metadata={"format": "pt"}))
+        write_bytes(folder / "model.safetensors", save(found, metadata={"format": "pt"}))
         write_text(folder / "config.json", _as_json(_config(student, target, head)))
 
 
 def write_training_file(folder: Path, training: Mapping[str, Any]) -> None:
-    """Write the training metadata of a head next to it, with the sha256 of its weights."""
+    """Write the training metadata of a head next to it."""
     with file_errors(f"The folder {str(folder)!r} cannot be written", "Free some space, and add --resume."):
-        weights = sha256(folder / WEIGHTS)
-        write_text(
-            folder / TRAINING_FILE, _as_json(finite({"format": FORMAT, "sha256": weights, **training}))
-        )
+        write_text(folder / TRAINING_FILE, _as_json(finite({"format": FORMAT, **training})))
 
 
 def _config(student: Student, target: Target, head: torch.Tensor) -> Json:

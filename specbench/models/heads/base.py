@@ -25,7 +25,7 @@ from specbench.base.record import Count
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_memory, fingerprint, text_config, weight_files
 from specbench.models.hub import HubModel
-from specbench.models.training_metadata import TrainingMetadata, check_weights, read_metadata
+from specbench.models.training_metadata import TrainingMetadata, read_metadata
 
 if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
@@ -284,13 +284,11 @@ def load_head(files: HeadFiles, target_layers: int = 0, *, allow_pickle: bool = 
 
     Raises:
         UsageError: The weights are pickled, quantized, or have an invalid draft vocabulary.
-        RunError: The weights are missing or damaged, differ from the head's ``training.json``, or do not fit into
-        memory.
+        RunError: The weights are missing or damaged, or do not fit into memory.
     """
     form = files.format
     if files.hub is not None:
         files.hub.fetch_weights(PreTrainedConfig(), allow_pickle=allow_pickle, check_size=lambda _: None)
-    check_weights(files.folder, files.name)
     found = form.read(files, target_layers) if form.read else _read_all(files, allow_pickle)
     if any(tensor.dtype == torch.int8 for tensor in found.values()):
         raise UsageError(f"The weights of the head {files.name} are quantized.", "Choose a copy in floats.")
