@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 SMALL_FILE = 16 << 20
 """Bytes up to which a model's file has its hash checked on every load."""
 
-_BLOCK = 1 << 22
 _PART, _READERS = 1 << 26, 2
 
 
@@ -114,11 +113,10 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
-def sha256(path: Path, report: Callable[[int, int], None] | None = None) -> str:
-    """Return the sha256 of a file; ``report`` receives the bytes read and the total."""
-    digest = hashlib.sha256()
-    feed(path, [digest], report)
-    return digest.hexdigest()
+def sha256(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def crc32(path: Path) -> str:
@@ -134,18 +132,6 @@ def crc32(path: Path) -> str:
         begins = range(0, len(content), _PART)
         found = readers.map(lambda begin: zlib.crc32(content[begin : begin + _PART]), begins)
         return "-".join(f"{each:08x}" for each in found)
-
-
-def feed(path: Path, digests: list[Any], report: Callable[[int, int], None] | None = None) -> None:
-    """Read a file into several hashes."""
-    done, total = 0, path.stat().st_size
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            for digest in digests:
-                digest.update(block)
-            done += len(block)
-            if report is not None:
-                report(done, total)
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,32 +21,27 @@ def announce(progress: Progress | None, stage: str) -> None:
         progress.update(stage, 0, None)
 
 
-class _Bar:
-    """The part of tqdm's interface that `transformers` uses, reporting to a `Progress`."""
+def reporting_bar(progress: Progress | None, stage: str) -> type[Any]:
+    """Return a tqdm class that draws nothing and reports to ``progress``."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    def __init__(self, progress: Progress | None, stage: str, iterable: Any, total: int | None) -> None:
-        if total is None and hasattr(iterable, "__len__"):
-            total = len(iterable)
-        self.progress, self.stage, self.iterable, self.total, self.n = progress, stage, iterable, total, 0
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread
 
-    def update(self, n: int = 1) -> None:
-        self.n += n
-        if self.progress is not None:
-            self.progress.update(self.stage, self.n, self.total)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **(options | {"disable": True}))
 
-    def __iter__(self) -> Iterator[Any]:
-        for item in self.iterable or ():
-            yield item
-            self.update()
+        def update(self, n: float | None = 1) -> None:
+            self.n += int(n or 0)
+            if progress is not None:
+                progress.update(stage, self.n, self.total)
 
-    def __enter__(self) -> _Bar:
-        return self
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.iterable:
+                yield item
+                self.update()
 
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *_arguments, **_options: None  # set_description, close, refresh, ...
+    return Bar
 
 
 @contextmanager
@@ -64,12 +59,7 @@ def quiet_transformers(
     from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
-    def bar(iterable: Any = None, *_: Any, total: int | None = None, **__: Any) -> _Bar:
-        return _Bar(progress, stage, iterable, total)
-
-    def gguf_bar(tensors: Any, **_: Any) -> _Bar:
-        return _Bar(progress, dequantizing, tensors, None)
-
+    bar = reporting_bar(progress, stage)
     hub: Any = utils  # its bar functions are exported at run time only
     loggers: list[Any] = [logging, hub.logging]
     levels = [logger.get_verbosity() for logger in loggers]
@@ -80,7 +70,7 @@ def quiet_transformers(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            gguf_reader["tqdm"] = gguf_bar
+            gguf_reader["tqdm"] = reporting_bar(progress, dequantizing)
             hub.disable_progress_bars()
             for logger in loggers:
                 logger.set_verbosity_error()

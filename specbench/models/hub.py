@@ -12,13 +12,12 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from specbench.base.errors import RunError, UsageError
-from specbench.base.files import SMALL_FILE, feed, file_errors, is_full
-from specbench.base.progress import Progress, quiet_transformers
+from specbench.base.files import SMALL_FILE, file_errors, is_full
+from specbench.base.progress import Progress, quiet_transformers, reporting_bar
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import (
     ADAPTER,
@@ -198,7 +197,7 @@ class HubModel:
 
         if self._cached(file) is None and self._unreachable:
             raise self._not_cached()
-        bar = _reporting_bar(self.progress, f"fetching {self.name}")
+        bar = reporting_bar(self.progress, f"fetching {self.name}")
         try:
             with quiet_transformers():
                 return Path(hf_hub_download(self.repository, file, revision=self.revision, tqdm_class=bar))
@@ -236,6 +235,7 @@ def _go_online() -> str:
 
 
 _HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
+_BLOCK = 1 << 22
 
 
 def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[str, ...]:
@@ -243,7 +243,13 @@ def _hashes(file: Path, size: int, report: Callable[[int, int], None]) -> tuple[
     digests = [hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size), hashlib.sha1()]  # noqa: S324 - git's choice
     if len(file.name) == 64:
         del digests[1:]
-    feed(file, digests, report)
+    done = 0
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            for digest in digests:
+                digest.update(block)
+            done += len(block)
+            report(done, size)
     return tuple(digest.hexdigest() for digest in digests)
 
 
@@ -255,21 +261,3 @@ def _discard(path: Path, name: str) -> None:
     ):
         path.unlink()
         blob.unlink(missing_ok=True)
-
-
-def _reporting_bar(progress: Progress | None, stage: str) -> type[Any]:
-    """Return a tqdm class for the hub client that draws nothing and reports to ``progress``."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            options.pop("name", None)  # an option of the hub client's own class
-            super().__init__(*arguments, **(options | {"disable": True}))
-            self.done, self.size = int(options.get("initial") or 0), options.get("total")
-
-        def update(self, n: float | None = 1) -> None:
-            self.done += int(n or 0)
-            if progress is not None:
-                progress.update(stage, self.done, self.size)
-
-    return Bar
