@@ -15,7 +15,7 @@ from specbench.base.record import finite, to_dict
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import SweepOptions, check_batches
 from specbench.bench.prompts import interleave
-from specbench.cli.console import write_json
+from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import ENGINE_MINUTES, chosen_prompts
@@ -81,12 +81,7 @@ def break_even(
         listed = [{**to_dict(each), "speedup_if_perfect": each.most} for each in found]
         write_json(finite({"rows": listed, "notes": notes}))
         return
-    from rich.console import Console
-
-    from specbench.show.document import show
-
-    console = Console(highlight=False)
-    show(console, *break_even_parts(found, notes), wrap=console.is_terminal)
+    write_parts(*break_even_parts(found, notes))
 
 
 def _refuse_free(specs: Sequence[DrafterSpec | str]) -> None:

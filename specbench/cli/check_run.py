@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted
@@ -17,8 +15,8 @@ from specbench.check.reference import reference_output
 from specbench.check.render import check_parts
 from specbench.check.run import Case, DecodingCheck
 from specbench.cli import options as opt
-from specbench.cli.conflicts import given
-from specbench.cli.console import write_json
+from specbench.cli.conflicts import without_effect
+from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import model_notes
 from specbench.cli.summary import show_notes
@@ -26,12 +24,12 @@ from specbench.generate import encode_prompt
 from specbench.loaded import LoadedRecipe, load_models
 from specbench.models.prepare import check_models
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
-from specbench.show.document import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import typer
+    from rich.console import Console
 
     from specbench.base.progress import Progress
     from specbench.base.record import Json
@@ -62,8 +60,8 @@ class CheckRequest:
 
     def note_unused(self, why: str, *names: str | type) -> None:
         """Print which of the named options stand on the command line, and that they have no effect."""
-        if found := given(self.ctx, *names):
-            self.note(f"{', '.join(found)} {'has' if len(found) == 1 else 'have'} no effect {why}.")
+        for line in without_effect(self.ctx, why, *names):
+            self.note(line)
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
@@ -75,8 +73,7 @@ class CheckRequest:
         if self.json_output:
             write_json(figures)
         else:
-            console = Console(highlight=False)
-            show(console, *parts, wrap=console.is_terminal)
+            write_parts(*parts)
 
     def encode(
         self,

@@ -57,6 +57,12 @@ def given(ctx: typer.Context, *names: str | type) -> list[str]:
     return found
 
 
+def without_effect(ctx: typer.Context, why: str, *names: str | type) -> list[str]:
+    """Return a note on those of the named options and groups that are on the command line, if there are any."""
+    found = given(ctx, *names)
+    return [f"{', '.join(found)} {'has' if len(found) == 1 else 'have'} no effect {why}."] if found else []
+
+
 def written(ctx: typer.Context, name: str) -> str:
     """Return how a parameter is written on the command line: ``--stop``, ``--raw``, ``PROMPT``."""
     each = next(each for each in ctx.command.params if each.name == name)

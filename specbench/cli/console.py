@@ -8,11 +8,14 @@ import shutil
 import sys
 import textwrap
 from functools import partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from specbench.base.textsafe import one_line, terminal_safe
+
+if TYPE_CHECKING:
+    from specbench.show.document import Part
 
 
 def say(message: str) -> None:
@@ -44,6 +47,16 @@ def has_styles() -> bool:
 def write_json(figures: Any) -> None:
     """Write one JSON object in one line."""
     write_out(json.dumps(figures, allow_nan=False) + "\n")
+
+
+def write_parts(*parts: Part) -> None:
+    """Write a document to stdout; a terminal breaks its lines."""
+    from rich.console import Console
+
+    from specbench.show.document import show
+
+    console = Console(highlight=False)
+    show(console, *parts, wrap=console.is_terminal)
 
 
 def duration(seconds: float) -> str:

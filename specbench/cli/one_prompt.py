@@ -15,7 +15,7 @@ from specbench.backends.torch.parity import find_difference
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.pairs import Pairs
 from specbench.cli import options as opt
-from specbench.cli.conflicts import given
+from specbench.cli.conflicts import without_effect
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import facts
@@ -128,22 +128,12 @@ def _has_template(loaded: LoadedRecipe) -> bool:
 
 def notes_of(ctx: typer.Context, loaded: LoadedRecipe, chat: bool | None) -> list[str]:
     """Return what the user should know before reading the output, and which options have no effect."""
-    drafter, lines = loaded.recipe.drafter, []
-    ignored: list[tuple[bool, str, Sequence[str | type]]] = [
-        (
-            loaded.sampling.greedy,
-            "at temperature 0: the most probable token is taken",
-            ("top_k", "top_p", "min_p", "seed"),
-        ),
-        (
-            drafter.is_plain,
-            "with the drafter none",
-            ("draft_policy", "gamma"),
-        ),
-    ]
-    for applies, why, names in ignored:
-        if applies and (listed := given(ctx, *names)):
-            lines.append(f"{', '.join(listed)} {'has' if len(listed) == 1 else 'have'} no effect {why}.")
+    lines: list[str] = []
+    if loaded.sampling.greedy:
+        why = "at temperature 0: the most probable token is taken"
+        lines += without_effect(ctx, why, "top_k", "top_p", "min_p", "seed")
+    if loaded.recipe.drafter.is_plain:
+        lines += without_effect(ctx, "with the drafter none", "draft_policy", "gamma")
     lines += facts(loaded)
     if not _has_template(loaded) and chat is not False:
         lines.append("The model has no chat template: the prompt is continued as raw text.")

@@ -13,6 +13,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
+from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
 from specbench.options import MODELS, OUTPUT, SamplingOptions, group
 
@@ -102,7 +103,6 @@ def predict(
             forecasts.append(forecast(drafter, log.answers, gammas, policies, report))
     if asked.json_output:
         from specbench.base.record import to_dict
-        from specbench.cli.console import write_json
 
         write_json(
             {
@@ -115,14 +115,7 @@ def predict(
             }
         )
     else:
-        from rich.console import Console
-
-        from specbench.show.document import show
-
-        console = Console(highlight=False)
-        show(
-            console, *prediction_parts(forecasts, costs, source, here, log.notes()), wrap=console.is_terminal
-        )
+        write_parts(*prediction_parts(forecasts, costs, source, here, log.notes()))
 
 
 def _tokenizer(asked: PredictOptions) -> str | None:
