@@ -344,8 +344,7 @@ def test_acceptance_that_collapses_at_a_temperature_is_named(examine):
 
 def test_the_command_says_what_to_do(cli, models):
     with Doctored(vllm(cached=lambda _: 0), Counts()) as server:
-        done = cli("doctor", f"here={server.url}", "--api", "completions")
-        assert all("prompt" in body for body in server.asked)
+        done = cli("doctor", f"here={server.url}")
     assert done.code == 1
     assert "cache         PROBLEM" in done.out
     assert "cache: Switch prefix caching on" in done.out
@@ -367,8 +366,6 @@ def test_a_server_without_chat_continues_texts(cli):
         (["http://127.0.0.1:9/v1"], 1, "The server at 127.0.0.1:9 cannot be reached"),
         (["near=http://127.0.0.1:9/v1"], 1, "The server near cannot be reached"),
         (["nowhere"], 2, "no http:// or https:// address"),
-        (["http://h", "--body", "[1]"], 2, "not a JSON object"),
-        (["http://h", "--body", "{"], 2, "--body is not JSON"),
     ],
 )
 def test_what_is_refused(cli, words, code, fragment):

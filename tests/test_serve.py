@@ -668,7 +668,7 @@ def test_a_request_decides_how_it_is_drafted_for():
 
 def test_the_doctor_finds_no_problem(cli):
     with Running(engine_of()) as running:
-        done = cli("doctor", running.url, "--api", "completions", "--expect", "on", "--json")
+        done = cli("doctor", running.url, "--expect", "on", "--json")
     found = {each["check"]: each["status"] for each in json.loads(done.out)["findings"]}
     assert {name for name, status in found.items() if status == "problem"} <= {"speed"} < {*found}, done.out
     assert {"counters", "tokens", "repeat", "outputs"} <= {

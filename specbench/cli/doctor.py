@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import typer
 
-from specbench.base.errors import UsageError
-from specbench.base.record import Json, not_json
-from specbench.cli.console import write_json
+from specbench.cli.console import write_json, write_parts
 from specbench.cli.options import JsonOption
 from specbench.options import panel
 
@@ -52,13 +49,6 @@ def doctor(
         Literal["on", "off"] | None,
         _option("--expect on|off", "Report a problem if speculation is not on, or not off."),
     ] = None,
-    api: Annotated[
-        Literal["chat", "completions"] | None,
-        _option("--api WHAT", "Endpoint: chat or completions. Default: chat if the server has it."),
-    ] = None,
-    body: Annotated[
-        str | None, _option("--body JSON", "Object with further fields of every request.")
-    ] = None,
     seconds: Annotated[float, _option("--seconds X", "Time for all requests.", min=5.0, max=3600.0)] = 55.0,
     json_output: JsonOption = False,
 ) -> None:
@@ -69,8 +59,7 @@ def doctor(
     from specbench.doctor.findings import Examined, diagnose
 
     spec = _spec(server)
-    fields = _fields(body)
-    seen = asyncio.run(_examine(spec, api, fields, seconds))
+    seen = asyncio.run(_examine(spec, seconds))
     tokenizer = None
     if target is not None:
         from specbench.models.load import load_tokenizer
@@ -89,12 +78,7 @@ def doctor(
             }
         )
     else:
-        from rich.console import Console
-
-        from specbench.show.document import show
-
-        console = Console(highlight=False)
-        show(console, *_parts(seen, findings), wrap=console.is_terminal)
+        write_parts(*_parts(seen, findings))
     if any(each.status == "problem" for each in findings):
         raise typer.Exit(1)
 
@@ -105,26 +89,7 @@ def _spec(text: str) -> ServerSpec:
     return parse_server(text if re.match(r"[\w.-]+=", text) else f"{_UNNAMED}={text}")
 
 
-def _fields(body: str | None) -> Json:
-    """Parse ``--body``.
-
-    Raises:
-        UsageError: It is not a JSON object.
-    """
-    try:
-        found: Any = json.loads(body or "{}", parse_constant=not_json)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"--body is not JSON: {error}.", 'Give an object, such as \'{"user": "me"}\'.'
-        ) from error
-    if not isinstance(found, dict):
-        raise UsageError("--body is not a JSON object.", 'Give one, such as \'{"user": "me"}\'.')
-    return found
-
-
-async def _examine(
-    spec: ServerSpec, api: Literal["chat", "completions"] | None, body: Json, seconds: float
-) -> Observations:
+async def _examine(spec: ServerSpec, seconds: float) -> Observations:
     from specbench.bench.engines.client import ListedModel, ServerClient, ServerError
     from specbench.bench.engines.servers import explain, only_model
     from specbench.cli.sweep_servers import server_keys
@@ -138,7 +103,7 @@ async def _examine(
         listed = await client.models()
         model = spec.model or only_model(spec, listed)
         owner = next((each.owner for each in listed if each.name == model), "")
-        return await Examination(client, model, owner, api=api, body=body, seconds=seconds).run()
+        return await Examination(client, model, owner, seconds=seconds).run()
     except ServerError as error:
         raise explain(error, spec, listed, variable, has_key=key is not None) from error
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specbench.bench.engines.client import ServerClient, SpeculationCounters, StreamedAnswer
 
 _T = TypeVar("_T")
-ProbeApi = Literal["chat", "completions"]
 
 TOKENS = 64
 """Tokens of an answer whose acceptance is counted, if the server is fast enough."""
@@ -96,8 +95,6 @@ class Examination:
     Args:
         client: The connected client.
         model, owner: As the server lists them.
-        api: The endpoint; ``None`` tries chat first.
-        body: Further fields of every request.
         seconds: Time for all requests. A probe that is not finished by then is given up.
         clock: Returns the time in seconds.
     """
@@ -108,15 +105,11 @@ class Examination:
         model: str,
         owner: str,
         *,
-        api: ProbeApi | None = None,
-        body: Mapping[str, Any] | None = None,
         seconds: float = 55.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._client, self._clock = client, clock
-        self._api: ProbeApi = api or "chat"
-        self._may_change = api is None
-        self._body = dict(body or {})
+        self._chat = True  # else completions
         self._seconds = seconds
         self.seen = Observations(owner, model)
 
@@ -150,9 +143,9 @@ class Examination:
         try:
             await self._ask(_PROMPTS[2], _SHORT)
         except ServerError as error:
-            if not self._may_change or error.status is None or not 400 <= error.status < 500:
+            if error.status is None or not 400 <= error.status < 500:
                 raise
-            self._api = "completions"
+            self._chat = False
             try:
                 await self._ask(_PROMPTS[2], _SHORT)
             except ServerError:
@@ -217,7 +210,7 @@ class Examination:
             return
         again = await self._ask(_PROMPTS[0], seen.limit)
         seen.again = [seen.answers[0].text, again.text]
-        wanted = {"logprobs": True, "top_logprobs": 5} if self._api == "chat" else {"logprobs": 5}
+        wanted = {"logprobs": True, "top_logprobs": 5} if self._chat else {"logprobs": 5}
         settings = {**self._settings(min(seen.limit, _LEAST)), **wanted}
         try:
             body = await self._client.ask_whole(seen.model, self._prompt(_PROMPTS[0]), settings)
@@ -276,7 +269,7 @@ class Examination:
     def _prompt(self, prompt: str | Sequence[str]) -> str | list[dict[str, str]]:
         """Return a prompt, or the turns of a conversation by user and model, as the endpoint takes it."""
         turns = [prompt] if isinstance(prompt, str) else list(prompt)
-        if self._api == "completions":
+        if not self._chat:
             return "\n".join(turns)
         return [
             {"role": "assistant" if number % 2 else "user", "content": text}
@@ -290,5 +283,4 @@ class Examination:
             "temperature": 0,
             **dialect.always,
             **({} if warm else dialect.without_cache()),
-            **self._body,
         }
