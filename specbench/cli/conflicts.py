@@ -40,7 +40,7 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("sweep", ("api", "timeout"), "server engine", "it is for servers"),
     ("sweep", ("prompt_cache",), "server", "it is for servers"),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
-    ("tune", ("engine_command", "arguments", "api", "timeout"), "engine", ""),
+    ("tune", ("engine_command", "arguments", "api"), "engine", ""),
     ("tune", ("batch",), "engine break_even", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""

@@ -22,7 +22,7 @@ def tune(
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     search: SearchOptions,
     template: TemplateOptions,
-    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api", "timeout")],
+    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api")],
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     results: TuneResultsOptions,
