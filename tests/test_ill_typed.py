@@ -146,7 +146,7 @@ class Stored:
         compare_configs(frame, "d@2", "plain")
         other = replace(frame, run=structs.replace(frame.run, run_id="other"))
         compare_runs(frame, other, ("a", "b"))
-        measure(self.folder, SWEEP, retry_failed=True)
+        measure(self.folder, SWEEP)
 
     def use_read_only(self) -> None:
         """What `report` does."""

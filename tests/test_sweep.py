@@ -317,8 +317,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, e
     assert (frame.generations["status"] == "failed").sum() == 6
 
     with RunStore.open(tmp_path) as store:
-        assert run_sweep(sweep, store, ScriptedEngine()).measured == 0
-        again = run_sweep(sweep, store, ScriptedEngine(), retry_failed=True)
+        again = run_sweep(sweep, store, ScriptedEngine())
     assert (again.measured, again.failed, again.found) == (6, 0, 12)
     frame = load_results(tmp_path)
     assert (frame.generations["status"] == "ok").all()
@@ -334,7 +333,7 @@ def test_a_conversation_ends_with_its_first_failure(tmp_path):
     assert [row["error"] for row in read_lines(tmp_path) if row["config"] == "d@1"] == [
         None, "no", "An earlier turn failed, so the conversation cannot continue.",
     ]  # fmt: skip
-    assert measure(tmp_path, sweep, retry_failed=True).failed == 0
+    assert measure(tmp_path, sweep).failed == 0
     frame = load_results(tmp_path)
     turns = frame.generations.sort_values("turn").set_index("config")["token_ids"].map(list)
     assert turns["d@1"].tolist() == turns["plain"].tolist()

@@ -280,7 +280,7 @@ def test_a_group_with_a_request_that_fails_has_failed(tmp_path):
     summary = summarize(load_results(tmp_path)).frame
     assert list(summary["failures"]) == [0, 1]
     assert list(summary["generations"]) == [4, 2]
-    assert measure(tmp_path, sweep, retry_failed=True).measured == 1
+    assert measure(tmp_path, sweep).measured == 1
     assert list(summarize(load_results(tmp_path)).frame["generations"]) == [4, 4]
 
 

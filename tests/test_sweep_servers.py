@@ -335,7 +335,7 @@ def test_a_broken_answer_fails_alone_and_is_tried_again(sweep, plain, tmp_path, 
         assert {(row["config"], row["prompt"]) for row in failed} == {("a", "a-2")}
         assert all("The " in row["error"] and "server a" in row["error"] for row in failed)
         server.manner.wrong = lambda body: None
-        again = sweep("--resume", "--retry-failed", base=plain, a=server)
+        again = sweep("--resume", base=plain, a=server)
     assert again.code == 0, again.err
     frame = load_results(tmp_path / "run")
     assert (frame.generations["status"] == "ok").all()

@@ -80,7 +80,6 @@ class SweepRun(Generic[Encoded]):
         store: Where to store the measurements; existing lines are not changed.
         engine: The engine that decodes.
         clock: Clock of the time limit and of the estimated time left.
-        retry_failed: Measure failed generations again.
         minutes: Time limit of a sweep with ``until``; ``None`` for none.
         snapshot: Reads the machine load before and after each generation.
 
@@ -97,13 +96,12 @@ class SweepRun(Generic[Encoded]):
         engine: BenchEngine[Encoded],
         *,
         clock: Clock | None = None,
-        retry_failed: bool = False,
         minutes: float | None = None,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self._sweep, self._store, self._engine, self._snapshot = sweep, store, engine, snapshot
         self._clock, self._minutes = clock or WallClock(), minutes
-        done = store.done_keys(retry_failed=retry_failed)
+        done = store.done_keys()
         cells = sweep.plan()
         self._warmups = [cell for cell in cells if cell.warmup]
         self._planned = [cell for cell in cells if not cell.warmup]
@@ -115,8 +113,6 @@ class SweepRun(Generic[Encoded]):
         self.measured = self.failed = 0
         self.found = len(self._planned) - len(self._left)
         self.warnings: tuple[RunWarning, ...] = ()
-        known = {cell.key for cell in self._planned} & done
-        self._failed_before = sum(each.result is None for each in store.measurements() if each.key in known)
 
     @property
     def is_missing(self) -> bool:
@@ -187,8 +183,8 @@ class SweepRun(Generic[Encoded]):
         beaten = () if self._rule is None else self._rule.beaten
         waiting = {name: number for name, number in self._waiting.items() if name not in beaten}
         left_s = usual and sum(number * means.get(name, usual) for name, number in waiting.items())
-        done, failed = self.found + self.measured, self.failed + self._failed_before
-        return SweepProgress(now, done, len(self._planned), failed, left_s, problem, self._latest)
+        done = self.found + self.measured
+        return SweepProgress(now, done, len(self._planned), self.failed, left_s, problem, self._latest)
 
 
 def run_sweep(

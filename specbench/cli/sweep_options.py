@@ -188,14 +188,13 @@ class ResultsOptions:
     resume: bool = _results(
         False,
         "--resume",
-        "Continue the run in --out, or the newest unfinished one of this sweep.",
+        "Continue the run in --out, or the newest of this sweep, and measure again what failed.",
     )
     accept_changes: bool = _results(
         False,
         "--accept-changes",
         "With --resume: continue although machine, versions or options changed.",
     )
-    retry_failed: bool = _results(False, "--retry-failed", "With --resume, measure failed generations again.")
     slo: str | None = _output(
         None,
         "--slo LIMITS",

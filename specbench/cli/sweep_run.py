@@ -42,18 +42,17 @@ FOLDER = Path("results")
 
 
 def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
-    """Return the folder of the run: the given one, with ``--resume`` the newest unfinished run of this sweep, or a new
-    one.
+    """Return the folder of the run: the given one, with ``--resume`` the newest run of this sweep, or a new one.
 
     Raises:
-        UsageError: There is no unfinished run, or the folder holds results that are not to be continued.
+        UsageError: There is no run of this sweep, or the folder holds results that are not to be continued.
     """
     if results.out is not None:
         if not results.resume:
             RunStore.check_empty(results.out)
         return results.out
     if results.resume:
-        return _unfinished(sources, options, retry_failed=results.retry_failed)
+        return _begun(sources, options)
     return new_folder(sources["target"])
 
 
@@ -65,20 +64,18 @@ def new_folder(target: str, ending: str = "") -> Path:
     return next(FOLDER / (name + end) for end in numbers if not RunStore.exists(FOLDER / (name + end)))
 
 
-def _unfinished(sources: dict[str, Any], options: SweepOptions, *, retry_failed: bool) -> Path:
-    """Return the newest unfinished run of this sweep; with ``retry_failed`` a finished one will do."""
+def _begun(sources: dict[str, Any], options: SweepOptions) -> Path:
+    """Return the newest run of this sweep."""
     wanted = {**sources, **stored_options(options)}
     other = ""
     for path, run in stored_runs(FOLDER):
         differing = option_changes(run.options, wanted)
-        if not differing and (retry_failed or not run.finished):
-            return path
         if not differing:
-            other = other or f": {path} is finished"
-        elif not run.finished:
+            return path
+        if not run.finished:
             other = other or f": {path} is unfinished, but of another sweep ({'; '.join(differing)})"
     raise UsageError(
-        f"There is no unfinished run of this sweep in {FOLDER}/{other}.",
+        f"There is no run of this sweep in {FOLDER}/{other}.",
         "Name a run with --out, or leave --resume out to begin one.",
     )
 
@@ -169,8 +166,7 @@ class SweepJob(RunJob):
                 self.say(problem)
             with StageProgress(self.quiet, animated=False) as progress:
                 self.console = progress.console
-                retry = self._results.retry_failed
-                run = SweepRun(self.sweep, store, self.engine, retry_failed=retry, minutes=self._minutes)
+                run = SweepRun(self.sweep, store, self.engine, minutes=self._minutes)
                 try:
                     table = self._predict(self, store, progress) if self._predict and run.is_missing else None
                     for at in run.cells():
@@ -190,7 +186,7 @@ class SweepJob(RunJob):
     def _stored(self, store: RunStore) -> str:
         """Return how many of the generations to measure are stored; empty if none is."""
         wanted = {cell.key for cell in self.sweep.plan() if not cell.warmup}
-        count = len(wanted & store.done_keys(retry_failed=self._results.retry_failed))
+        count = len(wanted & store.done_keys())
         return f"{count} of {len(wanted)} {self._cells} are" if count else ""
 
     def _say_at_end(self, run: SweepRun[Any], interrupted_at: str | None) -> None:
@@ -204,9 +200,7 @@ class SweepJob(RunJob):
                 f" command with --out {shlex.quote(str(self.folder))} --resume."
             )
         if run.failed:
-            self.say(
-                f"{run.failed} {self._cells} failed; to measure them again, add --resume --retry-failed."
-            )
+            self.say(f"{run.failed} {self._cells} failed; to measure them again, add --resume.")
 
     def _show(self, results: Results) -> None:
         """Write the answer and the table into two files, then print them; stdout may be closed."""

@@ -285,7 +285,7 @@ def failures(frame: pd.DataFrame) -> Iterator[RunWarning]:
             "failed",
             "error" if lost else "warning",
             f"{counted(len(rows), 'generation')} of {where} failed: {str(reason).rstrip('.')}.",
-            "Remove the cause and add --resume --retry-failed.",
+            "Remove the cause and add --resume.",
             {"configs": list(dict.fromkeys(rows["config"])), "failed": len(rows), "nothing_left": lost},
         )
 

@@ -60,7 +60,7 @@ class RunStore:
         self.left_out: list[str] = []
         self._lock = lock
         self._file: int | None = None
-        self._done: dict[Key, str] = {}
+        self._done: set[Key] = set()
 
     @classmethod
     def create(cls, path: str | Path, run: Run) -> RunStore:
@@ -167,7 +167,7 @@ class RunStore:
         """
         if self._file is None:
             raise ValueError("the store is closed")
-        if self._done.get(measurement.key) == "ok":
+        if measurement.key in self._done:
             raise ValueError(f"{measurement.key} has been measured already")
         if (error := measurement.why_unreadable()) is not None:
             error = f"This measurement cannot be stored: {error}."
@@ -218,17 +218,17 @@ class RunStore:
         with _writing(self.path, begun=self._file is not None):
             write_text(self.path / RUN, to_json(self.run, indent=1).decode() + "\n")
 
-    def done_keys(self, *, retry_failed: bool = False) -> set[Key]:
-        """Return the keys that need not be measured; with ``retry_failed``, failed generations are not among them."""
-        return {key for key, status in self._done.items() if status == "ok" or not retry_failed}
+    def done_keys(self) -> set[Key]:
+        """Return the keys that need not be measured; failed ones are measured again."""
+        return self._done
 
     def measurements(self) -> Iterator[Measurement]:
         """Yield every usable line, one per key (see ``distinct``)."""
         yield from distinct(read_lines(self.path, []), [])
 
     def _remember(self, measurement: Measurement) -> None:
-        if self._done.get(measurement.key) != "ok":
-            self._done[measurement.key] = measurement.line.status
+        if measurement.line.status == "ok":
+            self._done.add(measurement.key)
 
     def close(self) -> None:
         """Release the lock."""
