@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import Cli, Result, refusal
+from msgspec import structs
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -474,10 +475,13 @@ def test_minutes_hold_however_slow_the_machine_is(
 
 
 def test_what_a_head_brings_is_held_against_what_its_drafts_cost():
-    untrained = Measured(0, 472, None, 1.03, (0.02, 0.0, 0.0, 0.0), step_cost=1.4)
+    untrained = Measured(
+        step=0, tokens=472, loss=None, tokens_per_step=1.03, accepted=[0.02, 0.0, 0.0, 0.0], categories={},
+        seconds=0.0, step_cost=1.4,
+    )  # fmt: skip
     assert untrained.speedup("eagle") < 1  # type: ignore[operator]
-    assert replace(untrained, step_cost=None).speedup("eagle") is None
-    trained = replace(untrained, accepted=(0.5, 0.5, 0.5, 0.5), tokens_per_step=1.94)
+    assert structs.replace(untrained, step_cost=None).speedup("eagle") is None
+    trained = structs.replace(untrained, accepted=[0.5, 0.5, 0.5, 0.5], tokens_per_step=1.94)
     # One to three drafts: 1.5 / 1.1, 1.75 / 1.2, 1.875 / 1.3.
     assert trained.speedup("eagle") == pytest.approx(1.75 / 1.2)
     assert trained.speedup("medusa") == pytest.approx(1.94 / 1.4)  # which cost as much as one

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specbench.base.errors import UsageError
+from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.console import duration, write_json, write_out
@@ -152,7 +152,7 @@ def _head(named: str | None, *, allow_pickle: bool) -> TrainedHead | None:
 def _show_result(best: Measured, kind: str, out: Path, *, as_json: bool) -> None:
     speedup = best.speedup(kind)
     if as_json:
-        write_json({"folder": str(out), "best": asdict(best), "expected_speedup": speedup})
+        write_json({"folder": str(out), "best": to_dict(best), "expected_speedup": speedup})
         return
     tokens = f"{best.tokens_per_step:.2f} tokens per step on held-out prompts"
     if speedup is None:

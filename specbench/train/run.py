@@ -19,12 +19,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from specbench._version import __version__
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import file_errors, try_lock, write_text
-from specbench.base.record import Json
+from specbench.base.record import Json, to_dict
 from specbench.bench.encoding import encode_conversation
 from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
 from specbench.decoding.records import Step
@@ -290,12 +291,12 @@ class Training:
         if path.is_file():
             tensors, fields = read_state(path)
             learner.restore(tensors)
-            state = TrainerState(**fields)
+            state = msgspec.convert(fields, TrainerState)
             self._began, self._earlier_s = time.monotonic(), max(state.seconds, self._seconds)
 
         def save() -> None:
             state.seconds = self._seconds
-            write_state(path, learner.tensors(), asdict(state))
+            write_state(path, learner.tensors(), to_dict(state))
 
         if not state.measurements:
             self._measure(learner, state)
@@ -317,8 +318,7 @@ class Training:
                 save()
                 saved = time.monotonic()
         write_training_file(self._out, self._metadata(learner, state))
-        measurements = map(Measured.from_dict, state.measurements)
-        return max(measurements, key=lambda each: each.tokens_per_step)
+        return max(state.measurements, key=lambda each: each.tokens_per_step)
 
     def _time_is_up(self, state: TrainerState) -> bool:
         """Return whether the time left is at most enough for a measurement."""
@@ -387,14 +387,14 @@ class Training:
         state.step_cost = state.step_cost or self._step_cost(drafter)
         every = [step for steps in by_category.values() for step in steps]
         measured = Measured(
-            state.step,
-            state.tokens,
-            state.loss,
-            tokens_per_step(every) or 1.0,
-            tuple(rate or 0.0 for rate in acceptance_by_position(every)),
-            {name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
-            round(self._seconds, 1),
-            state.step_cost,
+            step=state.step,
+            tokens=state.tokens,
+            loss=state.loss,
+            tokens_per_step=tokens_per_step(every) or 1.0,
+            accepted=[rate or 0.0 for rate in acceptance_by_position(every)],
+            categories={name: tokens_per_step(steps) or 1.0 for name, steps in by_category.items()},
+            seconds=round(self._seconds, 1),
+            step_cost=state.step_cost,
         )
         best = state.record_measurement(measured, self._settings.patience)
         state.ended = state.ended or self._time_is_up(state)
@@ -485,7 +485,7 @@ class Training:
             "steps": state.steps,
             "seconds": round(self._seconds, 1),
             "loss": state.curve,
-            "measured": state.measurements,
+            "measured": [to_dict(each) for each in state.measurements],
         }
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from specbench.base.errors import UsageError
+from specbench.models.training_metadata import TrainingMeasurement
 
 _RATES = {"eagle": 1.6e-3, "mtp": 1.6e-3, "medusa": 1e-3}
 _WIDTH = 576
@@ -112,26 +111,18 @@ class TrainingSettings:
         return self.layers
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(TrainingMeasurement):
     """A measurement of a head: greedy decoding of held-out prompts with chains.
 
     Attributes:
         loss: Mean cross-entropy of the first drafted token since the last measurement; ``None`` before the first step.
-        tokens_per_step: Emitted tokens over steps.
-        accepted: Share of the tested tokens that were accepted, by position in the draft.
-        categories: Tokens per step by category of the prompts.
         step_cost: Time of a step with a full draft over that of a plain step, for one prompt; ``None`` if not measured.
     """
 
     step: int
-    tokens: int
     loss: float | None
-    tokens_per_step: float
-    accepted: tuple[float, ...]
-    categories: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    step_cost: float | None = None
+    seconds: float
+    step_cost: float | None
 
     def speedup(self, kind: str) -> float | None:
         """Return the predicted speedup over plain decoding at the best draft length; ``None`` if nothing was timed.
@@ -149,7 +140,3 @@ class Measured:
             cost = 1 + (self.step_cost - 1) * (gamma / depth if kind != "medusa" else 1.0)
             best = max(best, tokens / cost)
         return best
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Measured:
-        return cls(**{**fields, "accepted": tuple(fields["accepted"])})

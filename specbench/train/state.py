@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -31,8 +31,7 @@ BEGUN = "begun.json"
 _CURVE_POINTS = 200
 
 
-@dataclass
-class TrainerState:
+class TrainerState(Struct):
     """The progress of a training, stored in each checkpoint.
 
     Attributes:
@@ -40,7 +39,7 @@ class TrainerState:
         steps: Number of steps to make; 0 before it is decided.
         next_measurement: Step after which the head is measured again.
         since: Losses and shares of right tokens by position, for each step since the last point of the curve.
-        measurements: The measurements, that of the untrained head first, see ``Measured``.
+        measurements: The measurements, that of the untrained head first.
         stale: Number of measurements since the best one.
         measure_s, first_measure_s: Durations of the last and first measurement.
         measured_tokens: Tokens decoded for each held-out prompt: those of the first measurement.
@@ -50,14 +49,14 @@ class TrainerState:
     tokens: int = 0
     steps: int = 0
     next_measurement: int = 0
-    since: list[list[float]] = field(default_factory=list)
-    curve: list[Json] = field(default_factory=list)
-    measurements: list[Json] = field(default_factory=list)
+    since: list[list[float]] = []
+    curve: list[Json] = []
+    measurements: list[Measured] = []
     stale: int = 0
     ended: bool = False
     measure_s: float = 0.0
     first_measure_s: float = 0.0
-    measured_tokens: list[int] = field(default_factory=list)
+    measured_tokens: list[int] = []
     step_cost: float | None = None
     seconds: float = 0.0
 
@@ -92,10 +91,10 @@ class TrainerState:
 
     def record_measurement(self, measured: Measured, patience: int) -> bool:
         """Add a measurement, and return whether it is the best so far."""
-        best = all(measured.tokens_per_step > each["tokens_per_step"] for each in self.measurements)
+        best = all(measured.tokens_per_step > each.tokens_per_step for each in self.measurements)
         self.stale = 0 if best else self.stale + 1
         self.ended = self.stale >= patience
-        self.measurements.append(asdict(measured))
+        self.measurements.append(measured)
         return best
 
 
