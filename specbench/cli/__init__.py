@@ -105,7 +105,7 @@ def _show_version(verbose: bool) -> None:
     if not verbose:
         return
     from specbench.backends.torch.kernels.linear import shortens_bfloat16
-    from specbench.backends.torch.kernels.native import why_unavailable
+    from specbench.backends.torch.kernels.native import tiles_of, why_unavailable
     from specbench.bench.environment import describe_environment
 
     unavailable = why_unavailable()
@@ -115,6 +115,8 @@ def _show_version(verbose: bool) -> None:
         if unavailable
         else f"yes, bfloat16 in {12 if shortens_bfloat16() else 16} bits",
     }
+    if not unavailable:
+        rows |= {f"tiles in int{bits}": tiles_of(bits) for bits in (8, 4)}
     del rows["specbench"]
     for name, value in rows.items():
         text = (

@@ -15,15 +15,17 @@ from typing import Literal
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # variables that limit oneDNN, the newer one first
 _NO_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
+_NO_BFLOAT16 = _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"}
 _WITHOUT = {
     "avx512": _NO_AVX512,
     "vnni": frozenset({"SSE41", "AVX", "AVX2", "AVX512_CORE"}),
-    "bfloat16": _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"},
+    "bfloat16": _NO_BFLOAT16,
+    "tiles": _NO_BFLOAT16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"},
 }
 """Values of these variables that exclude instructions."""
 
 
-def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
+def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16", "tiles"]) -> bool:
     """Return whether no variable excludes such instructions; the processor can still lack them."""
     limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
     return limit.upper() not in _WITHOUT[instructions]
@@ -55,7 +57,7 @@ def has_tiles() -> bool:
     import torch
 
     try:
-        return bool(torch.cpu._is_amx_tile_supported()) and has_bfloat16()
+        return bool(torch.cpu._is_amx_tile_supported()) and has_bfloat16() and is_allowed("tiles")
     except (AttributeError, RuntimeError):
         return False
 

@@ -41,7 +41,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 13  # of the interface; the library's must be the same
+_VERSION = 14  # of the interface; the library's must be the same
 
 LAYOUT = 3
 """Version of the layout of our own panels, with which they are stored."""
@@ -156,9 +156,9 @@ class _Native(NamedTuple):
 
 
 @cache
-def _load() -> _Native | str:
+def _load(name: str = LIBRARY) -> _Native | str:
     """Load the library, or return why there is none."""
-    path = Path(__file__).with_name(LIBRARY)
+    path = Path(__file__).parent / name
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "they need Linux on x86-64"
     if not path.exists():
@@ -184,16 +184,16 @@ def _load() -> _Native | str:
         parallel = None
     if parallel is None:
         return "this torch does not use GCC's OpenMP"
+    if not is_allowed("tiles"):
+        library.specbench_exclude_tiles()
+    threads = (c_void_p, c_int, c_int)
     library.specbench_packed_bytes.restype = c_int64
-    library.specbench_product.argtypes = (
-        POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int, c_int
-    )  # fmt: skip
-    library.specbench_unpack.argtypes = (
-        POINTER(CMatrix), c_int, c_int, c_void_p, c_void_p, c_int, c_int
-    )  # fmt: skip
-    library.specbench_pack.argtypes = (POINTER(CPacking), c_void_p, c_int, c_int)
-    library.specbench_prompt.argtypes = (POINTER(CPrompt), c_void_p, c_int, c_int)
-    library.specbench_delta_rule.argtypes = (c_void_p, c_void_p, c_int, c_int)
+    library.specbench_product.argtypes = (POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_int, *threads)
+    library.specbench_tiles.argtypes = (c_int, *threads)
+    library.specbench_unpack.argtypes = (POINTER(CMatrix), c_int, c_int, c_void_p, *threads)
+    library.specbench_pack.argtypes = (POINTER(CPacking), *threads)
+    library.specbench_prompt.argtypes = (POINTER(CPrompt), *threads)
+    library.specbench_delta_rule.argtypes = (c_void_p, *threads)
     library.specbench_pass.argtypes = library.specbench_attend.argtypes = (POINTER(CPass),)
     return _Native(library, parallel, level, highest)
 
@@ -212,6 +212,17 @@ def loaded() -> _Native:
     found = _load()
     assert not isinstance(found, str), found
     return found
+
+
+def tiles_of(bits: int, *, float16: bool = False) -> str:
+    """Return which passes multiply weights in 8 or 4 bits by tiles (AMX), after a trial on this machine."""
+    native = loaded()
+    threads = (native.parallel, torch.get_num_threads(), native.level)
+    found = int(native.library.specbench_tiles(bits + float16, *threads))
+    return f"from {found} tokens on" if found > 0 else _NO_TILES.get(found, "in a trial now")
+
+
+_NO_TILES = {-2: "no, there are none", -3: "no, their bits differ", -4: "no, they are slower"}
 
 
 def check(status: int) -> None:
