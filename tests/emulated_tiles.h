@@ -1,12 +1,19 @@
-/* Tiles in plain C, as Intel's manual describes the instructions, for processors without them. native.c includes it in
- * place of the instructions if SPECBENCH_EMULATE_TILES names it. What a processor would refuse ends the program. Tiles
- * always pay in the trial, so that every product of more than one row takes them.
+/* Tiles in plain C, as Intel's manual describes the instructions, for processors without them: native.c includes this if
+ * SPECBENCH_EMULATE_TILES names it. What a processor would refuse ends the program. Every product of more than one row takes
+ * tiles. With TRAP_TILES the instructions stay in the program, and each is emulated when the processor refuses it.
  */
 #include <stdio.h>
-
+#ifdef TRAP_TILES
+#include <signal.h>
+#include <ucontext.h>
+#define WITH_TILES __attribute__((target(AVX512 ",amx-tile,amx-int8")))
+#else
 #define WITH_TILES __attribute__((target(AVX512)))
+#endif
 #define TILES_PAY(tiles, vectors) 1
 #define TILES_TRIAL_OUTPUTS 75
+
+int wrong_tiles; /* set to have products differ */
 
 static int may_use_tiles(void) { return 1; }
 
@@ -74,6 +81,7 @@ static void emulated_dpbsud(int c, int a, int b) {
     for (int m = 0; m < tiles.rows[c]; m++) {
         uint32_t sums[16];
         memcpy(sums, tiles.data[c][m], sizeof sums);
+        sums[0] += (uint32_t)wrong_tiles;
         for (int k = 0; k < tiles.rows[b]; k++)
             for (int n = 0; n < tiles.bytes[c] / 4; n++)
                 for (int i = 0; i < 4; i++)
@@ -84,6 +92,46 @@ static void emulated_dpbsud(int c, int a, int b) {
     for (int m = tiles.rows[c]; m < 16; m++) memset(tiles.data[c][m], 0, 64);
 }
 
+#ifdef TRAP_TILES
+/* Instructions with a VEX prefix of three bytes, such as compilers make of tiles. */
+static void emulate(int signal, siginfo_t *info, void *context) {
+    static const int NAMES[] = {
+        REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+        REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15,
+    };
+    greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+    const uint8_t *at = (const uint8_t *)registers[REG_RIP];
+    const int prefix = at[2] & 3, what = at[3], mode = at[4] >> 6, reg = at[4] >> 3 & 7, rm = at[4] & 7, third = ~at[2] >> 3 & 15;
+    const int upper_index = at[1] & 0x40 ? 0 : 8, upper_base = at[1] & 0x20 ? 0 : 8;
+    (void)signal, (void)info;
+    demand(at[0] == 0xc4 && (at[1] & 31) == 2 && !(at[2] & 0x84), "an instruction that is none of tiles");
+    if (mode == 3) {
+        if (what == 0x49 && prefix == 0 && at[4] == 0xc0) emulated_release();
+        else if (what == 0x49 && prefix == 3 && rm == 0) emulated_zero(reg);
+        else if (what == 0x5e && prefix == 2) emulated_dpbsud(reg, rm, third);
+        else demand(0, "an instruction without memory");
+        registers[REG_RIP] += 5;
+        return;
+    }
+    const int with_index = rm == 4, index = at[5] >> 3 & 7 | upper_index, base = (with_index ? at[5] & 7 : rm) | upper_base;
+    const uint8_t *rest = at + 5 + with_index;
+    demand(mode || base % 8 != 5, "an address without a register");
+    int32_t offset = mode == 1 ? (int8_t)*rest : 0;
+    if (mode == 2) memcpy(&offset, rest, sizeof offset);
+    char *address = (char *)registers[NAMES[base]] + offset;
+    const int64_t stride = with_index && index != 4 ? (int64_t)registers[NAMES[index]] << (at[5] >> 6) : 0;
+    if (what == 0x49 && prefix == 0 && reg == 0) emulated_config(address + stride);
+    else if (what == 0x4b && prefix == 3 && with_index) emulated_load(reg, address, stride);
+    else if (what == 0x4b && prefix == 2 && with_index) emulated_store(reg, address, stride);
+    else demand(0, "an instruction with memory");
+    registers[REG_RIP] = (greg_t)(rest + (mode == 1 ? 1 : mode == 2 ? 4 : 0));
+}
+
+__attribute__((constructor)) static void trap(void) {
+    const struct sigaction action = {.sa_sigaction = emulate, .sa_flags = SA_SIGINFO | SA_NODEFER};
+    sigaction(SIGILL, &action, NULL);
+}
+#else
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
@@ -94,3 +142,4 @@ static void emulated_dpbsud(int c, int a, int b) {
 #define _tile_loadd emulated_load
 #define _tile_stored emulated_store
 #define _tile_dpbsud emulated_dpbsud
+#endif
