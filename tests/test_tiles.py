@@ -57,7 +57,9 @@ def test_products_have_the_same_bits(form, tiles, monkeypatch):
         weight, bias = torch.randn(outputs, inputs), choice.choice((None, torch.randn(outputs)))
         panels = LAYERS[form](weight, None).panels if form in LAYERS else BY_GROUPS[form](weight)
         x = torch.randn(choice.choice((2, 16, 17, 128, 257, choice.randint(1, 150))), inputs)
-        own, found = by_both(monkeypatch, tiles, lambda panels=panels, x=x, bias=bias: panels.product(x, bias))
+        own, found = by_both(
+            monkeypatch, tiles, lambda panels=panels, x=x, bias=bias: panels.product(x, bias)
+        )
         assert torch.equal(own, found)
 
 

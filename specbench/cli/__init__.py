@@ -114,9 +114,8 @@ def _show_version(verbose: bool) -> None:
         "native passes": f"no, {unavailable}"
         if unavailable
         else f"yes, bfloat16 in {12 if shortens_bfloat16() else 16} bits",
+        "tiles": "no" if unavailable else f"int8 {tiles_of(8)}; int4 {tiles_of(4)}",
     }
-    if not unavailable:
-        rows |= {f"tiles in int{bits}": tiles_of(bits) for bits in (8, 4)}
     del rows["specbench"]
     for name, value in rows.items():
         text = (

@@ -281,16 +281,13 @@ class QuantizedLinear(nn.Module):
     """
 
     kind: QuantizedName
-    panels: native.Panels | None = None
-    quantizes_rows = False
 
-    def __init__(self, outputs: int, inputs: int, bias: Tensor | None) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, bias: Tensor | None, panels: native.Panels | None = None
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = outputs, inputs
-        self.bias = bias
-
-    def _take(self, panels: native.Panels) -> None:
-        self.panels, self.quantizes_rows = panels, True
+        self.bias, self.panels, self.quantizes_rows = bias, panels, panels is not None
 
     @property
     def weight(self) -> Tensor:
@@ -331,12 +328,10 @@ class Int8Linear(QuantizedLinear):
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
         known = int8_weight(weight.detach()) if isinstance(weight, Tensor) else weight
         if isinstance(known, native.Panels):
-            super().__init__(known.outputs, known.inputs, bias)
-            self._take(known)
+            super().__init__(known.outputs, known.inputs, bias, known)
             return
         quantized, scales = known
-        outputs, inputs = quantized.shape
-        super().__init__(outputs, inputs, bias)
+        super().__init__(*quantized.shape, bias)
         self.register_buffer("scales", scales, persistent=False)
         self.scales: Tensor
         self._prepacked = _prepack_int8(quantized)
@@ -380,11 +375,9 @@ class Int4Linear(QuantizedLinear):
             weight = native.Panels.quantize_int4(weight)
         rounded = None
         if isinstance(weight, native.Panels):
-            super().__init__(weight.outputs, weight.inputs, bias)
-            self._take(weight)
+            super().__init__(weight.outputs, weight.inputs, bias, weight)
         else:
-            outputs, inputs = weight.shape
-            super().__init__(outputs, inputs, bias)
+            super().__init__(*weight.shape, bias)
             rounded = fake_quantize_int4(weight.detach()).to(weight.dtype)
         self.register_buffer("rounded", rounded, persistent=False)
         self.rounded: Any

@@ -165,11 +165,10 @@ def _load(name: str = LIBRARY) -> _Native | str:
         return "there was no C compiler when specbench was installed"
     try:
         library = ctypes.CDLL(str(path))
-        version = int(library.specbench_version())
+        if library.specbench_version() != _VERSION:
+            return "the library has another version: install specbench again"
     except (OSError, AttributeError):
         return "the library cannot be loaded"
-    if version != _VERSION:
-        return "the library has another version: install specbench again"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
     highest = 1 if not is_allowed("vnni") else 3 if is_allowed("bfloat16") else 2
     level = highest = min(int(library.specbench_level()), limit, highest)
@@ -214,15 +213,12 @@ def loaded() -> _Native:
     return found
 
 
-def tiles_of(bits: int, *, float16: bool = False) -> str:
+def tiles_of(bits: int) -> str:
     """Return which passes multiply weights in 8 or 4 bits by tiles (AMX), after a trial on this machine."""
     native = loaded()
-    threads = (native.parallel, torch.get_num_threads(), native.level)
-    found = int(native.library.specbench_tiles(bits + float16, *threads))
-    return f"from {found} tokens on" if found > 0 else _NO_TILES.get(found, "in a trial now")
-
-
-_NO_TILES = {-2: "no, there are none", -3: "no, their bits differ", -4: "no, they are slower"}
+    found = native.library.specbench_tiles(bits, native.parallel, torch.get_num_threads(), native.level)
+    reasons = {-2: "there are none", -3: "their bits differ", -4: "they are slower"}
+    return f"from {found} tokens on" if found > 0 else f"no, {reasons.get(found, 'a trial goes on')}"
 
 
 def check(status: int) -> None:
