@@ -331,7 +331,7 @@ class Int8Linear(QuantizedLinear):
             super().__init__(known.outputs, known.inputs, bias, known)
             return
         quantized, scales = known
-        super().__init__(*quantized.shape, bias)
+        super().__init__(len(quantized), quantized.shape[1], bias)
         self.register_buffer("scales", scales, persistent=False)
         self.scales: Tensor
         self._prepacked = _prepack_int8(quantized)
@@ -377,7 +377,7 @@ class Int4Linear(QuantizedLinear):
         if isinstance(weight, native.Panels):
             super().__init__(weight.outputs, weight.inputs, bias, weight)
         else:
-            super().__init__(*weight.shape, bias)
+            super().__init__(len(weight), weight.shape[1], bias)
             rounded = fake_quantize_int4(weight.detach()).to(weight.dtype)
         self.register_buffer("rounded", rounded, persistent=False)
         self.rounded: Any
