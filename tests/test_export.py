@@ -298,17 +298,16 @@ def test_what_an_engine_does_not_have_leaves_the_fastest_that_it_has(tmp_path):
     df = load_results(ranked_run(tmp_path / "run"))
     settings = RunSettings(df).all()
     assert [str(each.drafter) for each in settings] == ["self:int8", "lookup", "lookup"]
-    found, made = export_fastest(ENGINES["vllm"], settings, df)
+    found, made = export_fastest(ENGINES["vllm"], settings)
     assert made.options["--speculative-config"]["method"] == "ngram"
     assert found.measured is not None
     assert found.measured.config == "lookup@2"
-    assert found.replaces is not None
-    assert found.replaces.fastest.config == "self:int8@2"
-    assert found.replaces.share.value == pytest.approx(0.6)
+    assert found.fastest is not None
+    assert found.fastest.config == "self:int8@2"
     assert "self:int8 γ=2: 2.00× [2.00, 2.00]" in as_file(ENGINES["vllm"], found, made, "run")
     facts = as_json(ENGINES["vllm"], found, made, "run")["measured"]["in_place_of"]
-    assert (facts["config"], facts["share"]) == ("self:int8@2", pytest.approx(0.6))
-    message = refusal(export_fastest, ENGINES["mlx-lm"], settings, df, kind=UsageError)
+    assert (facts["config"], facts["speedup"]) == ("self:int8@2", pytest.approx(2.0))
+    message = refusal(export_fastest, ENGINES["mlx-lm"], settings, kind=UsageError)
     assert "none of the measured drafters: self:int8, lookup" in message
 
 
@@ -318,7 +317,7 @@ def test_a_provisional_verdict_is_not_deployed_as_a_sure_one(tmp_path):
     assert found.measured is not None
     assert (found.measured.config, found.measured.verdict) == ("self:int8@2", "cannot tell")
     assert not found.measured.best
-    fitting, made = export_fastest(ENGINES["vllm"], RunSettings(df).all(), df)
+    fitting, made = export_fastest(ENGINES["vllm"], RunSettings(df).all())
     text = as_file(ENGINES["vllm"], fitting, made, "run")
     assert "not clear that it is faster than plain decoding" in " ".join(text.replace("#", "").split())
 
@@ -330,7 +329,7 @@ def test_what_tune_ranks_goes_before_speeds_on_other_prompts(tmp_path):
     settings = RunSettings(df).all()
     found = [(each.measured.config, each.measured.best) for each in settings if each.measured]
     assert found == [("lookup@4", True), ("self:int8@2", False), ("lookup@2", False)]
-    assert export_fastest(ENGINES["vllm"], settings, df)[0].replaces is None
+    assert export_fastest(ENGINES["vllm"], settings)[0].fastest is None
 
 
 @pytest.mark.parametrize("name", ENGINES)

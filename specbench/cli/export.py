@@ -60,7 +60,7 @@ def export(
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
     If the engine does not support the fastest setting of a run, or the setting of a specbench.toml whose run is in
-    results/, the fastest supported one is exported, with how much slower it is. Comments say what is not supported,
+    results/, the fastest supported one is exported. Comments say what is not supported,
     what differs, and how to verify that speculation is on.
     """
     from specbench.export.output import as_file, as_json
@@ -72,9 +72,9 @@ def export(
         write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name)))
-        if found.replaces is not None and not source.endswith(".toml"):
-            what = f"{found.measured}, {found.replaces}"
-            say(f"{engine.title} does not support the fastest setting of {name}. Exported: {what}.")
+        if found.fastest is not None and not source.endswith(".toml"):
+            what = f"{engine.title} does not support the fastest setting of {name} ({found.fastest})"
+            say(f"{what}. Exported: {found.measured}.")
 
 
 def _exported(
@@ -124,7 +124,7 @@ def _exported(
     if wanted is not None:
         setting = settings.get(wanted, gamma)
         return setting, engine.export(setting), name
-    return *export_fastest(engine, settings.all(gamma), results), name
+    return *export_fastest(engine, settings.all(gamma)), name
 
 
 def _measured_instead(
@@ -148,5 +148,5 @@ def _measured_instead(
             with suppress(UsageError):
                 results = load_results(run_folder)
                 settings = RunSettings(results, run_folder.name, path).all(gamma)
-                return *export_fastest(engine, settings, results), run_folder.name
+                return *export_fastest(engine, settings), run_folder.name
     return None

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.base.textsafe import one_line
 from specbench.export.engine import Export, ExportEngine
-from specbench.export.setting import MeasuredSetting, Setting, with_replaced
-from specbench.results.results import Results
+from specbench.export.setting import MeasuredSetting, Setting
 
 
-def export_fastest(
-    engine: ExportEngine, settings: Sequence[Setting], results: Results
-) -> tuple[Setting, Export]:
+def export_fastest(engine: ExportEngine, settings: Sequence[Setting]) -> tuple[Setting, Export]:
     """Export the fastest setting that an engine supports.
 
     If the engine does not support a setting's draft policy, it gets a fixed γ instead. Such a setting is exported only
@@ -26,7 +24,6 @@ def export_fastest(
     Args:
         engine: The engine.
         settings: Settings of a run, the fastest first.
-        results: That run.
 
     Returns:
         The setting (with the fastest of all, if it is another one), and its export.
@@ -42,7 +39,7 @@ def export_fastest(
             export = engine.export(setting)
         except UsageError:
             continue
-        return (setting if setting is settings[0] else with_replaced(results, setting, settings[0])), export
+        return replace(setting, fastest=None if setting is settings[0] else settings[0].measured), export
     drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
     what = engine.unsupported(settings[0]).message
     if len(drafters) > 1:
@@ -73,11 +70,11 @@ def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
     if measured is None:
         return
     is_replaced = engine.replaces_policy(setting)
-    if setting.replaces is not None:
+    if setting.fastest is not None:
         what = "with a supported drafter" if is_replaced else "supported one"
         yield (
-            f"The fastest setting of the run is not supported by {engine.title}: {setting.replaces.fastest}. This is"
-            f" the fastest {what}, {setting.replaces}."
+            f"The fastest setting of the run is not supported by {engine.title}: {setting.fastest}. This is the"
+            f" fastest {what}."
         )
     own = setting.at_gamma if is_replaced else None
     which = "Fastest setting of the run" if measured.best and own is None else "Measured"
@@ -106,7 +103,7 @@ def _comments(notes: list[str]) -> str:
 
 def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str) -> Json:
     """Return an export as data; the ends of an interval are ``None`` where there is none."""
-    measured, replaces = setting.measured, setting.replaces
+    measured = setting.measured
     return {
         "engine": engine.name,
         "version": engine.version,
@@ -127,13 +124,7 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
             "best": measured.best,
             "verdict": measured.verdict,
             "at_gamma": setting.at_gamma and _figures(setting.at_gamma),
-            "in_place_of": replaces
-            and {
-                "config": replaces.fastest.config,
-                "share": replaces.share.value if replaces.share.prompts else None,
-                "low": replaces.share.low,
-                "high": replaces.share.high,
-            },
+            "in_place_of": setting.fastest and _figures(setting.fastest),
         },
         "options": export.options,
         "text": export.text,

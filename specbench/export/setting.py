@@ -17,7 +17,6 @@ from specbench.base.textsafe import one_line
 from specbench.decoding.theory import PassCosts, expected_tokens_by_position, fastest_length
 from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
-from specbench.results.compare import side_by_side
 from specbench.results.results import Results
 from specbench.results.run import find_config
 from specbench.results.steps import Steps
@@ -73,24 +72,6 @@ class MeasuredSetting:
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """The fastest setting of a run, for an export of a slower one that an engine supports.
-
-    Attributes:
-        share: Speed of the exported setting divided by the fastest one's, on prompts measured with both.
-    """
-
-    fastest: MeasuredSetting
-    share: Estimate
-
-    def __str__(self) -> str:
-        label = one_line(self.fastest.label)
-        if not self.share.prompts:
-            return f"on other prompts than {label}"
-        return f"{stats.ratio_text(self.share)} the speed of {label}"
-
-
-@dataclass(frozen=True)
 class Setting:
     """A recipe with a draft policy, as far as other engines may have it.
 
@@ -100,7 +81,7 @@ class Setting:
         gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
         drafter_dtype: In which the drafter's own weights drafted.
         at_gamma: Measurements of that γ as a fixed one with the same drafter, if it is not the policy's own.
-        replaces: The fastest setting of the run, if this one is exported in its place.
+        fastest: The fastest setting of the run, if this one is exported in its place.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
     """
@@ -111,7 +92,7 @@ class Setting:
     drafter_dtype: str | None = None
     measured: MeasuredSetting | None = None
     at_gamma: MeasuredSetting | None = None
-    replaces: Replaced | None = None
+    fastest: MeasuredSetting | None = None
     head: TrainingMetadata | None = None
     head_unknown: bool = False
 
@@ -192,22 +173,6 @@ def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:
             raise
         return replace(setting, head_unknown=True)  # the hub cannot be reached, or needs a login
     return setting if files is None else replace(setting, head=files.training)
-
-
-def with_replaced(results: Results, setting: Setting, fastest: Setting) -> Setting:
-    """Return a setting of a run, with a reference to the run's fastest setting, in whose place it is exported."""
-    assert setting.measured is not None
-    assert fastest.measured is not None
-    tuning = results.run.tuning
-    if tuning is not None and tuning.answer is not None:
-        mine = tuning.answer.measured.get(setting.measured.config)
-        if mine is not None and mine.share and tuning.ranking[:1] == [fastest.measured.config]:
-            return replace(setting, replaces=Replaced(fastest.measured, mine.share))
-    pairs = side_by_side(results, setting.measured.config, fastest.measured.config)
-    share = stats.geometric_mean(
-        (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
-    )
-    return replace(setting, replaces=Replaced(fastest.measured, share))
 
 
 class RunSettings:

@@ -123,7 +123,6 @@ class Tuned(Record):
     """What `specbench tune` found out about a configuration."""
 
     speedup: Annotated[Estimate, doc("over plain decoding")]
-    share: Annotated[Estimate | None, doc("of the leader's speed")] = None
     categories: Annotated[dict[str, Estimate], doc("speedups by category")]
     verdict: Literal["faster", "slower", "cannot tell"]
 

@@ -313,15 +313,10 @@ def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | 
     lines = [answer.headline, *answer.details[:1]]
     lines += [f"Decode:  {command}"] if command else []
     if exported:
-        first = next((each for each in exported if each.setting.replaces is None), exported[0])
+        first = next((each for each in exported if each.setting.fastest is None), exported[0])
         same = [each.engine for each in exported if each.measured.config == first.measured.config]
         others = f"  (or {', '.join(same[1:])})" if same[1:] else ""
-        replaces = first.setting.replaces
-        own = (
-            ""
-            if replaces is None
-            else f"specbench serve, or {one_line(first.measured.label)} ({replaces}):  "
-        )
+        own = "" if first.setting.fastest is None else f"specbench serve, or {first.measured}:  "
         lines.append(f"Deploy:  {own}{first.command}{others}")
     elif exported is not None:
         lines.append(
@@ -346,7 +341,6 @@ def stored_answer(answer: TuneAnswer, search: StoredSearch[Any]) -> TuningAnswer
     """Return the answer as ``run.json`` keeps it."""
     race = search.race
     measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
-    shares = {name: race.ratio(name, race.leader) for name in measured}
     return TuningAnswer(
         headline=answer.headline,
         details=list(answer.details),
@@ -355,7 +349,6 @@ def stored_answer(answer: TuneAnswer, search: StoredSearch[Any]) -> TuningAnswer
         measured={
             name: Tuned(
                 speedup=race.ratio(name, race.plain),
-                share=shares[name] if shares[name].prompts else None,
                 categories={
                     category: race.ratio(name, race.plain, category) for category in race.categories(name)
                 },
@@ -433,7 +426,7 @@ def exports(results: Results, folder: Path, recipes: Mapping[str, Recipe] | None
     found = []
     for name, engine in load_engines().items():
         try:
-            setting, _ = export_fastest(engine, settings, results)
+            setting, _ = export_fastest(engine, settings)
         except UsageError:
             continue
         measured = setting.measured
@@ -459,23 +452,19 @@ def exports_text(found: Sequence[Exported]) -> str:
     lines = ["Deploy it, or the fastest setting that an engine supports:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]
-        replaces = same[0].setting.replaces
-        lines.append(f"  {same[0].measured}{'' if replaces is None else f'; {replaces}'}")
+        lines.append(f"  {same[0].measured}")
         lines += [f"    {each.command}" for each in same]
     return "".join(f"{line}\n" for line in lines)
 
 
 def exports_json(found: Sequence[Exported]) -> list[Json]:
-    """Return the exports as JSON data, an object for each engine;
-    ``share`` is the setting's speed over the fastest one's.
-    """
+    """Return the exports as JSON data, an object for each engine."""
     return [
         {
             "engine": each.engine,
             "command": each.command,
             "config": each.measured.config,
             **_estimate(each.measured.speedup),
-            "share": None if each.setting.replaces is None else _estimate(each.setting.replaces.share),
         }
         for each in found
     ]
