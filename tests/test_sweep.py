@@ -248,7 +248,7 @@ def test_whoever_stops_iterating_stops_the_sweep_and_the_next_one_goes_on(tmp_pa
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
         def measure_costs(self, *_: Any) -> list[CostLine]:
-            return cost_lines({1: [9.0]}, {"e": [7.0]}, 100)
+            return cost_lines({1: [9.0]}, {"e": [7.0]}, 256)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
     measure(tmp_path, few)
