@@ -337,7 +337,7 @@ def test_text_so_far_is_a_tail(piece):
         Step(i, i, (), 0, 0, (i,), "target", (), TIMES, verdicts=(), closing_probability=0.5)
         for i in range(120)
     ]
-    text = last(*(step_event(step, words.__getitem__) for step in steps))
+    text = last(header(), *(step_event(step, words.__getitem__) for step in steps))
     tail = text[text.index("  text") :].rstrip().splitlines()
     assert 7 <= len(tail) <= 9
     assert "…" in tail[0] + tail[1]

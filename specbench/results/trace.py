@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from specbench._version import __version__
 from specbench.base.errors import UsageError
-from specbench.base.record import Count, Json, Number, Record, finite_or_none, to_dict, wrong_field
+from specbench.base.record import Count, Json, Number, Record, finite, finite_or_none, to_dict, wrong_field
 from specbench.decoding.records import ExpertsRead, Prefill, Step, StepTimes
 
 TRACE_VERSION = 1
@@ -155,38 +155,15 @@ def step_event(step: Step, piece: Callable[[int], str]) -> TraceStep:
     """
     if step.verdicts is None:
         raise ValueError(f"step {step.index} was recorded without verdicts; trace the loop")
-    verdicts = [
-        TraceVerdict(
-            token=each.token,
-            text=piece(each.token),
-            q=finite_or_none(each.q),
-            p=finite_or_none(each.p),
-            ratio=None if each.p is None else finite_or_none(each.p / max(each.q, _SMALLEST_Q)),
-            r=each.r,
-            verdict=each.verdict,
-        )
-        for each in step.verdicts
-    ]
-    return TraceStep(
-        index=step.index,
-        position=step.position,
-        gamma=step.gamma,
-        drafted=list(step.drafted),
-        accepted=step.accepted,
-        tested=step.tested,
-        tokens=list(step.tokens),
-        texts=[piece(token) for token in step.tokens],
-        closing=step.closing,
-        closing_probability=finite_or_none(step.closing_probability),
-        expected_acceptance=[finite_or_none(value) for value in step.expected_acceptance],
-        times=step.times,
-        finish_reason=step.finish_reason,
-        policy={name: finite_or_none(value) for name, value in step.policy.items()},
-        verdicts=verdicts,
-        forced=list(step.forced),
-        parents=UNSET if step.parents is None else list(step.parents),
-        experts=UNSET if step.experts is None else step.experts,
-    )
+    fields: Json = finite(step.to_dict())
+    for name in ("parents", "experts"):
+        if fields[name] is None:
+            del fields[name]
+    for each, made in zip(fields["verdicts"], step.verdicts, strict=True):
+        p, q = made.p, max(made.q, _SMALLEST_Q)
+        each.update(text=piece(made.token), ratio=None if p is None else finite_or_none(p / q))
+    texts = [piece(token) for token in step.tokens]
+    return msgspec.convert({**fields, "gamma": step.gamma, "texts": texts}, TraceStep)
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -50,54 +49,6 @@ _NOTES = {
 _DIGITS = "₀₁₂₃₄₅₆₇₈₉"
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictRule:
-    """How the verdicts of a trace were reached, from its header."""
-
-    greedy: bool = False
-    lossless: bool = True
-    verification: str | None = None
-
-    @classmethod
-    def of(cls, header: TraceHeader) -> VerdictRule:
-        name = header.options.get("verification")
-        own = isinstance(name, str) and name != "rejection"
-        return cls(header.greedy, header.lossless, name if own else None)
-
-    def sentence(self) -> str:
-        """Return when a draft token is accepted."""
-        if self.greedy:
-            return "a draft is accepted if it is the argmax of p"
-        if self.verification is not None:
-            return f"by {self.verification}, see docs/trees.md"
-        return "a draft is accepted if r < p/q"
-
-    def notes(self) -> list[Span]:
-        """Return what else a reader must know."""
-        notes = [("not lossless: the residual adjustment is off", "bold red")][self.lossless :]
-        if self.greedy:
-            notes.append(("greedy: p and q are of the softmax without temperature and decide nothing", ""))
-        return notes
-
-    def origin(self, step: TraceStep) -> str:
-        """Return where the token after a step's accepted draft tokens is from, with its probability."""
-        index = "".join(_DIGITS[int(digit)] for digit in str(step.accepted + 1))
-        p, q = f"p{index}", f"q{index}"
-        source = p
-        if step.closing == "corrected" and not self.greedy:
-            if step.parents or self.verification is not None:
-                source = p if self.verification == "naive" else f"the residual of {p}"
-            else:
-                source = f"norm(max(0, {p} - {q}))" if self.lossless else f"{p}: adjustment off"
-        return self.origin_from(source, step.closing_probability)
-
-    def origin_from(self, source: str, probability: float | None) -> str:
-        number = "" if probability is None else f"probability {number_text(probability)}"
-        if self.greedy:
-            return f"argmax of {source}{number and f', {number}'}"
-        return f"{number and f'with {number} '}from {source}"
-
-
 EventParts = tuple[str, list[Sheet], Facts]
 """An event for a reader: its title, the table of its drafts if it has any, and facts."""
 
@@ -115,7 +66,6 @@ class TraceParts:
 
     def __init__(self, width: int, *, growing: bool = True) -> None:
         self._width, self._growing = width, growing
-        self._begin(VerdictRule())
 
     def of(self, event: Event) -> EventParts:
         """Return the parts of one event."""
@@ -129,15 +79,14 @@ class TraceParts:
             case TraceEnd():
                 return self._end(event)
 
-    def _begin(self, rule: VerdictRule) -> None:
-        self._rule = rule
-        self._runs: list[Span] = []  # the end of the output so far, with origins
-        self._explained: set[str] = set()  # notes of the policy
-
     # One method per kind of event.
 
     def _header(self, event: TraceHeader) -> EventParts:
-        self._begin(VerdictRule.of(event))
+        method = event.options.get("verification")
+        self._greedy, self._lossless = event.greedy, event.lossless
+        self._method = method if isinstance(method, str) and method != "rejection" else None
+        self._runs: list[Span] = []  # the end of the output so far, with origins
+        self._explained: set[str] = set()  # notes of the policy
         options = {name: value for name, value in event.options.items() if value is not None}
         prompt = self._one_line(event.prompt_tail)
         most = 2 * (self._width - _GUTTER) - 30
@@ -151,9 +100,13 @@ class TraceParts:
             ("drafter", [(self._one_line(event.drafter), "")]),
             ("options", self._items(texts)),
             ("prompt", [(f"{event.prompt_tokens} tokens: {prompt}", "")]),
-            ("verdict", [(self._one_line(self._rule.sentence()), "")]),
-            *(("note", [note]) for note in self._rule.notes()),
+            ("verdict", [(self._one_line(self._verdict()), "")]),
         ]
+        if not event.lossless:
+            facts.append(("note", [("not lossless: the residual adjustment is off", "bold red")]))
+        if event.greedy:
+            note = "greedy: p and q are of the softmax without temperature and decide nothing"
+            facts.append(("note", [(note, "")]))
         legend = [self._marked(kind, kind) for kind in _MARKS]
         facts.append(("legend", [part for each in legend for part in (*each, ("  ", ""))]))
         return "trace", [], Facts(facts, _GUTTER)
@@ -161,7 +114,7 @@ class TraceParts:
     def _prefill(self, event: TracePrefill) -> EventParts:
         facts: list[tuple[str, Sequence[Span]]] = []
         if event.text is not None:
-            facts.append(self._closing("target", event.text, self._rule.origin_from("p₁", event.probability)))
+            facts.append(self._closing("target", event.text, self._origin_from("p₁", event.probability)))
             self._extend("target", event.text)
         elif event.finish_reason is None:
             facts.append(("target", [("no first-target pass: the first step reads the prompt", "")]))
@@ -180,7 +133,7 @@ class TraceParts:
         facts: list[tuple[str, Sequence[Span]]] = []
         end = len(texts) if closing is None else min(accepted, len(texts) - 1)
         if closing is not None and texts:
-            facts.append(self._closing(closing, texts[end], self._rule.origin(event)))
+            facts.append(self._closing(closing, texts[end], self._origin(event)))
         if event.finish_reason is not None:
             inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
             facts.append(("stop", [(event.finish_reason + inside, "")]))
@@ -218,6 +171,32 @@ class TraceParts:
         return f"end · {event.finish_reason or 'interrupted'}", [], Facts(facts, _GUTTER)
 
     # Parts of them.
+
+    def _verdict(self) -> str:
+        """Return when a draft token is accepted."""
+        if self._greedy:
+            return "a draft is accepted if it is the argmax of p"
+        if self._method is not None:
+            return f"by {self._method}, see docs/trees.md"
+        return "a draft is accepted if r < p/q"
+
+    def _origin(self, step: TraceStep) -> str:
+        """Return where the token after a step's accepted draft tokens is from, with its probability."""
+        index = "".join(_DIGITS[int(digit)] for digit in str(step.accepted + 1))
+        p, q = f"p{index}", f"q{index}"
+        source = p
+        if step.closing == "corrected" and not self._greedy:
+            if step.parents or self._method is not None:
+                source = p if self._method == "naive" else f"the residual of {p}"
+            else:
+                source = f"norm(max(0, {p} - {q}))" if self._lossless else f"{p}: adjustment off"
+        return self._origin_from(source, step.closing_probability)
+
+    def _origin_from(self, source: str, probability: float | None) -> str:
+        number = "" if probability is None else f"probability {number_text(probability)}"
+        if self._greedy:
+            return f"argmax of {source}{number and f', {number}'}"
+        return f"{number and f'with {number} '}from {source}"
 
     def _text(self) -> list[tuple[str, Sequence[Span]]]:
         return [("text", [part for run in self._runs for part in self._marked(*run)])]
