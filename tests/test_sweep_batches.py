@@ -22,7 +22,8 @@ from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, make_groups
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
-from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
+from specbench.bench.serving import BenchRequest, BenchResult, Workload, run_workload
+from specbench.decoding.clocks import ShiftedClock
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
 from specbench.results.compare import compare_configs
@@ -102,7 +103,7 @@ class Passes(GenerationRuns):
     """Runs over a tiny model, each of whose passes takes a second."""
 
     def __init__(
-        self, later: Sequence[GenerationRun], clock: SkippingClock, hand: Ticking, batch: int
+        self, later: Sequence[GenerationRun], clock: ShiftedClock, hand: Ticking, batch: int
     ) -> None:
         super().__init__((), later=later, max_batch=batch, clock=clock)
         self.hand = hand
@@ -123,7 +124,7 @@ def served(
     target: Any, load: Workload, batch: int, new: int = 4
 ) -> tuple[Sequence[BenchResult], float, int, Passes]:
     hand = Ticking(0.0)
-    clock = SkippingClock(hand)
+    clock = ShiftedClock(hand)
 
     def start(asked: BenchRequest) -> GenerationRun:
         return GenerationRun(asked.prompt, target, max_new_tokens=new, ignore_eos=True, seed=asked.seed)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from specbench.decoding.clocks import Clock
+from specbench.decoding.clocks import ShiftedClock
 from specbench.decoding.records import Prefill, Step
 from specbench.options import DecodingOptions
 
@@ -95,26 +95,11 @@ class BenchResult:
         return emitted
 
 
-class SkippingClock:
-    """A clock that can skip the time between requests in which nothing is active."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._now = clock.now
-        self._skipped = 0.0
-
-    def now(self) -> float:
-        return self._now() + self._skipped
-
-    def skip_to(self, time: float) -> None:
-        """Skip to a later time; an earlier time changes nothing."""
-        self._skipped += max(0.0, time - self.now())
-
-
 def run_workload(
     workload: Workload[Sequence[int]],
     runs: GenerationRuns,
     start: Callable[[BenchRequest[Sequence[int]]], GenerationRun],
-    clock: SkippingClock,
+    clock: ShiftedClock,
 ) -> tuple[Sequence[BenchResult], float, int]:
     """Send the requests of a workload, and decode until the last measured one has ended.
 

@@ -44,8 +44,8 @@ class DeviceClock:
         return time.perf_counter()
 
 
-class PausedClock:
-    """A clock that can be paused.
+class ShiftedClock:
+    """A clock that can be paused, and that can skip time.
 
     Args:
         clock: Tells the time; ``None`` for the machine's.
@@ -53,10 +53,10 @@ class PausedClock:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._now = (clock or WallClock()).now
-        self._lost = 0.0
+        self._shift = 0.0
 
     def now(self) -> float:
-        return self._now() - self._lost
+        return self._now() + self._shift
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,7 +65,11 @@ class PausedClock:
         try:
             yield
         finally:
-            self._lost += self._now() - began
+            self._shift -= self._now() - began
+
+    def skip_to(self, time: float) -> None:
+        """Skip to a later time; an earlier time changes nothing."""
+        self._shift += max(0.0, time - self.now())
 
 
 class Stopwatch:

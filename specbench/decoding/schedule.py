@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.decoding.clocks import Clock, PausedClock, Stopwatch
+from specbench.decoding.clocks import Clock, ShiftedClock, Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.protocols import ForwardOutput, ForwardRequest, Scorer
 from specbench.decoding.records import Prefill, SharedPass, Step
@@ -141,7 +141,7 @@ class Scheduler:
                 f"The limit of tokens per forward pass is {max_tokens_per_pass}.", "Give at least 1."
             )
         self.max_batch, self.max_tokens_per_pass = max_batch, max_tokens_per_pass
-        self._clock = PausedClock(clock)
+        self._clock = ShiftedClock(clock)
         self._watch = watch
         self._waiting: deque[_Job] = deque()
         self._active: list[_Job] = []  # by arrival

@@ -19,8 +19,8 @@ from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
 from specbench.bench.passes import time_passes
-from specbench.bench.serving import BenchRequest, BenchResult, SkippingClock, Workload, run_workload
-from specbench.decoding.clocks import clock_for, peak_memory
+from specbench.bench.serving import BenchRequest, BenchResult, Workload, run_workload
+from specbench.decoding.clocks import ShiftedClock, clock_for, peak_memory
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.thinking import thinking_tokens
@@ -131,7 +131,7 @@ class ModelEngine:
 
         assert config.condition.batch is not None
         reset_peak_memory(self._device)
-        clock = SkippingClock(self._clock)
+        clock = ShiftedClock(self._clock)
         with self._freeing_memory():
             requests = (*workload.requests, *workload.background)
             ready = {id(each): make(each) for each in requests}  # before the clock starts
