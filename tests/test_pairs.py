@@ -140,7 +140,6 @@ def test_a_speedup_is_explained_by_tokens_per_step_and_usual_times():
     assert found.step == pytest.approx(1.5, rel=0.02)  # the disturbed step counts as the others do
     assert found.usual == pytest.approx(2.0, rel=0.02)
     assert found.drafting == pytest.approx(0.3, rel=0.02)
-    assert found.lowest == pytest.approx(3.0 / (0.3 + 1 + DRAFTS), rel=0.02)
     assert explain([], [generation(1.0, plain=True)]) is None
     assert explain([generation(1.0)], []) is None
 
@@ -178,15 +177,15 @@ def test_no_prediction_is_above_the_tokens_per_step():
         (2.0, None),
         (2.4, None),
         (1.7, None),
-        (3.2, "3.20× is more than 3.00 tokens per step can give"),
+        (3.2, "3.20× is not the 2.00× expected"),
         (2.6, "2.60× is not the 2.00× expected"),
         (1.3, "1.30× is not the 2.00× expected"),
-        (0.34, "0.34× is less than 3.00 tokens per step give"),
+        (0.34, "0.34× is not the 2.00× expected"),
     ],
 )
 def test_a_speedup_that_nothing_explains_is_questioned(speedup, said):
     warning = unexplained(
-        speedup, Explanation(3.0, step=1.5, drafting=0.3, usual=2.0, lowest=0.57, plain_s=1.0, plain_steps=9)
+        speedup, Explanation(3.0, step=1.5, drafting=0.3, usual=2.0, plain_s=1.0, plain_steps=9)
     )
     if said is None:
         assert warning is None
