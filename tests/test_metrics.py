@@ -62,10 +62,9 @@ def test_alpha_is_the_mean_over_tested_positions_of_all_steps():
 def test_time_split_without_a_first_target_pass():
     """The first step is the first emission: its time is the time to the first token."""
     steps = [step(4, 4), step(4, 2, times=StepTimes(draft_s=0.5, verify_s=0.25))]
-    split = time_split(Prefill(10, token=None, time_s=0.0), steps)
-    assert split.ttft_s == 3.875
-    assert (split.decode_s, split.draft_s, split.verify_s) == (0.75, 0.5, 0.25)
-    assert split.draft_prefill_s == 0
+    ttft_s, times = time_split(Prefill(10, token=None, time_s=0.0), steps)
+    assert ttft_s == 3.875
+    assert (times.total_s, times.draft_s, times.verify_s, times.draft_prefill_s) == (0.75, 0.5, 0.25, 0.0)
 
 
 def test_tokens_per_second_leaves_the_first_emission_out():

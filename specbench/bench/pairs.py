@@ -232,17 +232,21 @@ def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
     usual = explanation.usual
     if 1 / _UNUSUAL < speedup / usual < _UNUSUAL and speedup <= explanation.tokens * _TOLERANCE:
         return None
+    message = (
+        f"The speedup of {speedup:.2f}× is not the {usual:.2f}× expected from {explanation.tokens:.2f} tokens per step"
+        " and the usual times of forward passes: some steps took much longer than others like them."
+    )
     data = asdict(explanation) | {"speedup": speedup}
     advice = "Measure again on a quiet machine, with more --repeats."
     return RunWarning("speedup-unexplained", "warning", message, advice, data)
 
 
 def _times(generation: Generation) -> Json:
-    split = time_split(generation.prefill, generation.steps)
+    ttft_s, times = time_split(generation.prefill, generation.steps)
     return {
         "new_tokens": len(generation.token_ids),
-        "ttft_s": split.ttft_s,
-        "decode_s": split.decode_s,
+        "ttft_s": ttft_s,
+        "decode_s": times.total_s,
         "tokens_per_second": tokens_per_second(generation.prefill, generation.steps),
     }
 

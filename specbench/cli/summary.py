@@ -271,7 +271,7 @@ def _difference(difference: Mapping[str, Any]) -> str:
 def show_answer(answer: Generation, *, kept: int, stopped: bool) -> None:
     """Print a line about one answer of a conversation; ``kept`` tokens of its prompt were in the KV cache."""
     speed = tokens_per_second(answer.prefill, answer.steps)
-    ttft = time_split(answer.prefill, answer.steps).ttft_s
+    ttft, _ = time_split(answer.prefill, answer.steps)
     parts = [tokens_text(len(answer.token_ids), len(answer.steps), tokens_per_step(answer.steps))]
     parts += [f"{speed:.1f} tokens/s"] if speed else []
     parts += [f"the first after {ttft:.2f} s", *_accepted(answer.steps)]

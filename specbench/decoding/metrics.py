@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from specbench.decoding.records import Generation, Prefill, Step, StepTimes
@@ -35,58 +35,31 @@ def acceptance_by_position(steps: Sequence[Step]) -> list[float | None]:
     ]
 
 
-def kept_by_rank(counts: Mapping[tuple[int, int], Sequence[int]]) -> list[float]:
-    """Return by rank how often such a candidate was accepted, over all depths.
-
-    Args:
-        counts: By (depth from 1, rank from 0), how many nodes were tested and accepted.
-    """
-    both: dict[int, tuple[int, int]] = {}
-    for (_, rank), (tested, kept) in counts.items():
-        before = both.get(rank, (0, 0))
-        both[rank] = before[0] + tested, before[1] + kept
-    return [both[rank][1] / both[rank][0] for rank in sorted(both)]
-
-
 def mean_expected_acceptance(steps: Sequence[Step]) -> float | None:
     """Return α, the mean of ``sum_x min(p, q)`` over tested positions; ``None`` without any."""
     values = [value for step in steps for value in step.expected_acceptance]
     return _ratio(math.fsum(values), len(values))
 
 
-@dataclass(frozen=True, slots=True)
-class TimeSplit(StepTimes):
-    """A generation's time, in seconds.
+def time_split(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, StepTimes]:
+    """Return the time to the first token, and those of the parts of all steps after it.
 
-    ``ttft_s`` is the time to the first token (the prefill, or the first step without a first-target pass), ``decode_s``
-    everything after it, the sum of five parts.
+    The first token is the prefill's, or one of the first step without a first-target pass.
     """
-
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
-
-
-def _after_first_emission(prefill: Prefill, steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
-    """Return the time to the first token and the steps after it."""
-    if prefill.token is not None or not steps:
-        return prefill.time_s, steps
-    return prefill.time_s + steps[0].times.total_s, steps[1:]
-
-
-def time_split(prefill: Prefill, steps: Sequence[Step]) -> TimeSplit:
-    """Return a generation's times."""
-    ttft, rest = _after_first_emission(prefill, steps)
+    ttft_s = prefill.time_s
+    if prefill.token is None and steps:
+        ttft_s += steps[0].times.total_s
+        steps = steps[1:]
     parts = {
-        each.name: math.fsum(getattr(step.times, each.name) for step in rest) for each in fields(StepTimes)
+        each.name: math.fsum(getattr(step.times, each.name) for step in steps) for each in fields(StepTimes)
     }
-    return TimeSplit(ttft_s=ttft, decode_s=StepTimes(**parts).total_s, **parts)
+    return ttft_s, StepTimes(**parts)
 
 
 def tokens_per_second(prefill: Prefill, steps: Sequence[Step]) -> float | None:
     """Return tokens after the first ones per second; ``None`` without any."""
-    _, rest = _after_first_emission(prefill, steps)
-    tokens = sum(len(step.tokens) for step in rest)
-    return _ratio(tokens, time_split(prefill, steps).decode_s) if tokens else None
+    tokens = sum(len(step.tokens) for step in (steps if prefill.token is not None else steps[1:]))
+    return _ratio(tokens, time_split(prefill, steps)[1].total_s) if tokens else None
 
 
 def summary(generation: Generation) -> dict[str, Any]:
@@ -98,6 +71,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         (16, 'length')
     """
     steps = generation.steps
+    ttft_s, times = time_split(generation.prefill, steps)
     return {
         "text": generation.text,
         "token_ids": list(generation.token_ids),
@@ -116,7 +90,7 @@ def summary(generation: Generation) -> dict[str, Any]:
         "accepted_lengths": [step.accepted for step in steps],
         "gammas": [step.gamma for step in steps],
         "acceptance_by_position": acceptance_by_position(steps),
-        "time": asdict(time_split(generation.prefill, steps)),
+        "time": {**asdict(times), "ttft_s": ttft_s, "decode_s": times.total_s},
         "tokens_per_second": tokens_per_second(generation.prefill, steps),
         "seed": generation.seed,
         "target": generation.target,

@@ -196,15 +196,15 @@ class ModelEngine:
         for _ in run:
             pass
         generation = run.result()
-        times = time_split(generation.prefill, generation.steps)
+        ttft_s, times = time_split(generation.prefill, generation.steps)
         thought = self._thought(prompt, generation.token_ids)
         emitted = accumulate((len(step.tokens) for step in generation.steps), initial=1)
         inside = [step for step, at in zip(generation.steps, emitted, strict=False) if at < (thought or 0)]
         return _outcome(
             generation,
             prefill_s=generation.prefill.time_s,
-            ttft_s=times.ttft_s,
-            decode_s=times.decode_s,
+            ttft_s=ttft_s,
+            decode_s=times.total_s,
             first_tokens=min(1, len(generation.token_ids)),
             thinking_tokens=thought,
             thinking_s=sum(step.times.total_s for step in inside) if thought else None,
