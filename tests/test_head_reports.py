@@ -13,7 +13,7 @@ import pytest
 from stored_runs import Drafter, change_run, row_of, write_run
 
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
-from specbench.results.heads import best_measurement, distinct_trainings, head_rows, training_rows
+from specbench.results.heads import best_measurement, distinct_trainings, head_rows
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
 from specbench.show import tables
@@ -98,7 +98,7 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
-    sheet = tables.training_sheet(training_rows(df))
+    sheet = tables.training_sheet(df.run.heads)
     assert sheet.headings == [
         "drafter", "tokens trained on", "tokens/step", "1. accepted", "2. accepted", "3. accepted", "4. accepted",
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
     df = load_results(
         run_with(tmp_path / "run", {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}})
     )
-    assert {row.drafter for row in training_rows(df)} == {FREE.name}
+    assert {row[0] for row in tables.training_sheet(df.run.heads).rows} == {FREE.name}
 
 
 def test_in_a_cascade_the_drafts_of_both_parts_count(df):
@@ -127,7 +127,7 @@ def test_in_a_cascade_the_drafts_of_both_parts_count(df):
 
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     df = load_results(run_with(tmp_path / "run", None))
-    assert head_rows(df) == training_rows(df) == []
+    assert head_rows(df) == tables.training_sheet(df.run.heads).rows == []
 
 
 def test_a_damaged_story_is_left_out(tmp_path):

@@ -10,28 +10,7 @@ import pandas as pd
 
 from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results.results import Results
-from specbench.results.summary import CategoryRow, categorize
-
-PLACES = 4
-"""Draft positions for which acceptance is reported during training."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRow:
-    """A measurement of a head during its training.
-
-    Attributes:
-        best: Whether training kept the weights of this measurement.
-    """
-
-    drafter: str
-    measured: TrainingMeasurement
-    best: bool
-
-    def accepted(self, position: int) -> float:
-        """Return accepted over tested at a draft position, counted from 1; NaN if none was tested."""
-        rates = self.measured.accepted
-        return rates[position - 1] if position <= len(rates) else math.nan
+from specbench.results.summary import SummaryRow, categorize
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +42,6 @@ def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, Train
 def best_measurement(training: TrainingMetadata) -> TrainingMeasurement:
     """Return the measurement of the weights that training kept."""
     return max(training.measured, key=lambda each: each.tokens_per_step)
-
-
-def training_rows(results: Results) -> list[TrainingRow]:
-    """Return measurements of heads during their training, a row per head and measurement."""
-    return [
-        TrainingRow(name, each, each is best_measurement(training))
-        for name, training in distinct_trainings(results.run.heads).items()
-        for each in training.measured
-    ]
 
 
 def head_rows(results: Results) -> list[HeadRow]:

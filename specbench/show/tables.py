@@ -10,10 +10,11 @@ from typing import Any, Generic, TypeVar
 from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
+from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.goodput import Service, ServiceRow
-from specbench.results.heads import PLACES, HeadRow, TrainingRow
+from specbench.results.heads import HeadRow, best_measurement, distinct_trainings
 from specbench.results.reference import ReferenceRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
@@ -321,15 +322,19 @@ _HEAD_COLUMNS: list[_Column[HeadRow]] = [
 ]
 
 
-def _accepted_at(position: int) -> _Column[TrainingRow]:
-    return _number(f"{position}. accepted", position - 1, lambda row: row.accepted(position), _percent)
+def _accepted_at(place: int) -> _Column[tuple[str, TrainingMeasurement]]:
+    def of(row: tuple[str, TrainingMeasurement]) -> float:
+        rates = row[1].accepted
+        return rates[place] if place < len(rates) else math.nan
+
+    return _number(f"{place + 1}. accepted", place, of, _percent)
 
 
-_TRAINING_COLUMNS: list[_Column[TrainingRow]] = [
-    _name("drafter", lambda row: row.drafter),
-    _number("tokens trained on", 0, lambda row: row.measured.tokens, _count),
-    _number("tokens/step", 0, lambda row: row.measured.tokens_per_step),
-    *map(_accepted_at, range(1, PLACES + 1)),
+_TRAINING_COLUMNS: list[_Column[tuple[str, TrainingMeasurement]]] = [
+    _name("drafter", lambda row: row[0]),
+    _number("tokens trained on", 0, lambda row: row[1].tokens, _count),
+    _number("tokens/step", 0, lambda row: row[1].tokens_per_step),
+    *map(_accepted_at, range(4)),
 ]
 
 _SERVICE_COLUMNS: list[_Column[ServiceRow]] = [
@@ -498,17 +503,18 @@ def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
     return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
 
 
-def training_sheet(rows: Sequence[TrainingRow]) -> Sheet:
+def training_sheet(heads: Mapping[str, TrainingMetadata]) -> Sheet:
     """Return a table of measurements of heads during training, with a note on which weights were kept."""
+    trainings = distinct_trainings(heads)
     said = [
         "Measured by the decoder, greedily and with chains, on prompts that were not trained on; accepted: of the"
         " drafts tested at that position."
     ]
     said += [
-        one_line(f"{row.drafter} is the head after {row.measured.tokens:,} tokens.")
-        for row in rows
-        if row.best
+        one_line(f"{name} is the head after {best_measurement(training).tokens:,} tokens.")
+        for name, training in trainings.items()
     ]
+    rows = [(name, each) for name, training in trainings.items() for each in training.measured]
     return _sheet(rows, _TRAINING_COLUMNS, said)
 
 

@@ -18,7 +18,7 @@ from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.goodput import Service, service_rows
-from specbench.results.heads import head_rows, training_rows
+from specbench.results.heads import head_rows
 from specbench.results.reference import Reference, reference_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
@@ -87,7 +87,7 @@ def make_report(
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
         "Trained heads": tables.head_sheet(head_rows(results)),
-        "Training": tables.training_sheet(training_rows(results)),
+        "Training": tables.training_sheet(results.run.heads),
         "Acceptance by position": tables.position_sheet(positions(results)),
     }
     parts: list[Part] = [Heading(name, 1)]
