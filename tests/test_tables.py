@@ -224,9 +224,6 @@ class TestSummary:
         figures = one(summarize(frame_of(row("plain", "a-1"), mine, costs=costs)), "d@2")
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
-        first, second = 2 / 6, 2 / 5  # of six nodes that were tested, five had a second candidate
-        tokens = 1 + first + second + first * first + first * second + second * first
-        assert figures["predicted_speedup_iid"] == pytest.approx(tokens / step)
 
     def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self):
         steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
@@ -235,7 +232,6 @@ class TestSummary:
         figures = one(summarize(df), "d@2")
         assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
         assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
-        assert figures["predicted_speedup_iid"] == pytest.approx(3 / (2 * 0.4 + 1.2))
 
     def test_failures_are_counted_and_count_nowhere_else(self):
         failed = row("d@2", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)

@@ -15,12 +15,9 @@ from specbench.base.record import to_json
 from specbench.decoding.theory import (
     SLOPE,
     PassCosts,
-    expected_tokens,
     expected_tokens_by_position,
-    expected_tokens_of_tree,
     fastest_length,
     never_falling,
-    predicted_speedup,
     read_by_depth,
 )
 
@@ -33,12 +30,7 @@ COSTS = PassCosts({1: 0.1, 5: 0.11, 9: 0.15}, {"small": 0.02}, 256)
 @pytest.mark.parametrize(("alpha", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
 def test_expected_tokens_of_the_literature(alpha, accepted):
     """Accepted tokens per step for four drafts: one less than the tokens emitted."""
-    assert round(expected_tokens(alpha, 4) - 1, 2) == accepted
-
-
-@given(st.floats(0.0, 1.0), st.integers(0, 30))
-def test_both_forms_agree_where_all_positions_are_alike(alpha, gamma):
-    assert expected_tokens_by_position([alpha] * gamma)[-1] == pytest.approx(expected_tokens(alpha, gamma))
+    assert round(expected_tokens_by_position([alpha] * 4)[-1] - 1, 2) == accepted
 
 
 def test_by_position_equals_enumeration():
@@ -92,38 +84,16 @@ def test_passes_after_the_first_one_of_a_draft_have_a_time_of_their_own():
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def test_expected_tokens_of_a_tree_are_those_of_every_outcome():
-    """Walked down in every way: at a node its b-th child is kept with chance P[b], or none is."""
-    parents, rates = (-1, -1, 0, 0, 0, 1, 3), [0.5, 0.2, 0.1]
-
-    def tokens(node: int) -> float:
-        behind = [child for child, parent in enumerate(parents) if parent == node]
-        return 1.0 + sum(rates[rank] * tokens(child) for rank, child in enumerate(behind))
-
-    assert expected_tokens_of_tree(parents, rates) == pytest.approx(tokens(-1))
-    assert expected_tokens_of_tree((-1, -1), [0.5]) == 1.5, "a rank that nobody measured is never kept"
-
-
 def test_the_rows_of_a_trees_passes():
     assert read_by_depth(()) == read_by_depth((-1, -1)) == []
     assert read_by_depth((-1, 0, 1)) == [1, 1]
     assert read_by_depth((-1, -1, -1, 0, 0, 2, 5)) == [2, 1]
 
 
-# -- the speedup ----------------------------------------------------------------------------------
-
-
-def test_predicted_speedup():
-    assert predicted_speedup(1.5, 1, c=0.5) == pytest.approx(1.5 / 1.5)
-    assert predicted_speedup(expected_tokens(1.0, 4), 4, c=0.25, v=1.5) == pytest.approx(5 / 2.5)
-    assert predicted_speedup(expected_tokens(0.0, 3), 3, c=0.1) == pytest.approx(1 / 1.3)
-    assert predicted_speedup(expected_tokens(0.8, 0), 0, c=0.7) == 1
-
-
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 2.0), st.floats(0.0, 0.5))
 def test_the_best_length_is_the_first_of_the_fastest(rates, d, slope):
     tokens = expected_tokens_by_position(rates)
     v = [1.0 + slope * (n - 1) for n in range(len(tokens) + 1)]
-    speeds = [predicted_speedup(tokens[gamma], gamma, d, v[gamma + 1]) for gamma in range(len(tokens))]
+    speeds = [each / (gamma * d + v[gamma + 1]) for gamma, each in enumerate(tokens)]
     for least in (0, 1):
         assert fastest_length(tokens, lambda gamma: gamma * d, v, least) == least + np.argmax(speeds[least:])

@@ -17,14 +17,6 @@ SLOPE = 0.02
 """The assumed cost of another token in a target pass, in units of v(1)."""
 
 
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Return ``(1 - α^(γ+1)) / (1 - α)``, the tokens of a step if tests pass independently with chance α.
-
-    Leviathan et al. 2023, equation 1.
-    """
-    return gamma + 1.0 if alpha >= 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
-
-
 def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
     """Return ``1 + Σ_{k≤γ} Π_{i≤k} a_i`` as item γ: the tokens of a step with γ drafts.
 
@@ -42,25 +34,6 @@ def expected_tokens_by_position(rates: Iterable[float]) -> list[float]:
     return found
 
 
-def expected_tokens_of_tree(parents: Sequence[int], rates: Sequence[float]) -> float:
-    """Return ``1 + Σ_nodes Π P[rank]`` along the branch to a node: a step's tokens if nodes differ in rank alone.
-
-    Chen et al. 2024 (Sequoia), section 4.1; of a chain it is ``expected_tokens`` with α = P[0].
-
-    Args:
-        parents: By node its parent, -1 for the context; a rank counts earlier siblings.
-        rates: P, by rank from 0: the chance that this candidate is accepted; 0 for later ones.
-    """
-    reached: list[float] = []
-    beside: Counter[int] = Counter()
-    for parent in parents:
-        rank = beside[parent]
-        beside[parent] += 1
-        before = reached[parent] if parent >= 0 else 1.0
-        reached.append(before * rates[rank] if rank < len(rates) else 0.0)
-    return 1.0 + sum(reached)
-
-
 def read_by_depth(parents: Sequence[int]) -> list[int]:
     """Return the rows of the passes that draft a tree, after the first: by depth the nodes with children."""
     depths = depths_of(parents)
@@ -74,21 +47,6 @@ def relative_pass(seconds: float, one_s: float) -> float:
     So no predicted speedup is higher than the tokens per step.
     """
     return max(ratio(seconds, one_s), 1.0)  # of NaN and 1 the first
-
-
-def predicted_speedup(tokens: float, passes: float, c: float, v: float = 1.0) -> float:
-    """Return ``E / (k·c + v)``, the speedup over plain decoding by the costs of passes alone; NaN if they are 0.
-
-    Leviathan et al. 2023, theorem 3.8; v replaces their assumption that a pass over many tokens costs as much as one
-    over a single token.
-
-    Args:
-        tokens: E, expected tokens of a step. It can be a sum over the steps of a run, with ``passes`` and ``v``.
-        passes: k, passes of the drafter: γ if each gives one token.
-        c: Time of one drafter pass over that of a target pass with one token.
-        v: Time of the target pass over that of one with one token.
-    """
-    return ratio(tokens, passes * c + v)
 
 
 def fastest_length(

@@ -7,18 +7,10 @@ from typing import Any
 import numpy as np
 
 from specbench.base.record import ratio
-from specbench.decoding.metrics import kept_by_rank
-from specbench.decoding.theory import (
-    PassCosts,
-    expected_tokens,
-    expected_tokens_of_tree,
-    predicted_speedup,
-    read_by_depth,
-    reading_seconds,
-)
+from specbench.decoding.theory import PassCosts, read_by_depth, reading_seconds
 from specbench.results import stats
 from specbench.results.results import Results
-from specbench.results.steps import Steps, rank_counts
+from specbench.results.steps import Steps
 from specbench.rows import Row
 
 
@@ -51,28 +43,17 @@ def predict(steps: Steps, config: Row, timed: PassCosts, results: Results) -> di
             wider[tree] = sum(timed.c(drafter, nodes) - later for nodes in read_by_depth(steps.trees[tree]))
     reading = timed.reading_s.get(drafter, {})
     lengths = results.generations["prompt_tokens"].to_numpy() if reading else ()
-    found, iid, prompts = [], [], []
+    found, prompts = [], []
     for prompt, mine in steps.split(steps.prompt).items():
-        longest = int(mine["drafted"].max())
-        alpha = ratio(mine.alpha_sum.sum(), mine["tested"].sum())
-        by_length = [1.0, *(expected_tokens(alpha, gamma) for gamma in range(1, longest + 1))]
-        tokens_iid = np.array(by_length)[mine["drafted"]]
-        if grown := np.unique(mine.tree[mine.tree >= 0]).tolist():
-            rates = kept_by_rank(rank_counts(results.generations.iloc[np.unique(mine.row)]))
-            for tree in grown:
-                tokens_iid[mine.tree == tree] = expected_tokens_of_tree(steps.trees[tree], rates)
         verify = v[mine["nodes"] + 1].sum() + wider[mine.tree].sum()
         # Its pass that reads the prompt drafts as well.
         readers = np.unique(mine.row[mine["draft_prefill_s"] > 0]).tolist() if reading else []
         reading_s = sum(reading_seconds(reading, float(lengths[row])) for row in readers)
         drafts = (mine["passes"] > 0).sum()
         drafting = (drafts - len(readers)) * c + (mine["passes"].sum() - drafts) * later
-        cost = (1, drafting, verify + reading_s / timed.target_s[1])
-        found.append(predicted_speedup(mine["emitted"].sum(), *cost))
-        iid.append(predicted_speedup(tokens_iid.sum(), *cost))
+        found.append(ratio(mine["emitted"].sum(), drafting + verify + reading_s / timed.target_s[1]))
         prompts.append(prompt)
     return {
         "predicted_speedup": stats.geometric_mean(found, prompts),
-        "predicted_speedup_iid": stats.geometric_mean(iid, prompts),
         "c": c,
     }

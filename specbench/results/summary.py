@@ -54,7 +54,6 @@ class SummaryRow:
         step_source: Where a server's tokens per step come from: the ``server``, or ``bursts``, an estimate.
         predicted_speedup: Prediction from the tokens per step and the measured costs of forward passes, geometric
             mean over prompts; NaN if other programs used the machine most of the time.
-        predicted_speedup_iid: The same from α.
         speedup_first: Speedup of a server in the first repeat only.
         warming: Speed of a server in later repeats, whose prompts it has seen before, over its speed in the first
             repeat.
@@ -90,7 +89,6 @@ class SummaryRow:
     acceptance_tested: Estimate = NO_FIGURE
     alpha: Estimate = NO_FIGURE
     predicted_speedup: Estimate = NO_FIGURE
-    predicted_speedup_iid: Estimate = NO_FIGURE
     speedup_first: Estimate = NO_FIGURE
     warming: Estimate = NO_FIGURE
     mean_gamma: float = _NAN
@@ -261,7 +259,7 @@ def summarize(results: Results) -> Summary:
         found = [*map(_with_provisional_verdict, found)]
     withheld = ""
     if why and any(not math.isnan(row.predicted_speedup.value) for row in found):
-        found = [replace(row, predicted_speedup=NO_FIGURE, predicted_speedup_iid=NO_FIGURE) for row in found]
+        found = [replace(row, predicted_speedup=NO_FIGURE) for row in found]
         withheld = (
             f"Predicted speedups are left out:{why.partition(':')[2]} Forward passes timed meanwhile say little about"
             " what generations took."

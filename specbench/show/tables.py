@@ -231,7 +231,6 @@ _SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
     _number("mean γ", 12, lambda row: row.mean_gamma),
     _number("nodes", 12, lambda row: row.mean_nodes),
     _ratio("predicted", 8, lambda row: row.predicted_speedup),
-    _ratio("predicted (i.i.d.)", 18, lambda row: row.predicted_speedup_iid),
     _number("cached", 12, lambda row: row.cached_share, _percent),
     _number("TTFT ms", 9, lambda row: row.ttft_s, _thousand),
     *map(_part, PARTS),
