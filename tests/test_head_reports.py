@@ -63,7 +63,7 @@ def test_heads_are_told_by_category(df):
         chosen = rows.index[(rows["config"] == config) & (rows["category"] == category)]
         mine = steps.take(pd.Series(steps.row).isin(chosen).to_numpy())
         assert row.cell in categorize(df)
-        assert row.cell.tokens_per_step == pytest.approx(mine["emitted"].sum() / len(mine))
+        assert row.cell.tokens_per_step.value == pytest.approx(mine["emitted"].sum() / len(mine))
         assert row.first == pytest.approx((mine["accepted"] > 0).sum() / (mine["tested"] > 0).sum())
         assert row.second == pytest.approx((mine["accepted"] > 1).sum() / (mine["tested"] > 1).sum())
         assert row.trained == 1.7 if category == "code" else pd.isna(row.trained)

@@ -31,7 +31,7 @@ from stored_runs import (
 from specbench.cli import run as command
 from specbench.results.acceptance import RankRow, ranks
 from specbench.results.results import Results, load_results
-from specbench.results.summary import CategoryRow, categorize, summarize, to_frame
+from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
 from specbench.show import plots
 from specbench.show.plots import canvas
 
@@ -181,21 +181,20 @@ class TestContent:
         assert plain == pytest.approx(1000 / summary.loc["plain", "tokens_per_second"])
 
     def test_predictions_stand_against_measurements(self, drawn, summary):
-        left, right = drawn.figures["prediction"].axes
-        for axes, column in ((left, "predicted_speedup"), (right, "predicted_speedup_iid")):
-            points = {
-                (round(x, 9), round(y, 9))
-                for line in axes.lines
-                if line.get_linestyle() == "None"
-                for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-            }
-            row = summary.loc["ngram@8"]
-            assert (round(row[column], 9), round(row["speedup"], 9)) in points
-            assert axes.get_xlim() == axes.get_ylim()
+        (axes,) = drawn.figures["prediction"].axes
+        points = {
+            (round(x, 9), round(y, 9))
+            for line in axes.lines
+            if line.get_linestyle() == "None"
+            for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+        }
+        row = summary.loc["ngram@8"]
+        assert (round(row["predicted_speedup"], 9), round(row["speedup"], 9)) in points
+        assert axes.get_xlim() == axes.get_ylim()
 
     def test_the_heat_map_shows_every_cell_with_its_interval(self, df, drawn):
         shown = texts(drawn.figures["categories"])
-        frame = to_frame(categorize(df), CategoryRow)
+        frame = to_frame(categorize(df), SummaryRow)
         image = drawn.figures["categories"].axes[0].images[0].get_array()
         assert np.exp(np.asarray(image).ravel()) == pytest.approx(
             frame.pivot(index="config", columns="category", values="speedup")

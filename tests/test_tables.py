@@ -24,7 +24,7 @@ from specbench.results.lines import StepLists
 from specbench.results.pairs import paired_generations
 from specbench.results.results import Results, load_results, row_cells
 from specbench.results.run import PLAIN, Environment, Run, TargetModel
-from specbench.results.summary import CategoryRow, Summary, SummaryRow, categorize, summarize, to_frame
+from specbench.results.summary import Summary, SummaryRow, categorize, summarize, to_frame
 from specbench.show import document, tables
 
 STEP = ("draft_s", "draft_prefill_s", "verify_s", "accept_s", "rollback_s", "other_s")
@@ -88,7 +88,7 @@ def one(summary: Summary, config: str) -> dict[str, Any]:
     return {str(name): value for name, value in row.items()}
 
 
-def sheet(figures: Summary | list[CategoryRow]) -> tables.Sheet:
+def sheet(figures: Summary | list[SummaryRow]) -> tables.Sheet:
     """Return the table of a summary, or of categories without their configurations' overall figures."""
     if isinstance(figures, Summary):
         return tables.summary_sheet(figures)
@@ -207,7 +207,7 @@ class TestSummary:
             "a first pass and a later one"
         )
 
-    def test_a_tree_is_predicted_from_ranks_and_from_the_rows_of_its_drafters_passes(self):
+    def test_a_tree_is_predicted_from_the_rows_of_its_drafters_passes(self):
         """Two roots, two behind the first and one behind the second: both roots are read in one pass."""
         times = (0.1, 0.0, 1.0, 0.0, 0.0, 0.0)
         counts = [(2, 2, 2, 3, [1.0, 1.0]), (2, 2, 1, 2, [1.0, 0.0]), (2, 2, 1, 2, [1.0, 0.0])]
@@ -246,7 +246,7 @@ class TestSummary:
 
 class TestOtherFrames:
     def test_categories(self, made):
-        frame = to_frame(categorize(made), CategoryRow)
+        frame = to_frame(categorize(made), SummaryRow)
         assert list(dict.fromkeys(frame["category"])) == list(CATEGORIES)
         assert len(frame) == len(CATEGORIES) * (4 * 4 + 2)
         cell = frame[(frame["category"] == "code") & (frame["config"] == "ngram@4")].iloc[0]
@@ -293,7 +293,7 @@ class TestOtherFrames:
         assert frame["share_iid"].sum() == pytest.approx(1.0)
 
 
-def shown(figures: Summary | list[CategoryRow], width: int = 80) -> str:
+def shown(figures: Summary | list[SummaryRow], width: int = 80) -> str:
     file = io.StringIO()
     document.show(Console(file=file, width=width, color_system=None, legacy_windows=False), sheet(figures))
     return file.getvalue()
@@ -347,7 +347,7 @@ class TestRendering:
         assert (one(frame, "d@2")["verdict"], one(frame, "d@2")["provisional"]) == ("faster", busy == 5)
         assert not isinstance(one(frame, "plain")["verdict"], str)
         assert not one(frame, "plain")["provisional"]
-        assert set(to_frame(categorize(frame_of(*rows)), CategoryRow)["verdict"]) == {"cannot tell"}
+        assert set(to_frame(categorize(frame_of(*rows)), SummaryRow)["verdict"]) == {"cannot tell"}
         said = "Verdicts are provisional: other programs used the processor during 5 of 8 generations."
         assert (said in tables.notes(frame)) == (stats.PROVISIONAL in tables.notes(frame)) == (busy == 5)
         assert ("| fastest? |" in document.to_markdown(sheet(frame))) == (busy == 5)

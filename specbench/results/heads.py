@@ -24,7 +24,7 @@ class HeadRow:
             there were none.
     """
 
-    cell: CategoryRow
+    cell: SummaryRow
     first: float
     second: float
     trained: float

@@ -17,7 +17,7 @@ from specbench.base.files import reason
 from specbench.base.record import Size, wrong_field
 from specbench.results.results import Results
 from specbench.results.run import RIVALS
-from specbench.results.summary import CategoryRow, Summary
+from specbench.results.summary import Summary, SummaryRow
 from specbench.rows import Row
 
 PUBLISHED = "published"
@@ -79,15 +79,16 @@ def read_references(name: str) -> list[Reference]:
 
 
 def reference_rows(
-    results: Results, summary: Summary, categories: Sequence[CategoryRow], published: Sequence[Reference]
+    results: Results, summary: Summary, categories: Sequence[SummaryRow], published: Sequence[Reference]
 ) -> list[ReferenceRow]:
     """Return the published figures to which something measured is alike: the target or the drafter, and the draft
     length where both are known.
     """
     measured: list[tuple[Row, str, float]] = [
-        (row.config, "all", row.tokens_per_step.value) for row in summary.rows if row.config.kind in RIVALS
+        (row.config, row.category or "all", row.tokens_per_step.value)
+        for row in (*summary.rows, *categories)
+        if row.config.kind in RIVALS
     ]
-    measured += [(each.config, each.category, each.tokens_per_step) for each in categories]
     found = []
     for each in published:
         alike = []

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -35,12 +35,13 @@ _MOST_DISTURBED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """Metrics of one configuration over all prompts; NaN if a metric does not exist.
+    """Metrics of one configuration over all prompts, or those of a category; NaN if a metric does not exist.
 
     For requests in batches, ``tokens_per_second`` is the throughput of a group of requests, and ``speedup`` the ratio
     of throughputs, both as geometric means over groups.
 
     Attributes:
+        category: A category, or a task of a suite that has several; empty for all prompts.
         prompts, generations, failures: Numbers of prompts, finished and failed generations.
         verdict: What the interval of ``speedup`` says; ``None`` for a baseline.
         tokens_per_second: Decode speed, geometric mean over prompts.
@@ -76,6 +77,7 @@ class SummaryRow:
     """
 
     config: Row
+    category: str = ""
     prompts: int = 0
     generations: int = 0
     failures: int = 0
@@ -146,7 +148,7 @@ class Summary:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The same as a data frame."""
-        return to_frame(self.rows, SummaryRow)
+        return to_frame(self.rows, SummaryRow).drop(columns="category")
 
     @cached_property
     def winners(self) -> set[str]:
@@ -176,23 +178,6 @@ def best_by_baseline(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
         if row.config.kind in RIVALS:
             best.setdefault(row.config.baseline, row)
     return list(best.values())
-
-
-@dataclass(frozen=True, slots=True)
-class CategoryRow:
-    """Speedup of a configuration on the prompts of a category, or of a task of a suite that has several categories.
-
-    Its fields are those of ``SummaryRow``; tokens per step are NaN if unknown.
-    """
-
-    category: str
-    config: Row
-    prompts: int
-    tokens_per_step: float
-    speedup: Estimate
-    pooled_speedup: Estimate
-    verdict: stats.Verdict | None
-    provisional: bool = False
 
 
 def disturbance(results: Results) -> str:
@@ -268,8 +253,11 @@ def summarize(results: Results) -> Summary:
     return Summary(found, run.baseline, run.target.dtype, disturbed, withheld, stopped, fastest)
 
 
-def categorize(results: Results) -> list[CategoryRow]:
-    """Return a row for each category and configuration except baselines; categories of one task are put together."""
+def categorize(results: Results) -> list[SummaryRow]:
+    """Return a row for each category and configuration except baselines; categories of one task are put together.
+
+    They have speedups and tokens per step only.
+    """
     tuning, tasks = results.run.tuning, results.run.tasks
     tuned = {} if tuning is None or tuning.answer is None else tuning.answer.measured
     pairs = paired_generations(results)
@@ -286,9 +274,17 @@ def categorize(results: Results) -> list[CategoryRow]:
                 pooled = NO_FIGURE
             if config.id in tuned:
                 speedup = tuned[config.id].categories.get(category, NO_FIGURE)
-            emitted = accepted.get((config.id, category), _NAN)
+            per_step = Estimate(accepted.get((config.id, category), _NAN), None, None, 0)
             rows.append(
-                CategoryRow(category, config, prompts, emitted, speedup, pooled, stats.verdict(speedup))
+                SummaryRow(
+                    config,
+                    category,
+                    prompts,
+                    verdict=stats.verdict(speedup),
+                    speedup=speedup,
+                    pooled_speedup=pooled,
+                    tokens_per_step=per_step,
+                )
             )
     return rows if tuned or not disturbance(results) else [*map(_with_provisional_verdict, rows)]
 
@@ -315,10 +311,7 @@ def confidence_of(run: Run) -> float:
     return stats.CONFIDENCE if run.stopping is None else run.stopping.confidence
 
 
-AnyRow = TypeVar("AnyRow", SummaryRow, CategoryRow)
-
-
-def _with_provisional_verdict(row: AnyRow) -> AnyRow:
+def _with_provisional_verdict(row: SummaryRow) -> SummaryRow:
     if row.verdict is None:
         return row
     wider = stats.verdict(row.speedup, disturbed=True)

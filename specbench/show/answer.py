@@ -16,7 +16,7 @@ from specbench.results.experts import experts_by_rows, experts_sentence
 from specbench.results.requests import Curve, batch_curves, context_curves, size_of
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, PLAIN, TuningAnswer
-from specbench.results.summary import CategoryRow, Summary, SummaryRow
+from specbench.results.summary import Summary, SummaryRow
 from specbench.rows import Row
 from specbench.show.document import Code, Paragraph, Part
 from specbench.show.tables import identity_text
@@ -47,7 +47,7 @@ class Answer:
 def find_answers(
     results: Results,
     summary: Summary,
-    categories: Sequence[CategoryRow],
+    categories: Sequence[SummaryRow],
     recipes: Mapping[str, Recipe] | None = None,
     more: Sequence[str] = (),
 ) -> list[Answer]:
@@ -90,7 +90,7 @@ class _Answers:
 
     results: Results
     summary: Summary
-    categories: Sequence[CategoryRow]
+    categories: Sequence[SummaryRow]
     recipes: Mapping[str, Recipe]
     more: Sequence[str]
     rows: Sequence[SummaryRow]

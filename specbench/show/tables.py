@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from specbench.results.heads import HeadRow, best_measurement, distinct_training
 from specbench.results.reference import ReferenceRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
-from specbench.results.summary import CategoryRow, Summary, SummaryRow
+from specbench.results.summary import Summary, SummaryRow
 from specbench.results.thinking import PartRow
 from specbench.results.turns import TurnRow
 from specbench.rows import Row
@@ -313,7 +313,7 @@ _POSITION_COLUMNS: list[_Column[PositionRow]] = [
 _HEAD_COLUMNS: list[_Column[HeadRow]] = [
     _name("configuration", lambda row: row.cell.config.label),
     _name("category", lambda row: row.cell.category),
-    _number("tokens/step", 0, lambda row: row.cell.tokens_per_step),
+    _number("tokens/step", 0, lambda row: row.cell.tokens_per_step.value),
     _number("when trained", 3, lambda row: row.trained),
     _number("first accepted", 1, lambda row: row.first, _percent),
     _number("second accepted", 2, lambda row: row.second, _percent),
@@ -406,7 +406,7 @@ def summary_sheet(summary: Summary) -> Sheet:
     return sheet
 
 
-def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet:
+def category_sheet(categories: Sequence[SummaryRow], summary: Summary) -> Sheet:
     """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
     names = list(dict.fromkeys(row.category for row in categories))
     configs: dict[str, Row] = {row.config.id: row.config for row in categories}
@@ -415,10 +415,8 @@ def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet
     for config in configs.values():
         overall = summary.row(config.id)
         of_each = [found.get((config.id, name)) for name in names]
-        cells = ["–" if each is None else _cell_text(each.speedup, each.tokens_per_step) for each in of_each]
-        rows.append(
-            [one_line(config.label), *cells, _cell_text(overall.speedup, overall.tokens_per_step.value)]
-        )
+        cells = ["–" if each is None else _cell_text(each) for each in of_each]
+        rows.append([one_line(config.label), *cells, _cell_text(overall)])
         ratios = [math.nan if each is None else each.speedup.value for each in of_each]
         values.append([config.label, *ratios, overall.speedup.value])
     said = [
@@ -433,9 +431,9 @@ def category_sheet(categories: Sequence[CategoryRow], summary: Summary) -> Sheet
     return Sheet(headings, rows, values, notes=said, matrix=True)
 
 
-def _cell_text(speedup: Estimate, tokens_per_step: float) -> str:
-    steps = "" if math.isnan(tokens_per_step) else f"; {tokens_per_step:.2f}"
-    return _ratio_text(speedup) + steps
+def _cell_text(row: SummaryRow) -> str:
+    steps = row.tokens_per_step.value
+    return _ratio_text(row.speedup) + ("" if math.isnan(steps) else f"; {steps:.2f}")
 
 
 def request_sheet(rows: Sequence[RequestRow]) -> Sheet:

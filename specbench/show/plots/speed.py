@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specbench.results.stats import WIDENED, decimals, ratio_text
-from specbench.results.summary import CategoryRow, SummaryRow, categorize
+from specbench.results.summary import SummaryRow, categorize
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import FONT_SIZE, NoDataError, PlotData, Series, figure, short
 
@@ -59,29 +59,23 @@ def _fastest(series: Sequence[Series]) -> tuple[list[SummaryRow], str]:
 @figure("prediction", "predicted against measured speedup", table="Speed")
 def prediction(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "predicted_speedup")
-    body, both = canvas.panels(2, 3.0, "measured speedup (×)", sharex=True, sharey=True)
-    titles = {
-        "predicted_speedup": "from tokens per step",
-        "predicted_speedup_iid": "from α alone (i.i.d. tests)",
-    }
-    spans = [canvas.span(canvas.all_rows(series), name) for name in ("speedup", *titles)]
+    body, (axes,) = canvas.panels(1, 3.0, "measured speedup (×)")
+    spans = [canvas.span(canvas.all_rows(series), name) for name in ("speedup", "predicted_speedup")]
     low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
-    for axes, (name, title) in zip(both, titles.items(), strict=True):
-        axes.plot((low, high), (low, high), color=canvas.GRAY, linewidth=0.9, zorder=1)
-        axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
-        axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
-        for each in series:
-            x, x_low, x_high = canvas.estimates(each.rows, name)
-            y, y_low, y_high = canvas.estimates(each.rows, "speedup")
-            axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
-            axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
-            axes.plot(x, y, linestyle="none", label=each.name, **each.style)
-        axes.set(xlim=(low, high), ylim=(low, high), xlabel="predicted speedup (×)")
-        axes.set_aspect("equal", adjustable="box")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes.set_title(title)
-        canvas.grid_lines(axes, "both")
+    axes.plot((low, high), (low, high), color=canvas.GRAY, linewidth=0.9, zorder=1)
+    axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
+    axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
+    for each in series:
+        x, x_low, x_high = canvas.estimates(each.rows, "predicted_speedup")
+        y, y_low, y_high = canvas.estimates(each.rows, "speedup")
+        axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
+        axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
+        axes.plot(x, y, linestyle="none", label=each.name, **each.style)
+    axes.set(xlim=(low, high), ylim=(low, high), xlabel="predicted speedup (×)")
+    axes.set_aspect("equal", adjustable="box")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    canvas.grid_lines(axes, "both")
     remarks = (
         "One mark per γ. Predicted from the times of single forward passes: c of the drafter, v(γ+1) of the target.",
         "On the line both agree; below it something else takes time.",
@@ -155,7 +149,7 @@ _SLOWER_FASTER = LinearSegmentedColormap.from_list(
 )
 
 
-def _write_cell(axes: Axes, x: int, y: int, cell: CategoryRow, ink: str) -> None:
+def _write_cell(axes: Axes, x: int, y: int, cell: SummaryRow, ink: str) -> None:
     low, high = cell.speedup.low, cell.speedup.high
     weight = "normal" if cell.verdict == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
