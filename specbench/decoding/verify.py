@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import NoTokenError
-from specbench.decoding.protocols import Drawing, top
+from specbench.decoding.protocols import top
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.verdicts import METHODS, Method
 from specbench.specs.policies import VerificationName
@@ -52,55 +52,13 @@ class Verdict:
         return len(self.path)
 
 
-class Verification(Protocol):
-    """Decides which draft tokens are accepted, and draws the token after them."""
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether drafts may be trees."""
-
-    @property
-    def drawing(self) -> Drawing:
-        """How a tree node's candidates have to be drawn."""
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Verdict:
-        """Judge a draft by the target's logits.
-
-        Args:
-            draft: n tokens and their distributions.
-            logits: The target's, [n + 1, vocab]: row 0 follows the context, row i + 1 token i.
-            context: The tokens before the draft.
-            sampling: The transforms from logits to p.
-            random: The source of the tests and the closing draw.
-        """
-
-
-def verification_of(
-    sampling: Sampling, name: VerificationName = "rejection", *, residual_adjustment: bool = True
-) -> Verification:
-    """Return the verification for these transforms.
-
-    Args:
-        sampling: The transforms.
-        name: See ``specbench.specs.policies``; in greedy decoding all are the same.
-        residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
-    """
-    if sampling.greedy:
-        return GreedyVerification()
-    if name == "rejection":
-        return RejectionVerification(residual_adjustment)
-    return TreeVerification(METHODS[name])
-
-
 class GreedyVerification:
-    """Follows the target's choices from the root as long as they were drafted."""
+    """Follows the target's choices from the root as long as they were drafted.
+
+    Attributes:
+        takes_trees: Whether drafts may be trees.
+        drawing: How a tree node's candidates have to be drawn.
+    """
 
     takes_trees = True
     drawing = staticmethod(top)
@@ -113,6 +71,15 @@ class GreedyVerification:
         sampling: Sampling,
         random: Randomness,  # noqa: ARG002
     ) -> Verdict:
+        """Judge a draft by the target's logits, which all verifications do.
+
+        Args:
+            draft: n tokens and their distributions.
+            logits: The target's, [n + 1, vocab]: row 0 follows the context, row i + 1 token i.
+            context: The tokens before the draft.
+            sampling: The transforms from logits to p.
+            random: The source of the tests and the closing draw.
+        """
         few = logits.numel() <= _FEW and not sampling.context_dependent
         chain = len(draft.tokens) if few else draft.chain  # in one call: most paths stay on it
         try:
@@ -188,6 +155,27 @@ class TreeVerification:
         walked = self._walk(draft, p, random)
         tokens = [*(draft.tokens[node] for node in walked.path), walked.token]
         return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
+
+
+Verification: TypeAlias = GreedyVerification | RejectionVerification | TreeVerification
+"""Decides which draft tokens are accepted, and draws the token after them."""
+
+
+def verification_of(
+    sampling: Sampling, name: VerificationName = "rejection", *, residual_adjustment: bool = True
+) -> Verification:
+    """Return the verification for these transforms.
+
+    Args:
+        sampling: The transforms.
+        name: See ``specbench.specs.policies``; in greedy decoding all are the same.
+        residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
+    """
+    if sampling.greedy:
+        return GreedyVerification()
+    if name == "rejection":
+        return RejectionVerification(residual_adjustment)
+    return TreeVerification(METHODS[name])
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
