@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.drafters.free import FreeDrafter, Guess
@@ -17,19 +16,6 @@ _INDEXED = 4
 
 _PLACES = 32
 """How many of the most recent places are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    """A copy in progress: ``position`` of the text gets the token at ``source``, after ``match`` equal tokens.
-
-    The last of these is ``token``, if the copy was taken.
-    """
-
-    position: int
-    source: int
-    match: int
-    token: int | None = None
 
 
 class LookupDrafter(FreeDrafter):
@@ -54,7 +40,8 @@ class LookupDrafter(FreeDrafter):
         # Nothing follows the context's end yet, so no suffix finds itself.
         self._after: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, int] = {}
-        self._copying: _Copying | None = None
+        # A copy in progress: the place that it goes on at, the token before it, its source, and its match so far.
+        self._copying: tuple[int, int, int, int] | None = None
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         super().begin(prompt)
@@ -64,17 +51,18 @@ class LookupDrafter(FreeDrafter):
 
     def guess(self, context: Sequence[int], drafted: Sequence[int], sampling: Sampling) -> Guess | None:
         """Continue the copy; after a token of another drafter, search again."""
-        position = len(context) + len(drafted)
-        copying = self._copying
-        if copying is None or copying.position != position or copying.token != drafted[-1]:
-            source, match = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
-            if source is None:
+        known = len(context)
+        position = known + len(drafted)
+        if self._copying is not None and drafted and self._copying[:2] == (position, drafted[-1]):
+            _, _, source, match = self._copying
+        else:
+            found = self._find(context, [*context[-self._limit :], *drafted] if drafted else context)
+            if found is None:
                 return None
-            copying = _Copying(position, source, match)
-        place, known = copying.source, len(context)
-        token = context[place] if place < known else drafted[place - known]
-        self._copying = _Copying(position + 1, copying.source + 1, copying.match + 1, token)
-        return Guess(token, match_confidence=copying.match / (copying.match + 1))
+            source, match = found
+        token = context[source] if source < known else drafted[source - known]
+        self._copying = position + 1, token, source + 1, match + 1
+        return Guess(token, match_confidence=match / (match + 1))
 
     def take_in(self, context: Sequence[int], first: int) -> None:
         """Index the n-grams before every new token."""
@@ -86,22 +74,18 @@ class LookupDrafter(FreeDrafter):
                     self._earlier[i] = self._after[ngram]
                 self._after[ngram] = i
 
-    def _find(self, context: Sequence[int], text: Sequence[int]) -> tuple[int | None, int]:
+    def _find(self, context: Sequence[int], text: Sequence[int]) -> tuple[int, int] | None:
         """Return the place in the context after the longest match of the end of ``text``, and the match's length."""
         for n in range(min(self._indexed, len(text)), self._least - 1, -1):
             place = self._after.get(tuple(text[len(text) - n :]))
             if place is not None:
                 return self._longest(context, text, place) if n == self._chained else (place, n)
-        return None, 0
+        return None
 
-    def _longest(
-        self, context: Sequence[int], text: Sequence[int], place: int | None
-    ) -> tuple[int | None, int]:
+    def _longest(self, context: Sequence[int], text: Sequence[int], latest: int) -> tuple[int, int]:
         """Return the place of the longest match among those of the longest indexed suffix, and its length."""
-        best, longest = place, 0
+        best, longest, place = latest, 0, latest
         for _ in range(_PLACES):
-            if place is None:
-                break
             match = self._indexed
             while match < min(self._limit, place) and context[place - 1 - match] == text[-1 - match]:
                 match += 1
@@ -109,5 +93,7 @@ class LookupDrafter(FreeDrafter):
                 best, longest = place, match
             if match == self._limit:
                 break
-            place = self._earlier.get(place)
+            if (earlier := self._earlier.get(place)) is None:
+                break
+            place = earlier
         return best, longest

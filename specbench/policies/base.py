@@ -1,4 +1,4 @@
-"""The base class of policies that draft chains, what a policy can learn from a draft, and the policy of fixed length.
+"""The base class of policies that draft chains, the policy of fixed length, and how policies are built.
 
 A policy keeps the output's distribution as long as whether token i+1 is drafted depends only on what is known before
 that token is drawn: earlier steps, clocks, the drafts so far and the drafter's distributions up to q_{i+1} (Leviathan
@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.protocols import DraftPolicy
-from specbench.specs.policies import Fixed, PolicySpec
+from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
@@ -72,6 +73,20 @@ class FixedLength(ChainPolicy):
     @property
     def gamma(self) -> int:
         return self.gamma_max
+
+
+def build_policy(spec: str | PolicySpec) -> DraftPolicy:
+    """Build a draft policy.
+
+    Args:
+        spec: A policy's word and its options, as in ``egag:scale=0.5,max=12``; the ``name`` of a policy is one too.
+
+    Raises:
+        UsageError: There is no such policy, it has no such option, or a value is outside its range.
+    """
+    spec = parse_policy(spec) if isinstance(spec, str) else spec
+    module, _, name = spec.policy.partition(":")
+    return getattr(import_module(f"specbench.policies.{module}"), name)(spec)  # type: ignore[no-any-return]
 
 
 def normalized_entropy(logits: Logits) -> float:
