@@ -142,7 +142,7 @@ def prompts_of_length(target: str, lengths: Sequence[int], each: int) -> list[Pr
     """Return prompts of so many tokens by the target's tokenizer, all from different places of a text."""
     tokenizer = load_tokenizer(parse_model(target))
     assert tokenizer is not None
-    ids = tokenizer.encode(load_context_text().text, add_special_tokens=False)
+    ids = tokenizer.encode(load_context_text(), add_special_tokens=False)
     found, begin = [], 0
     for number in range(each):
         for length in lengths:

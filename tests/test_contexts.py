@@ -15,7 +15,7 @@ from test_policies import a_step
 
 from specbench.base.errors import UsageError
 from specbench.bench.axes import parse_contexts
-from specbench.bench.contexts import ContextText, fill, fitting
+from specbench.bench.contexts import fill, fitting, passage
 from specbench.bench.grid import Sweep, SweepOptions, check_contexts, server_rows
 from specbench.bench.passes import pass_costs
 from specbench.bench.prompts import Prompt
@@ -36,7 +36,7 @@ from specbench.rows import conditions_of
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 
-TEXT = ContextText("words.txt", "\n\n".join(f"w{i} x{i} y{i}" for i in range(400)))
+TEXT = "\n\n".join(f"w{i} x{i} y{i}" for i in range(400))
 
 
 def words(prompt: Prompt) -> int:
@@ -58,7 +58,7 @@ def context_sweep(contexts: tuple[int, ...] = (16, 64), count: int = 4, **option
 @pytest.mark.parametrize("tokens", [2, 3, 16, 257, 1200])
 def test_a_prompt_gets_exactly_so_many_tokens_with_its_question_at_the_end(tokens):
     prompt = Prompt("a", "chat", ("The question?", "Later"))
-    filled = fill(prompt, tokens, TEXT.passage("a"), lambda each: len(each.turns[0].split()))
+    filled = fill(prompt, tokens, passage(TEXT, "a"), lambda each: len(each.turns[0].split()))
     assert len(filled.turns[0].split()) == tokens
     assert filled.turns[0].endswith("The question?")
     assert filled.turns[1:] == ("Later",)
@@ -69,11 +69,11 @@ def test_a_prompt_gets_exactly_so_many_tokens_with_its_question_at_the_end(token
 def test_a_prompt_that_cannot_be_filled_is_refused():
     prompt = Prompt("a", "chat", ("one two three",))
     with pytest.raises(UsageError, match="has 3 tokens, more than 2"):
-        fill(prompt, 2, TEXT.text, words)
+        fill(prompt, 2, TEXT, words)
     with pytest.raises(UsageError, match="ends before 5,000 tokens"):
-        fill(prompt, 5000, TEXT.text, words)
+        fill(prompt, 5000, TEXT, words)
     with pytest.raises(UsageError, match="No cut"):
-        fill(prompt, 100, TEXT.text, lambda each: words(each) // 2 * 2 + 1)
+        fill(prompt, 100, TEXT, lambda each: words(each) // 2 * 2 + 1)
 
 
 def test_all_lengths_have_the_same_prompts():

@@ -14,7 +14,6 @@ from tiny import tiny_tokenizer
 from specbench import RunError
 from specbench.bench.engines.client import (
     Chunk,
-    ListedModel,
     ServerClient,
     ServerError,
     SpeculationCounters,
@@ -246,8 +245,8 @@ def test_line_separators_within_a_text_are_text():
     assert asked(event, DONE).text == "a\u2028b\x85"
 
 
-def models(body: Any, status: int = 200) -> list[ListedModel]:
-    async def listed() -> list[ListedModel]:
+def models(body: Any, status: int = 200) -> dict[str, str]:
+    async def listed() -> dict[str, str]:
         transport = httpx2.MockTransport(lambda request: httpx2.Response(status, json=body))
         client = ServerClient("far", URL + "/", transport=transport)
         try:
@@ -259,10 +258,9 @@ def models(body: Any, status: int = 200) -> list[ListedModel]:
 
 
 def test_the_models_of_a_server():
-    assert models({"data": [{"id": "m", "owned_by": "vllm"}, {"id": "n"}, {"id": 5}, 7]}) == [
-        ListedModel("m", "vllm"), ListedModel("n", ""),
-    ]  # fmt: skip
-    assert models({"data": []}) == []
+    listed = [{"id": "m", "owned_by": "vllm"}, {"id": "n"}, {"id": 5}, 7]
+    assert models({"data": listed}) == {"m": "vllm", "n": ""}
+    assert models({"data": []}) == {}
     for wrong in ({}, [], {"data": 3}):
         with pytest.raises(ServerError, match="does not speak the OpenAI protocol"):
             models(wrong)

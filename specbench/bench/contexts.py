@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
@@ -23,34 +23,21 @@ _NEAR = 30
 """Letters on each side of the estimated cut among which one with the exact number of tokens is looked for."""
 
 
-@dataclass(frozen=True)
-class ContextText:
-    """The text that stands in front of questions.
-
-    Attributes:
-        name: Name of its file.
-        text: Paragraphs, separated by blank lines.
-    """
-
-    name: str
-    text: str
-
-    @property
-    def described(self) -> str:
-        """Its name and a hash of it, as results keep it."""
-        return f"{self.name} {hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
-
-    def passage(self, mark: str) -> str:
-        """Return the whole text, beginning at a paragraph that depends on ``mark``; none stands in it twice."""
-        parts = self.text.split(_PARAGRAPH)
-        start = zlib.crc32(mark.encode("utf-8", "surrogatepass")) % len(parts)
-        return _PARAGRAPH.join((*parts[start:], *parts[:start]))
+def load_context_text() -> str:
+    """Return the text that stands in front of questions: paragraphs, separated by blank lines."""
+    return (sets_folder() / "context" / _BUILT_IN).read_text(encoding="utf-8").strip()
 
 
-def load_context_text() -> ContextText:
-    """Read the text that specbench carries."""
-    file = sets_folder() / "context" / _BUILT_IN
-    return ContextText(file.name, file.read_text(encoding="utf-8").strip())
+def text_name(text: str) -> str:
+    """Return the name of its file and a hash of it, as results keep them."""
+    return f"{_BUILT_IN} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def passage(text: str, mark: str) -> str:
+    """Return a text, beginning at a paragraph that depends on ``mark``."""
+    parts = text.split(_PARAGRAPH)
+    start = zlib.crc32(mark.encode("utf-8", "surrogatepass")) % len(parts)
+    return _PARAGRAPH.join((*parts[start:], *parts[:start]))
 
 
 def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt:
@@ -117,7 +104,7 @@ class ContextPrompts:
         self,
         prompts: Iterable[Prompt],
         template: TemplateOptions,
-        text: ContextText | None,
+        text: str | None,
         count: Callable[[Prompt], int],
     ) -> None:
         self.prompts = {prompt.id: prompt.told(template) for prompt in prompts}
@@ -135,9 +122,8 @@ class ContextPrompts:
             context = prompt.replayed.prompt_tokens
         if context is not None and self._text is not None:
             if (name, context) not in self._known:
-                passage = self._text.passage(name)
                 try:
-                    self._known[name, context] = fill(prompt, context, passage, self._count)
+                    self._known[name, context] = fill(prompt, context, passage(self._text, name), self._count)
                 except UsageError:
                     if prompt.replayed is None:
                         raise

@@ -17,7 +17,6 @@ from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 from specbench.specs.sweeps import Arrivals, Closed, Replay, parse_arrivals, parse_until
 
 if TYPE_CHECKING:
-    from specbench.bench.contexts import ContextText
     from specbench.bench.prompts import Prompt
     from specbench.recipe import Recipe
 
@@ -161,7 +160,7 @@ def build_rows(
     drafting = [each for each in drafters if not each[1].drafter.is_plain]
     decoders: list[tuple[Recipe | OtherLibrary, LoadedName | None]] = [(base.plain, None)]
     decoders += [
-        (_drafting(recipe, policy, gamma), name)
+        (replace(recipe, policy=policy.with_gamma(gamma)), name)
         for name, recipe in drafting
         for policy in options.policy_specs
         if policy.applies(recipe.drafter)
@@ -182,10 +181,6 @@ def build_rows(
         for decoder, name in decoders
         if not (isinstance(decoder, OtherLibrary) and decoder.beams and at.temperature)
     ]
-
-
-def _drafting(recipe: Recipe, policy: PolicySpec, gamma: int | None) -> Recipe:
-    return replace(recipe, policy=policy.with_gamma(gamma))
 
 
 def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]) -> list[Row]:
@@ -313,7 +308,7 @@ class Sweep:
     prompts: tuple[Prompt, ...]
     configs: tuple[Row, ...]
     together: int | None = None
-    text: ContextText | None = None
+    text: str | None = None
     suites: tuple[StoredSuite, ...] = ()
 
     def plan(self) -> list[Cell]:

@@ -5,12 +5,12 @@ their sha256.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
 from huggingface_hub import constants
+from msgspec.structs import replace
 
 from specbench.base.cache import SUITES_FOLDER, cache_folder
 from specbench.base.errors import RunError, UsageError
@@ -20,23 +20,7 @@ from specbench.bench.prompts import Prompt, interleave, load_prompts, shuffled
 from specbench.results.run import StoredSuite
 
 _TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A public benchmark.
-
-    Attributes:
-        url, sha256, size: Where its file is, at a fixed commit, and what it has to be; size in bytes.
-        license: License of the repository that the file is in; the texts can come from other collections.
-        tasks: Categories that its authors report as one task, with the task's name; others are tasks themselves.
-    """
-
-    url: str
-    sha256: str
-    size: int
-    license: str
-    tasks: Mapping[str, str] = field(default_factory=dict)
+_MOST_BYTES = 8 * 2**20
 
 
 _SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf"
@@ -45,29 +29,31 @@ _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction",
 
 
 _FROM_DEEP_SPEC = (
-    ("mt-bench", "df05defbcea350dff39f7d2996a7cba8a029e6e06069dfcdab11ceb998d743b0", 34_145),
-    ("gsm8k", "63330a20a17f416fdfca978ebcd5124f8da5546affb3a079b65a6e8daf42b41f", 433_964),
-    ("math500", "4f530d9d3126dca41c12a96e78ec0dd460b7202052ba86101c4da159cea33aac", 145_398),
-    ("humaneval", "7aaed6a3987007ecee4851ee4572fde214aa2a36ae83fa21be9c5f443aa71675", 96_481),
-    ("mbpp", "019b981f7122e39ce58866cf93f4206511c72532cb537bbaf298753a0f128ba7", 26_472),
-    ("livecodebench", "40ed536492f331ac27b3b68506072366ca1d3a304b92c31d822574e778c87318", 2_030_097),
-    ("swe-bench", "fb8f2e01529b5093b193797e449522a0fd6d51f61be0885a30a622fb23564ba8", 547_570),
-    ("arena-hard-v2", "e5fcce94ffb1a2ef2082b5c63ac36608f2b7faf00da13ecb94ce2adc649b7b91", 889_736),
-    ("lbpp", "0b973ef7ec26993896884a2cbfde640706390261778b4dc7a221ccb95b539ae2", 95_118),
-    ("aime25", "b8835996839caa1d982c5bb9ecaeca636424f0b8ed9f33a40b084feb1c1766d0", 18_982),
+    ("mt-bench", "df05defbcea350dff39f7d2996a7cba8a029e6e06069dfcdab11ceb998d743b0"),
+    ("gsm8k", "63330a20a17f416fdfca978ebcd5124f8da5546affb3a079b65a6e8daf42b41f"),
+    ("math500", "4f530d9d3126dca41c12a96e78ec0dd460b7202052ba86101c4da159cea33aac"),
+    ("humaneval", "7aaed6a3987007ecee4851ee4572fde214aa2a36ae83fa21be9c5f443aa71675"),
+    ("mbpp", "019b981f7122e39ce58866cf93f4206511c72532cb537bbaf298753a0f128ba7"),
+    ("livecodebench", "40ed536492f331ac27b3b68506072366ca1d3a304b92c31d822574e778c87318"),
+    ("swe-bench", "fb8f2e01529b5093b193797e449522a0fd6d51f61be0885a30a622fb23564ba8"),
+    ("arena-hard-v2", "e5fcce94ffb1a2ef2082b5c63ac36608f2b7faf00da13ecb94ce2adc649b7b91"),
+    ("lbpp", "0b973ef7ec26993896884a2cbfde640706390261778b4dc7a221ccb95b539ae2"),
+    ("aime25", "b8835996839caa1d982c5bb9ecaeca636424f0b8ed9f33a40b084feb1c1766d0"),
 )
 
 SUITES = {
-    "spec-bench": Suite(
-        f"{_SPEC_BENCH}/data/spec_bench/question.jsonl",
-        "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
-        698_768,
-        "Apache-2.0",
-        dict.fromkeys(_MT_BENCH, "multi-turn conversation"),
+    "spec-bench": StoredSuite(
+        name="spec-bench",
+        source=f"{_SPEC_BENCH}/data/spec_bench/question.jsonl",
+        sha256="4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+        license="Apache-2.0",
+        tasks=dict.fromkeys(_MT_BENCH, "multi-turn conversation"),
     ),
     **{
-        name: Suite(f"{_DEEP_SPEC}/eval_datasets/{name}.jsonl", digest, size, "MIT")
-        for name, digest, size in _FROM_DEEP_SPEC
+        name: StoredSuite(
+            name=name, source=f"{_DEEP_SPEC}/eval_datasets/{name}.jsonl", sha256=digest, license="MIT"
+        )
+        for name, digest in _FROM_DEEP_SPEC
     },
 }
 """Public benchmarks by name."""
@@ -103,16 +89,7 @@ def choose_prompts(
         suite, found = SUITES[name], load_prompts([path])
         tasks |= suite.tasks
         prompts += found
-        stored.append(
-            StoredSuite(
-                name=name,
-                source=suite.url,
-                sha256=suite.sha256,
-                license=suite.license,
-                prompts=len(found),
-                tasks=dict(suite.tasks),
-            )
-        )
+        stored.append(replace(suite, prompts=len(found)))
     if limit is not None:
         prompts = interleave(
             interleave(shuffled(prompts, seed)),
@@ -141,7 +118,7 @@ def _fetched(name: str, progress: Progress | None) -> Path:
     path = cache_folder() / SUITES_FOLDER / f"{name}.jsonl"
     if path.is_file() and sha256(path) == suite.sha256:
         return path
-    elsewhere = f"Download {suite.url}, and give the file: --prompts {name}.jsonl."
+    elsewhere = f"Download {suite.source}, and give the file: --prompts {name}.jsonl."
     if constants.HF_HUB_OFFLINE:
         raise RunError(
             f"The suite {name} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it.", elsewhere
@@ -149,11 +126,11 @@ def _fetched(name: str, progress: Progress | None) -> Path:
     announce(progress, f"fetching {name} ({suite.license})")
     data = bytearray()
     try:
-        with httpx2.stream("GET", suite.url, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+        with httpx2.stream("GET", suite.source, timeout=_TIMEOUT_S, follow_redirects=True) as response:
             response.raise_for_status()
             for piece in response.iter_bytes():
                 data += piece
-                if len(data) > suite.size:
+                if len(data) > _MOST_BYTES:
                     break
     except httpx2.HTTPError as error:
         raise RunError(

@@ -13,16 +13,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbench.base.errors import UsageError
 from specbench.base.files import reason
 from specbench.base.textsafe import counted, encodable
 from specbench.bench.prompts import Prompt, Replayed, interleave
 from specbench.specs.sweeps import Replay
-
-if TYPE_CHECKING:
-    from specbench.bench.contexts import ContextText
 
 _FORMS = (
     "Each line needs timestamp (milliseconds), input_length or text_input, and output_length; a CSV file the columns"
@@ -47,7 +44,7 @@ class Trace:
     def prompts(
         self,
         chosen: Sequence[Prompt],
-        text: ContextText,
+        text: str,
         count: Callable[[Prompt], int],
         limit: int | None = None,
     ) -> tuple[tuple[Prompt, ...], list[str]]:
@@ -66,7 +63,7 @@ class Trace:
         lengths = dict.fromkeys((each.id for each in firsts), 0)
         if not all(each.text for each in self.requests):  # else no tokenizer is needed
             lengths = {each.id: count(each) for each in firsts}
-            longest = count(replace(firsts[0], turns=(text.text,)))
+            longest = count(replace(firsts[0], turns=(text,)))
         shortest = min(firsts, key=lambda each: lengths[each.id])
         made, longer = list[Prompt](), 0
         for number, request in enumerate(self.requests):

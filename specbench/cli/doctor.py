@@ -90,7 +90,7 @@ def _spec(text: str) -> ServerSpec:
 
 
 async def _examine(spec: ServerSpec, seconds: float) -> Observations:
-    from specbench.bench.engines.client import ListedModel, ServerClient, ServerError
+    from specbench.bench.engines.client import ServerClient, ServerError
     from specbench.bench.engines.servers import explain, only_model
     from specbench.cli.sweep_servers import server_keys
     from specbench.doctor.probes import Examination
@@ -98,12 +98,11 @@ async def _examine(spec: ServerSpec, seconds: float) -> Observations:
     key, variable = server_keys([spec]).get(spec.name), spec.key_variable
     if spec.name == _UNNAMED:
         spec = replace(spec, name=f"at {urlsplit(spec.url).netloc}")
-    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=seconds), list[ListedModel]()
+    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=seconds), dict[str, str]()
     try:
         listed = await client.models()
         model = spec.model or only_model(spec, listed)
-        owner = next((each.owner for each in listed if each.name == model), "")
-        return await Examination(client, model, owner, seconds=seconds).run()
+        return await Examination(client, model, listed.get(model, ""), seconds=seconds).run()
     except ServerError as error:
         raise explain(error, spec, listed, variable, has_key=key is not None) from error
     finally:

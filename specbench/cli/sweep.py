@@ -77,6 +77,7 @@ def sweep(
         what = compared, drafting, servers, experiment, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
+    from specbench.bench.contexts import text_name
     from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
     from specbench.cli.sweep_predicted import predict_table
@@ -91,7 +92,7 @@ def sweep(
         chosen = prompts_of_sweep(experiment, options, progress)
     text = context_text(compared)
     if text is not None:
-        options = replace(options, context_text=text.described)
+        options = replace(options, context_text=text_name(text))
     sources = {**describe_models(base, drafters), **chosen.sources}
     folder = run_folder(results, sources, options)
     from specbench.bench.engines.own import check_engine, load_engine

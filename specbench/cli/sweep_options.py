@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from specbench.base.progress import Progress
-    from specbench.bench.contexts import ContextText
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
     from specbench.bench.traces import Trace
@@ -328,7 +327,7 @@ def prompts_of_sweep(
     return chosen
 
 
-def context_text(compared: ComparedOptions) -> ContextText | None:
+def context_text(compared: ComparedOptions) -> str | None:
     """Return the text in front of prompts; ``None`` without --context and --trace."""
     from specbench.bench.contexts import load_context_text
 

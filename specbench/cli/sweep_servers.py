@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
+from specbench.bench.contexts import text_name
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.cli.conflicts import given
@@ -81,7 +82,7 @@ def sweep_servers(
             options,
             servers=tuple(each.described for each in engine.servers),
             salt=engine.salt,
-            context_text=None if text is None else text.described,
+            context_text=None if text is None else text_name(text),
         )
         prompts, notes = fitted_prompts(compared, experiment, chosen, options, engine.count_tokens)
         sources = {

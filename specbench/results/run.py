@@ -84,7 +84,7 @@ class StoredSuite(Record):
     source: Annotated[str, doc("address of its file")]
     sha256: Annotated[str, doc("of its file")]
     license: Annotated[str | None, doc("of the repository that it is in; `null` if not known")] = None
-    prompts: Annotated[Count, doc("in the file")]
+    prompts: Annotated[Count, doc("in the file")] = 0
     tasks: Annotated[dict[str, str], doc("categories that are reported as one task, with its name")] = {}
 
 

@@ -235,14 +235,6 @@ def speculation_counters(metrics: str) -> SpeculationCounters | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ListedModel:
-    """A model that a server lists: its name, and its owner, empty if not reported."""
-
-    name: str
-    owner: str
-
-
 class ServerClient:
     """A client of one server, used and closed within one event loop.
 
@@ -329,8 +321,8 @@ class ServerClient:
         """Return a page of the server that holds a JSON object; an empty one if there is none."""
         return _object(await self._text_at(path))
 
-    async def models(self) -> list[ListedModel]:
-        """List the server's models.
+    async def models(self) -> dict[str, str]:
+        """Return the owners of the server's models by their names; empty if not reported.
 
         Raises:
             ServerError: The server cannot be reached, refuses, or does not speak the OpenAI protocol.
@@ -344,11 +336,11 @@ class ServerClient:
             raise ServerError(
                 f"The server {self.name} does not speak the OpenAI protocol: it lists no models."
             )
-        return [
-            ListedModel(name, owner if isinstance(owner := each.get("owned_by"), str) else "")
+        return {
+            name: owner if isinstance(owner := each.get("owned_by"), str) else ""
             for each in listed
             if isinstance(each, dict) and isinstance(name := each.get("id"), str) and name
-        ]
+        }
 
     async def counters(self) -> SpeculationCounters | None:
         """Return the server's draft counts since its start; ``None`` if it does not report them."""

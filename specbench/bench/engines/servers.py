@@ -12,9 +12,9 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import httpx2
@@ -23,7 +23,6 @@ from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.record import Json, to_dict
 from specbench.base.textsafe import encodable, one_line
 from specbench.bench.engines.client import (
-    ListedModel,
     ServerClient,
     ServerError,
     SpeculationCounters,
@@ -196,13 +195,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
     async def _connect(self, spec: ServerSpec) -> MeasuredServer:
         """Request a server's list of models, and a first answer."""
-        client, listed = self._clients[spec.name], list[ListedModel]()
+        client, listed = self._clients[spec.name], dict[str, str]()
         try:
             listed = await client.models()
             model = spec.model or only_model(spec, listed)
-            owner = next(
-                (each.owner for each in listed if each.name == model), listed[0].owner if listed else ""
-            )
+            owner = listed.get(model, next(iter(listed.values()), ""))
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
             said = _PROBE if self._api == "completions" else _messages(None, _PROBE)
@@ -462,7 +459,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
 
 def explain(
-    error: ServerError, spec: ServerSpec, listed: Sequence[ListedModel], variable: str, *, has_key: bool
+    error: ServerError, spec: ServerSpec, listed: Iterable[str], variable: str, *, has_key: bool
 ) -> SpecbenchError:
     """Return an error of the first connection, with a hint what to change; ``variable`` is that of the key."""
     status = error.status
@@ -474,8 +471,7 @@ def explain(
         return UsageError(what, f"Put it into the environment variable {variable}.")
     if status is not None and 300 <= status < 400:
         return UsageError(error.message, f"Name that address in place of {spec.url}.")
-    if status == 404 and listed:
-        names = ", ".join(one_line(each.name) for each in listed[:_MAX_LISTED])
+    if status == 404 and (names := _names(listed)):
         return UsageError(error.message, f"Its models are {names}; name one after a #, or check {spec.url}.")
     if status is not None and 400 <= status < 500:
         return UsageError(error.message, f"Check its address {spec.url}, its model and the options.")
@@ -489,19 +485,23 @@ def _messages(system: str | None, *turns: str) -> Messages:
     return (*first, *({"role": role, "content": text} for role, text in zip(roles, turns, strict=False)))
 
 
-def only_model(spec: ServerSpec, listed: Sequence[ListedModel]) -> str:
+def only_model(spec: ServerSpec, listed: Collection[str]) -> str:
     """Return the only model of a server.
 
     Raises:
         UsageError: The server has several models, or none.
     """
     if len(listed) == 1:
-        return listed[0].name
-    names = ", ".join(one_line(each.name) for each in listed[:_MAX_LISTED])
+        return next(iter(listed))
+    names = _names(listed)
     raise UsageError(
         f"The server {spec.name} lists {len(listed)} models{': ' if names else ''}{names}.",
         "Name one after a # of its address.",
     )
+
+
+def _names(listed: Iterable[str]) -> str:
+    return ", ".join(map(one_line, islice(listed, _MAX_LISTED)))
 
 
 def _mark(config: Row, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
