@@ -10,10 +10,11 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.load import LoadSnapshot, count_stops, load_snapshot
@@ -35,10 +36,6 @@ from specbench.results.store import RunStore
 from specbench.rows import Condition, Row
 from specbench.specs.policies import DynamicTree, StaticTree
 from specbench.specs.sweeps import Closed, Poisson
-
-if TYPE_CHECKING:
-    from specbench.backends.torch.parity import Difference
-    from specbench.bench.prompts import Prompt
 
 COST_ROUNDS = 12
 """How often forward passes are timed in a sweep, spread over it."""
@@ -456,15 +453,11 @@ def find_differences(
                 continue
             if turns != plain_turns or len(history) < turn:
                 continue
-            judge = engine if in_time() else None
-            known = _judge(
-                judge,
-                prompts.at(name, config.condition),
-                history,
-                tokens,
-                plain,
-                sweep.options.decoding,
-            )
+            known = None
+            with suppress(Exception):  # the position alone is worth reporting
+                if in_time():
+                    prompt = engine.encode(prompts.at(name, config.condition), history)
+                    known = engine.difference(prompt, tokens, plain, sweep.options.decoding)
             pairs = enumerate(zip(tokens, plain, strict=False))
             found[own, name] = Mismatch(
                 config=own,
@@ -477,20 +470,3 @@ def find_differences(
                 numerical_tie=None if known is None else known.numerical_tie,
             )
     return list(found.values())
-
-
-def _judge(
-    engine: BenchEngine[Encoded] | None,
-    prompt: Prompt,
-    history: Sequence[Sequence[int]],
-    tokens: Sequence[int],
-    plain: Sequence[int],
-    decoding: DecodingOptions,
-) -> Difference | None:
-    """Return how the target explains a difference; ``None`` without an engine, or if that fails."""
-    if engine is None:
-        return None
-    try:
-        return engine.difference(engine.encode(prompt, history), tokens, plain, decoding)
-    except Exception:  # the position alone is worth reporting
-        return None
