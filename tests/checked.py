@@ -11,7 +11,7 @@ import pytest
 from scripted import ScriptedCache, ScriptedScorer, random_table
 
 import specbench.check.observe
-from specbench.check.run import Case, DecodingCheck
+from specbench.check.run import DecodingCheck
 from specbench.decoding.clocks import Stopwatch
 from specbench.decoding.loop import DecodingLoop, decode
 from specbench.decoding.records import Step
@@ -77,8 +77,7 @@ def setup_of(drafter: str = "model", target: Any = None, **changes: Any) -> Requ
 
 def result_of(setup: Request, decoder: Decoder = decode) -> DecodingCheck:
     """What the check of both prompts finds, with another loop perhaps."""
-    cases = [Case(str(i), replace(setup, prompt=prompt)) for i, prompt in enumerate(PROMPTS)]
-    checking = DecodingCheck(cases)
+    checking = DecodingCheck({str(i): replace(setup, prompt=prompt) for i, prompt in enumerate(PROMPTS)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specbench.check.observe, "decode", decoder)
         checking.check_steps()

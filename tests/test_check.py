@@ -207,12 +207,12 @@ def test_every_tampering_of_what_steps_emit_is_found(monkeypatch, tampering, sam
 def test_an_ignored_end_token_is_found():
     result = result_of(setup_of(end_ids=(0, 1, 2, 3)), decoder_with(stops=StopRules()))
     assert violated(result) == {"stop"}
-    assert "continues after the end token" in str(result.violations)
+    assert "its end (eos)" in str(result.violations)
 
 
 def test_a_token_too_many_is_found():
     result = result_of(setup_of(), decoder_with(max_new_tokens=NEW + 1))
-    assert "continues after the limit of 12 tokens" in str(result.violations)
+    assert "continues after token 12, its end (length)" in str(result.violations)
     assert violated(result) <= {"stop", "draft"}
 
 
@@ -235,7 +235,7 @@ def test_a_stop_string_that_is_missed_is_found():
     assert result_of(sound).verdict == "identical"
     assert len(run_greedy(sound).tokens) <= 5
     result = result_of(sound, decoder_with(stops=StopRules()))
-    assert "continues after a stop string" in str(result.violations)
+    assert "its end (stop-string)" in str(result.violations)
 
 
 class Proxy:

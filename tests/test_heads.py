@@ -48,7 +48,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.check.run import Case, DecodingCheck
+from specbench.check.run import DecodingCheck
 from specbench.cli.setting import drafter_notes
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.loop import decode_steps
@@ -740,7 +740,7 @@ def test_the_check_passes_heads_and_finds_a_wrong_q(kind):
     for drafter, sound in ((HeadDrafter, True), (Flattering, False)):
         drafting = drafter(small_scorer(kind), kind)
         request = request_of(scripted_target(), drafting, FixedLength(2), max_new_tokens=6, prompt=PROMPT)
-        checking = DecodingCheck([Case("a", request)])
+        checking = DecodingCheck({"a": request})
         checking.check_steps()
         assert (checking.violations == []) == sound
 

@@ -79,18 +79,6 @@ class RunRules:
         specials = special_tokens(tokenizer)
         return any(stop in text or specials.get(stop) in output for stop in stops)
 
-    def overrun(self, output: Sequence[int]) -> str | None:
-        """Return what should have ended an output but did not; ``None`` if it ends in time."""
-        reasons = map(self.finish_reason, (output[:end] for end in range(1, len(output))))
-        at, reason = next(((at, each) for at, each in enumerate(reasons) if each is not None), (0, None))
-        messages: dict[FinishReason | None, str] = {
-            "eos": f"the end token at position {at} of the output",
-            "stop-string": "a stop string",
-            "length": f"the limit of {self._request.max_new_tokens} tokens",
-            "context-limit": f"the target's context of {self._request.target.context_limit} tokens",
-        }
-        return messages.get(reason)
-
 
 def checked(
     request: Request, rules: RunRules, found: list[Violation], *, forcing: bool = False
@@ -327,8 +315,12 @@ def target_distributions(seen: Observation, sampling: Sampling) -> torch.Tensor:
 def _check_run(output: Sequence[int], finish_reason: str | None, rules: RunRules) -> list[Violation]:
     """Return the violations of a finished run as a whole: where and why it ended."""
     found = []
-    if (what := rules.overrun(output)) is not None:
-        found.append(Violation("stop", None, f"the output continues after {what}"))
+    for end in range(1, len(output)):
+        if (reason := rules.finish_reason(output[:end])) is not None:
+            found.append(
+                Violation("stop", None, f"the output continues after token {end}, its end ({reason})")
+            )
+            break
     expected = rules.finish_reason(output)
     if finish_reason != expected:
         reasons = f"{finish_reason or 'nothing'} instead of {expected or 'nothing'}"

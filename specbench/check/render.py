@@ -86,7 +86,7 @@ def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
     return _table(["configuration", *columns, "verdict"], rows)
 
 
-_FINDINGS = ("plain", "transformers", "logits", "bits", "steps", "exact")
+_FINDINGS = ("plain", "transformers", "logits", "steps", "exact")
 
 
 def _findings(result: DecodingCheck) -> Iterator[tuple[str, str, str, str]]:
@@ -102,11 +102,11 @@ def _findings(result: DecodingCheck) -> Iterator[tuple[str, str, str, str]]:
         ):  # with samples they are of interest only if they differ
             yield (against, on, _outcomes(result, against), verdict)
     if (each := result.deviations) is not None:
-        found = f"up to {100 * each.largest:.2g}% off" if each.largest else "the same bits"
-        yield ("logits", _count(each.rows, "row"), found, _sound(each.sound))
-    if result.bit_exact:
         rows, equal = result.bitwise
-        yield ("bits", _count(rows, "row"), f"{equal:,} equal", _sound(rows == equal))
+        found = f"up to {100 * each.largest:.2g}% off" if each.largest else "the same bits"
+        if result.bit_exact:
+            found = f"{equal:,} of {rows:,} equal bit for bit"
+        yield ("logits", _count(each.rows, "row"), found, _sound(each.sound and not result.bits_differ))
     broken = len(result.violations)
     found = _count(broken, "violation") if broken else "all invariants hold"
     yield ("steps", _count(result.steps, "step"), found, _sound(not broken))

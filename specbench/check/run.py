@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from specbench.backends.torch.parity import Difference
@@ -32,40 +31,28 @@ _MAX_LISTED = 100
 """Violations listed in JSON; all are counted."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt to check with.
-
-    Attributes:
-        request: What decides its output.
-        reference: The output of ``transformers``; ``None`` for no comparison.
-    """
-
-    id: str
-    request: Request
-    reference: GreedyOutput | None = None
-
-
 @dataclass
 class DecodingCheck:
     """A check of one configuration: call ``check_steps``. The findings so far can be read at any time.
 
     Attributes:
-        cases: At least one, which differ only in their prompts.
-        no_transformers: Why the cases have no reference; ``None`` if they have.
+        requests: By name of their prompts, in which alone they differ; at least one.
+        references: Outputs of ``transformers`` by name; empty for no comparison.
+        no_transformers: Why there are none; ``None`` if there are.
         bit_exact: Whether logits of plain and speculative decoding have to be equal bit for bit.
-        plain_outputs: Outputs of plain decoding so far, by the prompt's token ids; new ones are added. Checks with the
-            same target, cache and stop rules can share it.
-        report: Receives the number of cases that are done; ``None`` for nobody.
+        plain_outputs: Outputs of plain decoding so far, by name; new ones are added. Checks with the same target, cache
+            and stop rules can share it.
+        report: Receives the number of prompts that are done; ``None`` for nobody.
         greedy: One result per prompt.
         exact: One result per prompt; empty for greedy decoding.
         complete: Whether all cases are checked.
     """
 
-    cases: Sequence[Case]
+    requests: Mapping[str, Request]
+    references: Mapping[str, GreedyOutput] = field(default_factory=dict)
     no_transformers: str | None = None
     bit_exact: bool = False
-    plain_outputs: dict[tuple[int, ...], GreedyOutput] = field(default_factory=dict)
+    plain_outputs: dict[str, GreedyOutput] = field(default_factory=dict)
     report: Callable[[int], None] | None = None
     greedy: list[GreedyResult] = field(default_factory=list)
     exact: list[ExactCase] = field(default_factory=list)
@@ -73,25 +60,28 @@ class DecodingCheck:
 
     def check_steps(self) -> None:
         """Check greedy outputs of all prompts, and above temperature 0 every step's distribution."""
-        for done, case in enumerate(self.cases):
+        for done, (name, request) in enumerate(self.requests.items()):
             if self.report is not None:
                 self.report(done)
-            prompt = tuple(case.request.prompt)
-            if prompt not in self.plain_outputs:
-                self.plain_outputs[prompt] = run_plain(case.request)
-            plain = self.plain_outputs[prompt]
-            self.greedy.append(check_greedy(case.request, case.id, case.reference, plain))
+            if name not in self.plain_outputs:
+                self.plain_outputs[name] = run_plain(request)
+            plain = self.plain_outputs[name]
+            self.greedy.append(check_greedy(request, name, self.references.get(name), plain))
             if self.sampled:
-                self.exact.append(check_exact(case.request, case.id))
+                self.exact.append(check_exact(request, name))
         self.complete = True
 
     @property
+    def _first(self) -> Request:
+        return next(iter(self.requests.values()))
+
+    @property
     def drafter(self) -> str:
-        return self.cases[0].request.drafter.traits.name
+        return self._first.drafter.traits.name
 
     @property
     def draft_policy(self) -> str:
-        return self.cases[0].request.policy.name
+        return self._first.policy.name
 
     @property
     def plain(self) -> bool:
@@ -101,7 +91,7 @@ class DecodingCheck:
     @property
     def sampled(self) -> bool:
         """Whether the temperature is above 0."""
-        return not self.cases[0].request.sampling.greedy
+        return not self._first.sampling.greedy
 
     @property
     def label(self) -> str:
@@ -114,7 +104,7 @@ class DecodingCheck:
         """Of the logits; ``None`` before there are any."""
         speculative = [value for each in self.greedy for value in each.deviations]
         plain = [value for each in self.greedy for value in each.plain_deviations]
-        return judge_deviations(speculative, plain, scorer_of(self.cases[0].request).rounding)
+        return judge_deviations(speculative, plain, scorer_of(self._first).rounding)
 
     @property
     def tested(self) -> int:
@@ -131,6 +121,12 @@ class DecodingCheck:
     def bitwise(self) -> tuple[int, int]:
         """Rows of logits that plain and speculative decoding share, and those of them that are bitwise equal."""
         return sum(len(each.bitwise) for each in self.greedy), sum(sum(each.bitwise) for each in self.greedy)
+
+    @property
+    def bits_differ(self) -> bool:
+        """Whether logits are not bitwise equal that have to be."""
+        rows, equal = self.bitwise
+        return self.bit_exact and rows != equal
 
     @property
     def violations(self) -> list[tuple[str, Violation]]:
@@ -163,7 +159,7 @@ class DecodingCheck:
             bool(self.violations)
             or (self.deviations is not None and not self.deviations.sound)
             or not all(case.sound for case in self.exact)
-            or (self.bit_exact and self.bitwise[0] != self.bitwise[1])
+            or self.bits_differ
         )
         if faulty:
             return "wrong"
@@ -212,12 +208,10 @@ class DecodingCheck:
     def _exact(self) -> Json:
         positions = [each for case in self.exact for each in case.positions]
         worst_position = max(positions, key=lambda each: each.error, default=None)
-        acceptances = [value for case in self.exact for value in case.acceptances]
         return {
             "sound": all(case.sound for case in self.exact),
             "steps": sum(case.steps for case in self.exact),
             "positions": dict(Counter(each.kind for each in positions)),
             "largest_error": self.largest_error,
             "at": worst_position and asdict(worst_position),
-            "mean_acceptance": statistics.fmean(acceptances) if acceptances else None,
         }

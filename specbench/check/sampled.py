@@ -57,16 +57,11 @@ class ExactPosition:
 
 @dataclass(frozen=True)
 class ExactCase:
-    """The exact test of one prompt.
-
-    Attributes:
-        acceptances: α of every tested token, as recorded by the loop.
-    """
+    """The exact test of one prompt."""
 
     prompt: str
     steps: int
     positions: tuple[ExactPosition, ...]
-    acceptances: tuple[float, ...]
     violations: tuple[Violation, ...]
 
     @property
@@ -86,17 +81,14 @@ def check_exact(request: Request, name: str) -> ExactCase:
     rules = RunRules(request)
     positions: list[ExactPosition] = []
     violations: list[Violation] = []
-    acceptances: list[float] = []
     steps = 0
     for seen in checked(request, rules, violations, forcing=True):
         step = seen.record.index if isinstance(seen.record, Step) else None
         positions += [ExactPosition(name, step, *found) for found in _positions(seen, rules)]
         if rules.is_chain_test and not any(each.kind == "enumerated" for each in positions):
             positions += [ExactPosition(name, step, *found) for found in _enumerated(seen, rules)]
-        if isinstance(seen.record, Step):
-            steps += 1
-            acceptances += seen.record.expected_acceptance
-    return ExactCase(name, steps, tuple(positions), tuple(acceptances), tuple(violations))
+        steps += step is not None
+    return ExactCase(name, steps, tuple(positions), tuple(violations))
 
 
 def _positions(seen: Observation, rules: RunRules) -> Iterator[tuple[int, Position, float, float]]:

@@ -13,7 +13,7 @@ from specbench.base.textsafe import counted
 from specbench.check.greedy import worst
 from specbench.check.reference import reference_output
 from specbench.check.render import check_parts
-from specbench.check.run import Case, DecodingCheck
+from specbench.check.run import DecodingCheck
 from specbench.cli import options as opt
 from specbench.cli.conflicts import without_effect
 from specbench.cli.console import write_json, write_parts
@@ -26,7 +26,7 @@ from specbench.models.prepare import check_models
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import typer
     from rich.console import Console
@@ -126,7 +126,7 @@ class DecodingJob:
         return int(worst([checking.verdict for checking in begun]) in ("wrong", "nothing tested"))
 
     def _report(self, progress: StageProgress, number: int, done: int) -> None:
-        cases = len(self._checks[number].cases)
+        cases = len(self._checks[number].requests)
         done, total = number * cases + done, len(self._checks) * cases
         progress.update("checking", done, total, note=self._checks[number].label)
 
@@ -145,28 +145,24 @@ class DecodingJob:
             request.note_unused("at temperature 0: nothing is sampled", *names)
         rounded = quantized(request.recipe.models.dtype)
         prompts: list[tuple[str, list[int]]] = []
-        references: list[Any] = []
+        references: dict[str, GreedyOutput] = {}
 
         def answer(model: LanguageModel) -> None:
             """Let ``transformers`` decode with the target, before its layers are packed."""
             self._model = model
             prompts.extend(self._encode(model, self.prompts))
-            references.extend(
-                [None] * len(prompts) if rounded else self._references(model, prompts, progress)
-            )
+            if not rounded:
+                references.update(self._references(model, prompts, progress))
 
         target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
         request.note_models(target, [each.outcome for each in loaded_drafters])
-        plain_outputs: dict[tuple[int, ...], GreedyOutput] = {}
+        plain_outputs: dict[str, GreedyOutput] = {}
         by_spec = dict(zip(drafters, loaded_drafters, strict=True))
         for recipe in self.recipes:
             ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
-            cases = [
-                Case(name, ready.request(ids), reference)
-                for (name, ids), reference in zip(prompts, references, strict=True)
-            ]
             checking = DecodingCheck(
-                cases,
+                {name: ready.request(ids) for name, ids in prompts},
+                references,
                 no_transformers=f"it has no such {rounded} model" if rounded else None,
                 bit_exact=target.bit_exact,
                 plain_outputs=plain_outputs,
@@ -205,12 +201,10 @@ class DecodingJob:
 
     def _references(
         self, model: LanguageModel, prompts: Sequence[tuple[str, list[int]]], progress: Progress
-    ) -> list[Any]:
-        answers = []
-        for done, (_, ids) in enumerate(prompts):
+    ) -> Iterator[tuple[str, GreedyOutput]]:
+        for done, (name, ids) in enumerate(prompts):
             progress.update("transformers' own answers", done, len(prompts))
-            answers.append(reference_output(model, self.request.recipe, ids))
-        return answers
+            yield name, reference_output(model, self.request.recipe, ids)
 
     def _show(self, results: Sequence[DecodingCheck], complete: bool) -> None:
         """Print what was found, under what was checked."""
