@@ -33,7 +33,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 14,       /* of what Python hands over */
+    VERSION = 13,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_OF_NIBBLES = 4 * PANEL + PANEL * GROUP / 2, /* bytes */

@@ -41,7 +41,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 14  # of the interface; the library's must be the same
+_VERSION = 13  # of the interface; the library's must be the same
 
 LAYOUT = 3
 """Version of the layout of our own panels, with which they are stored."""
@@ -167,6 +167,8 @@ def _load(name: str = LIBRARY) -> _Native | str:
         library = ctypes.CDLL(str(path))
         if library.specbench_version() != _VERSION:
             return "the library has another version: install specbench again"
+        if not is_allowed("tiles"):
+            library.specbench_exclude_tiles()
     except (OSError, AttributeError):
         return "the library cannot be loaded"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
@@ -183,12 +185,9 @@ def _load(name: str = LIBRARY) -> _Native | str:
         parallel = None
     if parallel is None:
         return "this torch does not use GCC's OpenMP"
-    if not is_allowed("tiles"):
-        library.specbench_exclude_tiles()
     threads = (c_void_p, c_int, c_int)
     library.specbench_packed_bytes.restype = c_int64
     library.specbench_product.argtypes = (POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_int, *threads)
-    library.specbench_tiles.argtypes = (c_int, *threads)
     library.specbench_unpack.argtypes = (POINTER(CMatrix), c_int, c_int, c_void_p, *threads)
     library.specbench_pack.argtypes = (POINTER(CPacking), *threads)
     library.specbench_prompt.argtypes = (POINTER(CPrompt), *threads)
@@ -216,7 +215,8 @@ def loaded() -> _Native:
 def tiles_of(bits: int) -> str:
     """Return which passes multiply weights in 8 or 4 bits by tiles (AMX), after a trial on this machine."""
     native = loaded()
-    found = native.library.specbench_tiles(bits, native.parallel, torch.get_num_threads(), native.level)
+    threads = (c_void_p(native.parallel), torch.get_num_threads(), native.level)
+    found = native.library.specbench_tiles(bits, *threads)
     reasons = {-2: "there are none", -3: "their bits differ", -4: "they are slower"}
     return f"from {found} tokens on" if found > 0 else f"no, {reasons.get(found, 'a trial goes on')}"
 
