@@ -7,9 +7,8 @@ import math
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import platformdirs
@@ -24,7 +23,7 @@ CACHE_VARIABLE = "SPECBENCH_CACHE"
 LAYERS_FOLDER = "layers"
 SUITES_FOLDER = "suites"
 
-_KINDS = {
+KINDS = {
     "models": "prepared models: the built-in one, and GGUF files",
     LAYERS_FOLDER: "packed and quantized layers, for quicker starts",
     "texts": "what targets have written to train heads on",
@@ -91,8 +90,7 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("specbench", appauthor=False)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry of the cache.
 
     Attributes:
@@ -104,25 +102,11 @@ class Entry:
     size: int
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of entries in the cache."""
-
-    folder: str
-    meaning: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(entry.size for entry in self.entries)
-
-
-def cached() -> list[Kind]:
-    """Return the contents of the cache folder by kind; unknown kinds come last."""
+def cached() -> dict[str, list[Entry]]:
+    """Return the contents of the cache folder by kind; those of no ``KINDS`` come last."""
     folder = cache_folder()
-    others = {path.name for path in _listed(folder)} - _KINDS.keys()
-    kinds = _KINDS | dict.fromkeys(sorted(others), "of another version; this one does not read it")
-    return [Kind(name, meaning, _entries(folder / name)) for name, meaning in kinds.items()]
+    others = {path.name for path in _listed(folder)} - KINDS.keys()
+    return {name: _entries(folder / name) for name in [*KINDS, *sorted(others)]}
 
 
 def remove_cached(name: str) -> int:
@@ -133,9 +117,9 @@ def remove_cached(name: str) -> int:
     """
     entries = [
         entry
-        for kind in cached()
-        for entry in kind.entries
-        if name in (kind.folder, entry.name, entry.path.name)
+        for kind, found in cached().items()
+        for entry in found
+        if name in (kind, entry.name, entry.path.name)
     ]
     if not entries:
         raise UsageError(
@@ -157,11 +141,11 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _entries(folder: Path) -> tuple[Entry, ...]:
+def _entries(folder: Path) -> list[Entry]:
     """Return the entries of a kind; if its folder is a file, this file is the only entry."""
     paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
     sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
-    return tuple(Entry(_name(path), path, size) for path, size in sizes.items())
+    return [Entry(_name(path), path, size) for path, size in sizes.items()]
 
 
 def _name(path: Path) -> str:

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from specbench.base.cache import LAYERS_FOLDER, SUITES_FOLDER, cache_folder, cached, remove_cached
+from specbench.base.cache import KINDS, LAYERS_FOLDER, SUITES_FOLDER, cache_folder, cached, remove_cached
 from specbench.base.textsafe import terminal_safe
 
 _NAMED, _SHOWN = ("models", LAYERS_FOLDER, SUITES_FOLDER), 8
 """Kinds whose entries have names that mean something, and how many of them are listed."""
+_OTHER = "of another version; this one does not read it"
 
 
 def cache(
@@ -24,12 +25,13 @@ def cache(
     if remove:
         typer.echo(f"{_size(sum(map(remove_cached, remove))).strip()} removed.")
         return
-    kinds = [kind for kind in cached() if kind.entries]
-    lines = [f"{_size(sum(kind.size for kind in kinds))}  {cache_folder()}"]
-    for kind in kinds:
-        lines += ["", f"{_size(kind.size)}  {kind.folder}: {kind.meaning}"]
+    kinds = {kind: entries for kind, entries in cached().items() if entries}
+    totals = {kind: sum(each.size for each in entries) for kind, entries in kinds.items()}
+    lines = [f"{_size(sum(totals.values()))}  {cache_folder()}"]
+    for kind, entries in kinds.items():
+        lines += ["", f"{_size(totals[kind])}  {kind}: {KINDS.get(kind, _OTHER)}"]
         sizes = Counter[str]()
-        for each in kind.entries if kind.folder in _NAMED else ():
+        for each in entries if kind in _NAMED else ():
             sizes[each.name] += each.size
         lines += [f"  {_size(size)}  {name}" for name, size in sizes.most_common(_SHOWN)]
         if (rest := len(sizes) - _SHOWN) > 0:
