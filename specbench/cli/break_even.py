@@ -109,7 +109,7 @@ def _own(
     yield (
         engine,
         rows,
-        {row.id: Drafts(row.drafter, row.gamma) for row in rows if row.gamma is not None},
+        {row.id: (row.drafter, row.gamma, None) for row in rows if row.gamma is not None},
         True,
     )
 

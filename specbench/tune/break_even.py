@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 
@@ -42,12 +42,8 @@ _STRAIGHT = 1.05
 """By how much the time of a step may differ between two acceptances and still count as the same."""
 
 
-class Drafts(NamedTuple):
-    """What a row drafts, and how many tokens per step it pretends; ``None`` if acceptance is real."""
-
-    drafter: str
-    gamma: int
-    length: float | None = None
+Drafts: TypeAlias = tuple[str, int, float | None]
+"""Drafter and draft length of a row, and how many tokens per step it pretends; ``None`` if acceptance is real."""
 
 
 class BreakEven(Struct, frozen=True):
@@ -84,7 +80,7 @@ def pretending(
         for length in [1.0 + share * each.gamma for share in _SHARES] if each.gamma else ():
             name = f"{each.name},length={length:g}"
             found.append(replace(each, name=name, options=engine.pretending(each.options, length)))
-            drafts[name] = Drafts(each.family, each.gamma, length)
+            drafts[name] = each.family, each.gamma, length
     return found, drafts
 
 
@@ -131,7 +127,8 @@ def measure(
             continue
         report(f"measuring {row.label}", done, len(cells))
         try:
-            taken[row.id][n] = _step(engine, row, groups[row.id][n], named, decoding, drafts.get(row.id))
+            group, drafted = groups[row.id][n], drafts.get(row.id)
+            taken[row.id][n] = _step(engine, row, group, named, decoding, drafted)
         except SpecbenchError as error:
             failed[row.label] = str(error)
             if row.id not in drafts and not taken[row.id] and n == len(groups[row.id]) - 1:
@@ -187,7 +184,7 @@ def _step(
         length = tokens / sum(steps)
     elif drafts is not None:
         known = counted is not None and counted.drafts and counted.accepted is not None
-        length = 1.0 + counted.accepted / counted.drafts if known else drafts.length or math.nan
+        length = 1.0 + counted.accepted / counted.drafts if known else drafts[2] or math.nan
     return ratio(sum(each.decode_s for each in outcomes), tokens) * length, length
 
 
