@@ -669,7 +669,6 @@ REFUSED: dict[str, tuple[Callable[[Target, Path], object], str]] = {
     "both": (lambda _target, _out: replace(QUICK, minutes=3), "are both given"),
     "neither": (lambda _target, _out: replace(QUICK, tokens=None), "are both missing"),
     "no time": (lambda _target, _out: replace(QUICK, tokens=None, minutes=0.0), "0 minutes"),
-    "rate": (lambda _target, _out: replace(QUICK, learning_rate=2.0), "The learning rate is 2."),
     "vocabulary": (
         lambda target, out: training(target, out, replace(QUICK, vocab=300)),
         "300 tokens is larger",

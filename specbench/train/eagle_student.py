@@ -14,13 +14,13 @@ from specbench.models.checkpoints import text_config
 from specbench.train.students import (
     EVERY,
     FAMILY,
-    LAYER_SETTINGS,
     Metrics,
     MetricsBuilder,
     Student,
     copied_text,
     group_by_text,
     layer_config,
+    layer_settings,
     layer_weights,
     picked,
     start_from_highest,
@@ -126,14 +126,12 @@ class EagleStudent(Student):
         return metrics.build()
 
     def settings(self) -> Json:
-        layer = self.head.shape.layer.to_dict() | {"num_hidden_layers": self.head.shape.layers}
+        shape = self.head.shape
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_version": "0.3.0",
-            "transformer_layer_config": {
-                name: layer[name] for name in LAYER_SETTINGS if layer.get(name) is not None
-            },
+            "transformer_layer_config": layer_settings(shape.layer) | {"num_hidden_layers": shape.layers},
             "eagle_aux_hidden_state_layer_ids": [*self.layers],
             "norm_before_residual": False,
         }

@@ -15,7 +15,7 @@ from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import SPECULATORS
 from specbench.train.eagle_student import EagleStudent
-from specbench.train.students import LAYER_SETTINGS, layer_config, start_from_highest
+from specbench.train.students import layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,15 +42,12 @@ class MtpStudent(EagleStudent):
         return head, started_from
 
     def settings(self) -> Json:
-        layer = self.head.shape.layer.to_dict()
         return {
             "architectures": ["MTPDraftModel"],
             "speculators_model_type": "mtp",
             "speculators_version": "0.3.0",
             "num_nextn_predict_layers": 1,
-            "transformer_layer_config": {
-                name: layer[name] for name in LAYER_SETTINGS if layer.get(name) is not None
-            },
+            "transformer_layer_config": layer_settings(self.head.shape.layer),
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -62,10 +62,6 @@ class TrainingSettings:
             raise UsageError(message, "Give either --tokens or --minutes.")
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise UsageError(f"The training time is {self.minutes:g} minutes.", "Give more than 0.")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1:
-            raise UsageError(
-                f"The learning rate is {self.learning_rate:g}.", "Give one between 0 and 1, such as 0.0008."
-            )
         if self.layers is not None and self.kind in _FIXED_LAYERS:
             raise UsageError(
                 f"A head of kind {self.kind} has {_FIXED_LAYERS[self.kind]}.", "Leave --layers out."

@@ -205,11 +205,17 @@ def picked(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device)[:, None], places]
 
 
-LAYER_SETTINGS = (
+_LAYER_SETTINGS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "rope_parameters", "rope_theta", "rope_scaling", "max_position_embeddings",
     "vocab_size", "num_hidden_layers", "attention_bias", "mlp_bias",
 )  # fmt: skip
+
+
+def layer_settings(config: PreTrainedConfig) -> Json:
+    """Return what a head's ``config.json`` says of its decoder layers."""
+    known = config.to_dict()
+    return {name: known[name] for name in _LAYER_SETTINGS if known.get(name) is not None}
 
 
 def layer_config(target: PreTrainedConfig) -> LlamaConfig:
