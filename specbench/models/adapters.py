@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from msgspec import Meta
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import ADAPTER, fingerprint
+from specbench.models.checkpoints import ADAPTER, fingerprint, pickled, read_tensors
 from specbench.specs.models import ModelSpec, parse_model
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -159,23 +157,13 @@ class Adapter:
         return layer
 
     def _read(self, allow_pickle: bool) -> dict[str, Tensor]:
-        path, pickle = self.folder / _WEIGHTS, self.folder / "adapter_model.bin"
-        if not path.is_file() and pickle.is_file() and not allow_pickle:
-            raise UsageError(
-                f"The adapter {self.name} is pickled, and loading a pickle can run code that is hidden in it.",
-                "Use a safetensors copy, or --allow-pickle if you trust its source.",
-            )
-        try:
-            if path.is_file() or not pickle.is_file():
-                return load_file(path)
-            read = torch.load(pickle, map_location="cpu", weights_only=True)
-            if not isinstance(read, dict) or not all(isinstance(each, Tensor) for each in read.values()):
-                raise ValueError("it has no named tensors")
-        except FileNotFoundError as error:
-            raise UsageError(f"The adapter {self.name} has no {_WEIGHTS}.") from error
-        except Exception as error:  # what unpicklers and parsers raise
-            raise RunError(f"The weights of the adapter {self.name} are damaged: {excerpt(error)}") from error
-        return read
+        paths = [self.folder / name for name in (_WEIGHTS, "adapter_model.bin")]
+        path = next((each for each in paths if each.is_file()), None)
+        if path is None:
+            raise UsageError(f"The adapter {self.name} has no {_WEIGHTS}.")
+        if path.suffix == ".bin" and not allow_pickle:
+            raise pickled(f"The adapter {self.name} is")
+        return read_tensors(path, f"the adapter {self.name}")
 
     def _refused(self, reason: str) -> UsageError:
         return UsageError(f"The adapter {self.name} cannot be merged: {reason}.", _MERGE)

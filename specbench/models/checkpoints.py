@@ -15,6 +15,7 @@ import msgspec
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -290,11 +291,29 @@ def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle
                 )
         return shards
     if any(path.suffix in PICKLE_SUFFIXES for path in folder.iterdir()):
-        raise UsageError(
-            f"The weights of {name} are pickled, and loading a pickle can run code that is hidden in it.",
-            "Use a safetensors copy, or --allow-pickle if you trust their source.",
-        )
+        raise pickled(f"The weights of {name} are")
     raise UsageError(f"The folder {name!r} is no model: it holds no model.safetensors.")
+
+
+def pickled(what: str) -> UsageError:
+    return UsageError(
+        f"{what} pickled, and loading a pickle can run code that is hidden in it.",
+        "Use a safetensors copy, or --allow-pickle if you trust its source.",
+    )
+
+
+def read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """Read all tensors of a safetensors file or a pickle; raise ``RunError`` if it is damaged."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        read = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
+            raise ValueError("it has no named tensors")
+    except Exception as error:  # what unpicklers and parsers raise
+        why = excerpt(error).rstrip(".")
+        raise RunError(f"The weights of {name} in {path.name!r} are damaged: {why}.") from error
+    return read
 
 
 def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]:

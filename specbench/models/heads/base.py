@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import msgspec
 import torch
 from msgspec import Meta
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig
 
 from specbench.backends.torch.head_scorers import AnyHeadScorer, OfTarget
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Count
-from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import check_memory, fingerprint, text_config, weight_files
+from specbench.models.checkpoints import check_memory, fingerprint, read_tensors, text_config, weight_files
 from specbench.models.hub import HubModel
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 
@@ -306,21 +304,8 @@ def _read_all(files: HeadFiles, allow_pickle: bool) -> Tensors:
     check_memory(2 * sum(path.stat().st_size for path in paths), name=files.name)
     found: Tensors = {}
     for path in paths:
-        found |= _read(path, files.name)
+        found |= read_tensors(path, files.name)
     return found
-
-
-def _read(path: Path, name: str) -> Tensors:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        read = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(read, dict) or not all(isinstance(each, torch.Tensor) for each in read.values()):
-            raise ValueError("it has no named tensors")
-    except Exception as error:  # what unpicklers and parsers raise
-        reason = excerpt(error).rstrip(".")
-        raise RunError(f"The weights of {name} in {path.name!r} are damaged: {reason}.") from error
-    return read
 
 
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
