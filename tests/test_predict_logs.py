@@ -134,6 +134,19 @@ def test_the_token_that_ended_an_answer_is_added_where_it_was_counted():
     assert list(sampled.tokens) == IDS, "its probability is not known"
 
 
+def test_a_character_of_several_tokens_is_told_with_its_last_one():
+    split = list(TOKENIZER("🙎")["input_ids"])
+    assert len(split) > 1
+    entries = [{"token": "", "logprob": -0.5, "bytes": []}] * (len(split) - 1)
+    entries += [{"token": "🙎", "logprob": -0.5, "bytes": list("🙎".encode())}, *content()]
+    (answer,) = read({"request": ASKED, "response": chat(logprobs={"content": entries})}).answers
+    assert list(answer.tokens) == [*split, *IDS]
+    del entries[0]
+    assert read({"request": ASKED, "response": chat(logprobs={"content": entries})}).left_out == {
+        "tokenizer": [1]
+    }
+
+
 def test_several_choices_are_several_answers_and_a_limit_holds():
     record = {"request": ASKED, "response": {**chat(), "choices": chat()["choices"] * 3}}
     assert len(read(record).answers) == 3

@@ -201,9 +201,7 @@ class _Reader:
         entries = list(_entries(choice, response))
         tokens = _first_ids(choice.get("token_ids"), response.get("tokens"), request.get("token_ids"))
         if tokens is None:
-            tokens = [self._token(each) for each in entries] or self._encoded(
-                choice.get("message", choice), count
-            )
+            tokens = self._listed(entries) or self._encoded(choice.get("message", choice), count)
         if max((*prompt, *tokens), default=0) >= self._size:
             raise UnusableError("tokenizer")
         if finish in _CUT or (count is not None and len(tokens) < count - 1):
@@ -224,6 +222,20 @@ class _Reader:
             prompt, tokens, sampling, probabilities, len(tokens) if finish in ("length", "limit") else limit,
             name, str(request.get("category") or ""), took / 1000 if took else None,
         )  # fmt: skip
+
+    def _listed(self, entries: Sequence[Json]) -> list[int]:
+        """Return the tokens of entries; vLLM tells the text of a split character with its last token alone."""
+        tokens, empty = list[int](), 0
+        for entry in entries:
+            if entry.get("token") == "" and "id" not in entry:
+                empty += 1
+                continue
+            told = self._tokenizer(entry["token"], add_special_tokens=False)["input_ids"] if empty else ()
+            if len(told) != empty + bool(empty):
+                raise UnusableError("tokenizer")
+            tokens += told or [self._token(entry)]
+            empty = 0
+        return tokens
 
     def _token(self, entry: Json) -> int:
         """Return the id of a token by that, its text, or the bytes of it."""
