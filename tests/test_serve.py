@@ -26,7 +26,7 @@ import pytest
 from cli_runs import Result
 from tiny import tiny_llama, tiny_tokenizer
 
-from specbench import GenerationRun, load_drafter, speculative_generate, wrap_target
+from specbench import GenerationRun, load_drafter, loaded, speculative_generate, wrap_target
 from specbench.backends.torch.pools import CacheSize
 from specbench.bench.engines.client import speculation_counters
 from specbench.cli import signals
@@ -582,19 +582,33 @@ def test_what_cannot_be_served_is_refused(serve, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_a_signal_ends_it_and_nothing_listens_elsewhere(cli, folder, monkeypatch):
+def test_the_port_answers_while_the_model_is_loaded_and_a_signal_ends_it(cli, folder, monkeypatch):
     monkeypatch.setattr(signals, "_received", [])
+    refused, load_recipe = threading.Event(), loaded.load_recipe
+
+    def load(*given: Any) -> loaded.LoadedRecipe:
+        assert refused.wait(PATIENCE_S)
+        return load_recipe(*given)
+
+    monkeypatch.setattr(loaded, "load_recipe", load)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     seen: list[Any] = []
 
     def ask() -> None:
-        def answered() -> Any:
+        url = f"http://127.0.0.1:{port}"
+
+        def answered(status: int) -> Any:
             with suppress(httpx2.TransportError):
-                return httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "the"})
+                answer = httpx2.post(f"{url}/v1/completions", json={"prompt": "the"})
+                return answer if answer.status_code == status else None
 
         try:
-            seen.append(wait_until(answered).json()["usage"]["completion_tokens"])
+            early = [wait_until(lambda: answered(503)), httpx2.get(f"{url}/health")]
+            seen.append([(each.status_code, each.headers["retry-after"]) for each in early])
+            assert "is being loaded" in early[0].json()["error"]["message"]
+            refused.set()
+            seen.append(wait_until(lambda: answered(200)).json()["usage"]["completion_tokens"])
             sockets = psutil.Process().net_connections("inet")
             listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
             seen.extend(each.ip for each in listening if each.port == port)
@@ -610,7 +624,8 @@ def test_a_signal_ends_it_and_nothing_listens_elsewhere(cli, folder, monkeypatch
     asking.join()
     signal.signal(signal.SIGTERM, before)
     assert (done.code, done.out) == (128 + signal.SIGTERM, "")
-    assert (seen[0] <= 6, seen[1:]) == (True, ["127.0.0.1"])
+    assert (seen[0], seen[1] <= 6, seen[2:]) == ([(503, "1")] * 2, True, ["127.0.0.1"])
+    assert f"http://127.0.0.1:{port} is open" in done.err
     assert "tiny (float32, cpu), drafter lookup" in done.err
     assert done.err.endswith("specbench: interrupted.\n")
 

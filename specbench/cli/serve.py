@@ -77,13 +77,18 @@ def serve(
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
+    from specbench.serve.loading import refusing
 
     _require_extra()
-    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
-    refuse_for_many(recipe)
     with ExitStack() as stack:
         listening = stack.enter_context(_bound(server.host, server.port))
-        with starting(quiet) as progress:
+        address, port = listening.getsockname()[:2]
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        if not quiet:
+            show_notes([f"{url} is open; requests get status 503 until the model is loaded."], spaced=False)
+        with refusing(listening), starting(quiet) as progress:
+            recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
+            refuse_for_many(recipe)
             from specbench.cli.setting import facts
             from specbench.loaded import load_recipe
             from specbench.serve.engine import Engine
@@ -102,19 +107,14 @@ def serve(
             recipe = replace(recipe, policy=None)  # each request has that of its own temperature
         seed = recipe.sampling.seed if given(ctx, "seed") else None
         if not quiet:
-            address, port = listening.getsockname()[:2]
-            where = f"[{address}]" if ":" in address else address
-            notes = [
-                *setting.target.language_model.notes,
-                *facts(setting),
-            ]
+            notes = [*setting.target.language_model.notes, *facts(setting)]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
                 notes.append(f"Requests do not share forward passes: {engine.factory.why_not_batched}")
             if not ipaddress.ip_address(address).is_loopback:
                 notes.append(
                     "The server is open to everybody who reaches this machine: no keys, no encryption."
                 )
-            notes.append(f"{setting.models}, is served on http://{where}:{port}/v1 (Ctrl-C ends it).")
+            notes.append(f"{setting.models}, is served on {url}/v1 (Ctrl-C ends it).")
             show_notes(notes, spaced=False)
         Server(engine, recipe, listening, server.grace, seed).run()
 
@@ -132,7 +132,7 @@ def _require_extra() -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket: no other program gets the port, and early requests wait.
+    """Return a listening socket: no other program gets the port.
 
     Raises:
         UsageError: The address is not available.
