@@ -179,7 +179,7 @@ def terminal(tmp_path) -> Iterator[Terminal]:
 def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
     terminal.until(r"> ")
     terminal.type("the thing")
-    terminal.until(r"(?s)the thing\n.{80}")
+    terminal.until(r"(?s)the thing\n.*endless \(float32, cpu\), drafter lookup.*\n\n.{80}")
     terminal.process.signal(signal.SIGINT)
     answer = terminal.until("stopped")
     assert re.search(r"\\x[01]", answer), "a model of random bytes has written control characters"
@@ -197,6 +197,19 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
     terminal.until(r"\n> ")
     terminal.type("/exit")
     assert terminal.process.wait() == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
+def test_models_are_loaded_while_the_first_message_is_typed_and_an_error_of_that_ends_it(tmp_path):
+    terminal = Terminal("--target", str(tmp_path))
+    try:
+        terminal.until(r"> ")
+        terminal.type("half a li", end="")
+        said = terminal.until(r"specbench: [^\n]+\n")
+        assert "is no model" in said
+        assert terminal.process.wait() == 2
+    finally:
+        terminal.close()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from threading import Event, Thread, main_thread
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +16,7 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import options as opt
 from specbench.cli.policy import parse_recipe
-from specbench.cli.progress import starting
+from specbench.cli.progress import starting, without_collector
 from specbench.cli.signals import CtrlC, terminated
 from specbench.cli.watchers import TextOutput
 from specbench.options import (
@@ -25,9 +28,11 @@ from specbench.options import (
 )
 
 if TYPE_CHECKING:
+    from specbench.base.progress import Progress
     from specbench.conversation import Conversation
 
 _MOST_TOKENS = 1024
+_AGAIN_S = 0.2
 _COMMANDS = {
     "/reset": "begin a new conversation with the same system message",
     "/system TEXT": "set the system message; without TEXT remove it",
@@ -51,9 +56,10 @@ def chat(
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers
 
-    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     with ExitStack() as stack:
-        with starting(quiet) as progress:
+
+        def load(progress: Progress) -> tuple[Conversation, list[str]]:
+            recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
             from specbench.cli.setting import facts
             from specbench.conversation import Conversation
             from specbench.loaded import load_recipe
@@ -70,34 +76,94 @@ def chat(
                 seed=recipe.sampling.seed,
                 decoding=recipe.decoding,
             )
-        chatting = _Chat(conversation, quiet=quiet)
-        if not quiet:
-            notes = [
-                f"{setting.models}, {setting.policy.name}.",
-                *setting.target.language_model.notes,
-                *facts(setting),
-            ]
-            notes += ["/help lists commands; Ctrl-D ends."] if chatting.interactive else []
-            from specbench.cli.summary import show_notes
+            first = f"{setting.models}, {setting.policy.name}."
+            return conversation, [first, *setting.target.language_model.notes, *facts(setting)]
 
-            show_notes(notes, spaced=chatting.interactive)
-        chatting.run()
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        loading = _Loading(load, quiet=quiet, spaced=interactive)
+        if interactive and hasattr(signal, "pthread_kill"):
+            loading.start()
+        else:
+            loading.conversation()
+        _Chat(loading, quiet=quiet, interactive=interactive).run()
+
+
+class _Loading(Thread):
+    """A conversation whose models are loaded while the first message is typed.
+
+    If they cannot be loaded, the main thread is interrupted until it calls ``check``.
+
+    Args:
+        load: Returns the conversation and notes on it.
+        quiet: Show neither progress nor notes.
+        spaced: Print an empty line after the notes.
+    """
+
+    def __init__(
+        self, load: Callable[[Progress], tuple[Conversation, list[str]]], *, quiet: bool, spaced: bool
+    ) -> None:
+        super().__init__(daemon=True)
+        self._load, self._quiet, self._spaced = load, quiet, spaced
+        self._loaded: tuple[Conversation, list[str]] | None = None
+        self._conversation: Conversation | None = None
+        self._error: BaseException | None = None
+        self._known = Event()
+        self._shown: Progress | None = None
+
+    def run(self) -> None:
+        try:
+            with without_collector():
+                self._loaded = self._load(self)
+        except BaseException as error:
+            self._error = error
+            while not self._known.wait(_AGAIN_S):
+                signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
+
+    def update(self, stage: str, done: int, total: int | None) -> None:
+        """Show progress while somebody waits."""
+        if self._shown is not None:
+            self._shown.update(stage, done, total)
+
+    def conversation(self) -> Conversation:
+        """Return the conversation once it is loaded, after notes on it the first time."""
+        if self._conversation is None:
+            with starting(self._quiet) as self._shown:
+                if self.ident is None:
+                    self._loaded = self._load(self)
+                else:
+                    self.join()
+            self.check()
+            assert self._loaded is not None
+            self._conversation, notes = self._loaded
+            if not self._quiet:
+                from specbench.cli.summary import show_notes
+
+                show_notes(notes, spaced=self._spaced)
+        return self._conversation
+
+    def check(self) -> None:
+        """Raise the error if loading has failed."""
+        if self._error is not None:
+            with suppress(KeyboardInterrupt):  # a last one
+                self._known.set()
+                self.join()
+            raise self._error
 
 
 class _Chat:
     """A conversation as it is typed and answered.
 
-    Attributes:
+    Args:
         interactive: Whether input comes from a terminal, with a prompt for every line. Otherwise errors and Ctrl-C end
             the command.
     """
 
-    def __init__(self, conversation: Conversation, *, quiet: bool) -> None:
-        self._conversation, self._quiet = conversation, quiet
-        self.interactive = sys.stdin is not None and sys.stdin.isatty()
+    def __init__(self, loading: _Loading, *, quiet: bool, interactive: bool) -> None:
+        self._loading, self._quiet, self._interactive = loading, quiet, interactive
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="replace")
-        if self.interactive:
+        if interactive:
+            self._confirm("/help lists commands; Ctrl-D ends.")
             with suppress(ImportError):  # the line can be edited then, and earlier ones called back
                 import readline
 
@@ -118,17 +184,18 @@ class _Chat:
                 elif text:
                     self._answer(text)
             except KeyboardInterrupt:
-                if not self.interactive or terminated():
+                if not self._interactive or terminated():
                     raise
                 sys.stderr.write("\n")
+                self._loading.check()
                 _say("Ctrl-D or /exit ends the conversation.")
 
     def _read(self) -> str | None:
         """Return the next line; ``None`` at the end."""
         try:
-            if self.interactive and sys.stdout.isatty():
+            if self._interactive and sys.stdout.isatty():
                 return input("> ")
-            if self.interactive:
+            if self._interactive:
                 sys.stderr.write("> ")
                 sys.stderr.flush()
             return (sys.stdin.readline() or None) if sys.stdin is not None else None
@@ -139,10 +206,10 @@ class _Chat:
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         if name == "/reset":
-            self._conversation.clear()
+            self._loading.conversation().clear()
             self._confirm("A new conversation.")
         elif name == "/system":
-            self._conversation.system = rest.strip() or None
+            self._loading.conversation().system = rest.strip() or None
             self._confirm("System message set." if rest.strip() else "No system message.")
         elif name == "/help":
             for command, meaning in _COMMANDS.items():
@@ -152,10 +219,10 @@ class _Chat:
 
     def _answer(self, text: str) -> None:
         """Ask, print the answer, and add both to the conversation."""
-        stopped = False
+        stopped, conversation = False, self._loading.conversation()
         try:
-            run = self._conversation.ask(text)
-            with CtrlC(armed=self.interactive) as ctrl_c:
+            run = conversation.ask(text)
+            with CtrlC(armed=self._interactive) as ctrl_c:
                 shown = TextOutput(run)
                 try:
                     for record in run:
@@ -166,18 +233,18 @@ class _Chat:
                 finally:
                     shown.end(run.result())
         except SpecbenchError as error:
-            if not self.interactive:
+            if not self._interactive:
                 raise
             _say(str(error))
             return
         except KeyboardInterrupt:
-            if not self.interactive or terminated():
+            if not self._interactive or terminated():
                 raise
             _say("Interrupted: the message is dropped.")
             return
         answer = run.result()
         if said := run.answer():
-            self._conversation.add(text, said)
+            conversation.add(text, said)
         else:
             what = "it only thought" if answer.text else "the answer has no text"
             _say(f"The message is dropped: {what}.")

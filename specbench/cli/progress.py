@@ -31,16 +31,19 @@ _BAR_CELLS, _BESIDE = 16, 46  # of the bar, and of it with percentage and times
 
 @contextmanager
 def starting(quiet: bool = False) -> Iterator[StageProgress]:
-    """Show the stages of a start, from imports to loaded models, with the garbage collector off.
+    """Show the stages of a start, from imports to loaded models, with the garbage collector off."""
+    with without_collector(), StageProgress(quiet) as progress:
+        progress.update(_STARTING, 0, None)
+        yield progress
 
-    A start makes millions of objects that stay; collecting among them would take a quarter longer.
-    """
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Switch the garbage collector off: among the millions of objects of a start it would take a quarter longer."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with StageProgress(quiet) as progress:
-            progress.update(_STARTING, 0, None)
-            yield progress
+        yield
     finally:
         if collecting:
             gc.enable()
