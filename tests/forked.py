@@ -22,7 +22,6 @@ CONTEXT.set_forkserver_preload(
         "transformers",
         "transformers.models.llama.modeling_llama",
         "pandas",
-        "scipy.stats",
         "specbench.bench.engines.own",
         "specbench.check.run",
         "specbench.models.prepare",

@@ -93,6 +93,13 @@ class TestMeanInterval:
         assert stats.upper_bound(values, 0.001) == pytest.approx(4.0 + half)
         assert stats.upper_bound([1.0], 0.1) == math.inf
 
+    @pytest.mark.parametrize("n", [2, 3, 4, 11, 100, 5000])
+    @pytest.mark.parametrize("error", [0.3, 0.025, 0.0075, 1e-4, 1e-6])
+    def test_its_quantiles_are_those_of_scipy(self, n, error):
+        values = np.arange(float(n))
+        half = distributions.t.ppf(1 - error, n - 1) * distributions.sem(values)
+        assert stats.upper_bound(values, error) == pytest.approx(values.mean() + half, rel=1e-6)
+
     def test_a_bound_over_groups_in_turn_goes_by_what_is_left_within_them(self):
         values, groups = [1.0, 5.0, 1.4, 5.2, 1.2, 5.4], [*"ababab"]
         scatter = math.sqrt((2 * 0.2**2 + 2 * 0.2**2) / 4)

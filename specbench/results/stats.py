@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats as distributions
 
 from specbench.base.record import Estimate
 
@@ -147,7 +146,19 @@ def upper_bound(
 
 @lru_cache(maxsize=256)
 def _t_quantile(probability: float, freedom: int) -> float:
-    return float(distributions.t.ppf(probability, freedom))
+    """Return a quantile of Student's t, from the median on.
+
+    With t = sqrt(freedom) tan(angle), the density of the angle is a power of its cosine. Its distribution is concave,
+    so that Newton's method comes from below.
+    """
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    places, weights = np.polynomial.legendre.leggauss(64)
+    angle, step = 0.0, 1.0
+    while step > 1e-15 * angle and (density := math.cos(angle) ** (freedom - 1)):
+        area = angle / 2 * float(weights @ np.cos(angle / 2 * (places + 1)) ** (freedom - 1))
+        step = ((probability - 0.5) / scale - area) / density
+        angle += step
+    return math.sqrt(freedom) * math.tan(angle)
 
 
 def _skewed_quantile(quantile: float, skewness: Floats, n: int) -> Floats:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats as distributions
 
 from specbench.base.record import ratio
 from specbench.results.results import Results
@@ -240,6 +239,5 @@ def more_often(rows: pd.DataFrame, base: pd.DataFrame, what: str) -> bool:
     counts = [each.groupby("prompt")[what].mean() for each in (rows, base)]
     both = pd.concat(counts, axis=1, join="inner").to_numpy(dtype=np.float64)
     more, fewer = int((both[:, 0] > both[:, 1]).sum()), int((both[:, 0] < both[:, 1]).sum())
-    return (
-        more > 0 and float(distributions.binomtest(more, more + fewer, alternative="greater").pvalue) < CHANCE
-    )
+    by_chance = sum(math.comb(more + fewer, each) for each in range(more, more + fewer + 1))
+    return more > 0 and by_chance < CHANCE * 2 ** (more + fewer)
