@@ -344,11 +344,6 @@ def few_tokens() -> Any:
     return tiny_llama(vocab_size=9, layers=3, seed=1)
 
 
-def ahead_settings(vocab: int = VOCAB, **more: Any) -> dict[str, Any]:
-    """A ``config.json`` for three look-ahead embeddings."""
-    return {"model_type": "pass", "look_ahead": 3, "hidden_size": WIDTH, "vocab_size": vocab, **more}
-
-
 def write_model(folder: Path, model: Any, **settings: Any) -> Path:
     """A folder with a causal language model in it, and further settings in its ``config.json``."""
     model.config.update(settings)
@@ -379,7 +374,6 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
             parallel_tensors(vocab=9, drafted=6, layers=2),
         ),
         "eagle-1": (eagle_one_settings(9), eagle_one_tensors(vocab=9)),
-        "pass": (ahead_settings(9), {"ahead": few_tokens().get_input_embeddings().weight[:3]}),
     }
     eagle = speculators_settings((1, 2, 0), 9, draft_vocab_size=6), eagle_tensors(2, vocab=9, drafted=6)
     settings, tensors = known.get(kind, eagle)

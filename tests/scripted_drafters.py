@@ -43,7 +43,7 @@ from specbench.drafters.heads import HeadDrafter
 from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.ngram import NGramDrafter
-from specbench.drafters.parallel import LookAheadDrafter, ParallelDrafter
+from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.suffix import SuffixDrafter
@@ -167,18 +167,6 @@ def parallel() -> ParallelDrafter:
     return ParallelDrafter(scorer, "pard", [1] * DEPTH)
 
 
-def ahead_table(tokens: Sequence[int]) -> torch.Tensor:
-    """Logits of the target where the ids from ``VOCAB`` on are those of tokens to come."""
-    if tokens[-1] < VOCAB:
-        return TARGET(tokens)
-    return OTHER([token % VOCAB for token in tokens[-2:]]) + tokens[-1]
-
-
-def look_ahead(target: ScriptedScorer) -> LookAheadDrafter:
-    scorer: Any = ScriptedScorer(ahead_table, VOCAB, cache=target.cache, own_entries_only=False)
-    return LookAheadDrafter(scorer, "pass", [VOCAB])
-
-
 # -- other vocabularies ----------------------------------------------------------------------------
 
 
@@ -281,10 +269,6 @@ DRAFTERS: dict[str, Entry] = {
         "ngram:sample+org/model",
         lambda _: CascadeDrafter(NGramDrafter(NGram(sample=True)), parallel()),
         "pard",
-    ),
-    "pass": Entry("org/head", look_ahead, "pass"),
-    "lookup+pass": Entry(
-        "lookup+org/head", lambda target: CascadeDrafter(LookupDrafter(), look_ahead(target)), "pass"
     ),
     "lookup+eagle3": Entry(
         "lookup+org/head", lambda _: CascadeDrafter(LookupDrafter(), head("eagle3")), "eagle3"

@@ -39,7 +39,6 @@ HEADS = (
     "mtp",
     "mtp-3",
     "pard",
-    "pass",
 )
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
 NEW = 10

@@ -1,4 +1,4 @@
-"""Models and look-ahead embeddings that draft several tokens in one pass: PARD and PaSS."""
+"""Models that draft several tokens in one pass: PARD."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ import pytest
 import torch
 from head_files import (
     VOCAB,
-    WIDTH,
-    ahead_settings,
     few_head,
     few_tokens,
     wrapped_pard,
-    write_head,
     write_model,
 )
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench import GenerationRun, RunError, UsageError, load_drafter, wrap_target
+from specbench import GenerationRun, RunError, load_drafter, wrap_target
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.decoding.drafts import Draft, StepOutcome
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
@@ -103,19 +100,6 @@ def test_tokens_of_a_cascade_are_read_before_the_masks(tmp_path, right):
     assert drafter.scorer.cached_len == len(CONTEXT) + right
 
 
-@torch.inference_mode()
-def test_rows_of_pass_are_those_of_the_target_with_more_embeddings(tmp_path):
-    ahead = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
-    own = target()
-    drafter = load_drafter(str(write_head(tmp_path, ahead_settings(), {"ahead": ahead})), own, PLAIN)
-    own.scorer.begin()
-    draft = proposed(drafter, CONTEXT, 9)  # four at most
-    model = tiny_llama(layers=3)
-    embedded = model.get_input_embeddings()(torch.tensor([CONTEXT]))
-    assert_rows(draft, model(inputs_embeds=torch.cat((embedded, ahead[None]), dim=1)).logits[0, -4:])
-    assert own.scorer.cached_len == 0  # all of it was taken back
-
-
 # -- outputs ---------------------------------------------------------------------------------------
 
 
@@ -131,10 +115,9 @@ def accepted(found: Generation) -> int:
 
 
 @pytest.mark.parametrize("kept", CACHE_KINDS)
-@pytest.mark.parametrize("kind", ["pard", "pass"])
-def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
+def test_greedy_outputs_are_the_targets(tmp_path, kept):
     own = wrap_target(few_tokens(), cache=kept, pack=False)
-    drafter = few_head(tmp_path, kind, own)
+    drafter = few_head(tmp_path, "pard", own)
     expected = decoded(own, None).token_ids
     total = 0
     for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
@@ -144,10 +127,9 @@ def test_greedy_outputs_are_the_targets(tmp_path, kept, kind):
     assert total > 10
 
 
-@pytest.mark.parametrize("kind", ["pard", "pass"])
-def test_requests_side_by_side_give_what_they_give_alone(tmp_path, kind):
+def test_requests_side_by_side_give_what_they_give_alone(tmp_path):
     own = wrap_target(few_tokens(), pack=False)
-    drafter = few_head(tmp_path, kind, own)
+    drafter = few_head(tmp_path, "pard", own)
     runs = [
         GenerationRun(
             [*PROMPT, *[number % 9] * number * 3], own, each, policy=FixedLength(3), max_new_tokens=20
@@ -178,20 +160,13 @@ def other_model(kind: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["windows", "recurrent layers"])
-def test_drafters_and_targets_whose_caches_slide_or_recur(tmp_path, kind):
+def test_drafters_and_targets_whose_caches_slide_or_recur(kind):
     own = wrap_target(other_model(kind, 0), pack=False)
     expected = decoded(own, None).token_ids
-    drafters = [wrapped_pard(other_model(kind, 1), own)]
-    ahead = write_head(tmp_path / "pass", ahead_settings(9), {"ahead": torch.ones(3, WIDTH)})
-    if kind == "windows":
-        drafters.append(load_drafter(str(ahead), own))
-    else:
-        with pytest.raises(UsageError, match="recurrent"):
-            load_drafter(str(ahead), own)
-    for drafter in drafters:
-        for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
-            for new in (40, 12):
-                assert decoded(own, each, max_new_tokens=new).token_ids == expected[:new]
+    drafter = wrapped_pard(other_model(kind, 1), own)
+    for each in (drafter, CascadeDrafter(LookupDrafter(), drafter)):
+        for new in (40, 12):
+            assert decoded(own, each, max_new_tokens=new).token_ids == expected[:new]
 
 
 # -- files and commands ----------------------------------------------------------------------------
@@ -204,20 +179,6 @@ def test_a_model_without_a_mask_is_refused(tmp_path, token):
     assert files is not None
     assert files.kind == "pard"
     with pytest.raises(RunError, match="pard_token"):
-        load_drafter(str(folder), target(), PLAIN)
-
-
-@pytest.mark.parametrize(
-    ("settings", "shape", "says"),
-    [
-        ({}, (2, WIDTH), "The tensor ahead of the head .* is 2×32, but its config.json says 3×32"),
-        ({"hidden_size": 16}, (3, 16), "was trained for another target: for hidden states of the size 16"),
-        ({"look_ahead": 0}, (3, WIDTH), "its look_ahead is missing or has an invalid value"),
-    ],
-)
-def test_embeddings_that_are_not_the_targets_are_refused(tmp_path, settings, shape, says):
-    folder = write_head(tmp_path, ahead_settings(**settings), {"ahead": torch.ones(shape)})
-    with pytest.raises((UsageError, RunError), match=says):
         load_drafter(str(folder), target(), PLAIN)
 
 
@@ -237,10 +198,8 @@ def test_on_the_command_line(cli, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_model(tmp_path / "target", tiny_llama(layers=3))
     pard_folder(tmp_path / "pard")
-    write_head(tmp_path / "ahead", ahead_settings(), {"ahead": torch.ones(3, WIDTH)})
-    for drafter in ("pard", "ahead"):
-        found = cli(
-            "generate", "--target", tmp_path / "target", "--drafter", tmp_path / drafter, "--gamma", "3",
-            "--max-new-tokens", "8", "--compare", "the",
-        )  # fmt: skip
-        assert found.code == 0, found.err
+    found = cli(
+        "generate", "--target", tmp_path / "target", "--drafter", tmp_path / "pard", "--gamma", "3",
+        "--max-new-tokens", "8", "--compare", "the",
+    )  # fmt: skip
+    assert found.code == 0, found.err

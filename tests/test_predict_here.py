@@ -43,7 +43,6 @@ HEADS = [
     "dflash2",
     "peagle",
     "pard",
-    "pass",
 ]
 COSTS = PassCosts({1: 0.1, 2: 0.1, 9: 0.12}, dict.fromkeys(("lookup", "self:int8", "small"), 0.01))
 

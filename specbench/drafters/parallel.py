@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.decoding.protocols import ForwardRequest
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
     import torch
@@ -82,16 +82,3 @@ class ParallelDrafter(ModelDrafter):
         read = [node for node in outcome.path if node < self._first]
         length = min(len(outcome.context) - 1, self._context_len + len(read))
         self.scorer.rollback(length, read)
-
-
-class LookAheadDrafter(ParallelDrafter, SelfDrafter):
-    """Drafts in one pass of the target over look-ahead embeddings: PaSS (Monea et al. 2023, arXiv 2311.13581).
-
-    Args:
-        scorer: The target with further embeddings, sharing its cache object.
-        masks: The ids of these embeddings.
-    """
-
-    def update(self, outcome: StepOutcome) -> None:
-        """The target rolls the cache back."""
-        self._rows = None

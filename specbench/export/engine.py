@@ -31,7 +31,6 @@ HEAD_KINDS: Mapping[str, str] = {
     "medusa": "Medusa",
     "mtp": "MTP",
     "pard": "PARD",
-    "pass": "PaSS",
     "assistant": "Gemma 4 assistant",
 }
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""

@@ -27,7 +27,7 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.free import make_free
 from specbench.drafters.heads import HeadDrafter
-from specbench.drafters.model import ModelDrafter, SelfDrafter
+from specbench.drafters.model import SelfDrafter
 from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
@@ -329,7 +329,7 @@ def self_drafter(form: SelfForm, target: Target, *, progress: Progress | None = 
     return drafter
 
 
-def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> ModelDrafter:
+def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = None) -> HeadDrafter:
     """Make a drafter of a trained head, on its target's device.
 
     Args:
@@ -348,8 +348,6 @@ def wrap_head(head: TrainedHead, target: Target, options: LoadOptions | None = N
     if not options.any_target:
         hint = "Use it with its own target, or add the option any-target: --drafter HEAD:any-target."
         files.check_weights(target.language_model.identity, target.name, hint)
-    if form.drafter is not None:
-        return form.drafter(head, target)
     assert form.module is not None
     assert form.scorer is not None
     module = form.module(head, model.config, partial(_head_of, target))

@@ -1,7 +1,7 @@
 """What the formats of trained heads have in common: their registry, configurations and weights.
 
 A format is a file of this folder. Its docstring has its tensors; then come how its configuration is recognized and
-checked, and, with ``@register``, the function that makes its module, or its drafter.
+checked, and, with ``@register``, the function that makes its module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from specbench.models.training_metadata import TrainingMetadata, read_metadata
 if TYPE_CHECKING:
     from specbench.backends.torch.scorer import Scorer
     from specbench.drafters.model import ModelDrafter
-    from specbench.models.target import Target
 
 OwnHead: TypeAlias = Callable[[], torch.Tensor]
 """Returns the weight of the target's output head, [vocab, width]."""
@@ -51,8 +50,6 @@ class HeadFormat:
     scorer: Callable[[Any, OfTarget], AnyHeadScorer] | None = None  # wraps the module
     # Makes the module of a head, with its weights, for a target of some configuration.
     module: Callable[[TrainedHead, PreTrainedConfig, OwnHead], nn.Module] | None = None
-    # In place of module and scorer: makes the drafter of a head.
-    drafter: Callable[[TrainedHead, Target], ModelDrafter] | None = None
     # For heads that are whole models, loaded as any other: makes the drafter of such a model with a name.
     model_drafter: Callable[[HeadFiles, Scorer, str], ModelDrafter] | None = None
     # What `model_type` or `architectures` contain, in lower case; of several formats' the longest counts.
