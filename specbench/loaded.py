@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from specbench.base.large_files import forget_ahead
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
@@ -123,6 +124,7 @@ def load_recipe(
     Sampling(**recipe.sampling.transforms)  # refuses what is none
     recipe.check()
     target, (drafter,) = load_models(recipe, [recipe.drafter], progress, before_packing=before_packing)
+    forget_ahead()
     loaded = LoadedRecipe.of(recipe, target, drafter)
     weights = {target.name: target.language_model.fingerprint, drafter.name: drafter.weights}
     pairs = zip(weights, weights.values(), recipe.measured_with, strict=False)

@@ -17,7 +17,7 @@ from tiny import save_tiny
 
 from specbench.backends.torch.kernels import linear, native
 from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
-from specbench.base import cache
+from specbench.base import cache, large_files
 from specbench.base.cache import cache_folder, cached, remove_cached
 from specbench.base.errors import RunError
 from specbench.models import kept_layers as module
@@ -119,7 +119,7 @@ def test_packed_layers_are_kept_if_they_are_large(folder, monkeypatch, mapped):
         return shorten(weight)
 
     monkeypatch.setattr(native.Panels, "shorten_bfloat16", counted)
-    monkeypatch.setattr(module, "lie_in_large_pages", lambda _: mapped)
+    monkeypatch.setattr(large_files, "_lies_in_large_pages", lambda _: mapped)
     bfloat16 = LoadOptions(dtype="bfloat16", device="cpu")
     first = int8_logits(folder, bfloat16)
     assert entries() == [], "packed as soon as read"

@@ -8,15 +8,19 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import platformdirs
 from msgspec import Meta
 
 from specbench.base.errors import UsageError
-from specbench.base.files import crc32, file_errors, sha256, sync, write_text
+from specbench.base.files import file_errors, sha256, sync, write_text
+from specbench.base.large_files import contents, crc32
 from specbench.base.record import Record
+
+if TYPE_CHECKING:
+    from specbench.base.large_files import Content
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
@@ -38,9 +42,6 @@ class _File(Record):
     size: int
     sha256: str | None = None
     crc32: str | None = None
-
-    def matches(self, path: Path) -> bool:
-        return self.sha256 == sha256(path) if self.crc32 is None else self.crc32 == crc32(path)
 
 
 class _Manifest(Record):
@@ -69,18 +70,34 @@ def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
     files larger than ``limit`` bytes are not hashed.
     """
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
-        there = {path.name: path for path in folder.iterdir() if path.name != MANIFEST}
-        if manifest.format != version or there.keys() != manifest.files.keys() or folder.is_symlink():
-            return False
-        for name, known in manifest.files.items():
-            if there[name].is_symlink() or there[name].stat().st_size != known.size:
-                return False
-        hashed = [name for name, known in manifest.files.items() if known.size <= limit]
+        files = _files_of(folder, version)
+        hashed = [path for path, known in files.items() if known.size <= limit]
         with ThreadPoolExecutor(_HASHERS) as hashers:
-            return all(hashers.map(lambda name: manifest.files[name].matches(there[name]), hashed))
+            return all(hashers.map(lambda path: sha256(path) == files[path].sha256, hashed))
     except (OSError, ValueError, RecursionError):
         return False
+
+
+def intact_content(folder: Path, version: int) -> Content | None:
+    """Return the content of the only file of a derived folder; ``None`` if it is not that of the manifest."""
+    try:
+        ((path, known),) = _files_of(folder, version).items()
+        content, found = contents(path)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if found == known.crc32 else None
+
+
+def _files_of(folder: Path, version: int) -> dict[Path, _File]:
+    """Return the files of a folder; raise ``ValueError`` if they have other names or sizes than in its manifest."""
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
+    there = {path.name for path in folder.iterdir() if path.name != MANIFEST}
+    if manifest.format != version or there != manifest.files.keys() or folder.is_symlink():
+        raise ValueError("other files")
+    files = {folder / name: known for name, known in manifest.files.items()}
+    if any(path.is_symlink() or path.stat().st_size != known.size for path, known in files.items()):
+        raise ValueError("files of other sizes")
+    return files
 
 
 def cache_folder() -> Path:
@@ -106,7 +123,7 @@ def cached() -> dict[str, list[Entry]]:
     """Return the contents of the cache folder by kind; those of no ``KINDS`` come last."""
     folder = cache_folder()
     others = {path.name for path in _listed(folder)} - KINDS.keys()
-    return {name: _entries(folder / name) for name in [*KINDS, *sorted(others)]}
+    return {name: entries_in(folder / name) for name in [*KINDS, *sorted(others)]}
 
 
 def remove_cached(name: str) -> int:
@@ -141,7 +158,7 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _entries(folder: Path) -> list[Entry]:
+def entries_in(folder: Path) -> list[Entry]:
     """Return the entries of a kind; if its folder is a file, this file is the only entry."""
     paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
     sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}

@@ -55,11 +55,13 @@ def chat(
 ) -> None:
     """Chat with a model. Answers go to stdout, everything else to stderr; /help lists commands."""
     from specbench.base.progress import quiet_transformers
+    from specbench.models.ahead import read_layers_ahead
 
     with ExitStack() as stack:
 
         def load(progress: Progress) -> tuple[Conversation, list[str]]:
             recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
+            read_layers_ahead(recipe)
             from specbench.cli.setting import facts
             from specbench.conversation import Conversation
             from specbench.loaded import load_recipe

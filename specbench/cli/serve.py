@@ -77,6 +77,7 @@ def serve(
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
+    from specbench.models.ahead import read_layers_ahead
     from specbench.serve.loading import refusing
 
     _require_extra()
@@ -89,6 +90,7 @@ def serve(
         with refusing(listening), starting(quiet) as progress:
             recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
             refuse_for_many(recipe)
+            read_layers_ahead(recipe)
             from specbench.cli.setting import facts
             from specbench.loaded import load_recipe
             from specbench.serve.engine import Engine

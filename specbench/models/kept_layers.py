@@ -5,7 +5,7 @@ only). A model has one entry for each kind, layout, dtype and trimmed head. An e
 checkpoint's files (names, sizes, times and headers), this processor and these versions. All of its files are checked
 against their checksums before any is used. A damaged or outdated entry is replaced.
 
-Where the system keeps files in large pages, weights are used in the file's own pages; elsewhere they are copied.
+Weights are used where the file is read to, or in its own pages (``large_files``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
-from safetensors.torch import load_file
 
 from specbench._version import __version__
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.huge_pages import lie_in_large_pages
 from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
 from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
 from specbench.base.cache import (
@@ -37,14 +35,16 @@ from specbench.base.cache import (
     MANIFEST,
     cache_folder,
     folder_size,
-    is_intact,
+    intact_content,
     write_manifest,
 )
 from specbench.base.files import sync
 from specbench.base.progress import Progress, announce
+from specbench.models.ahead import LAYERS_FILE, entry_name
 
 if TYPE_CHECKING:
     from specbench.backends.torch.kernels.surgery import KeptLayers
+    from specbench.base.large_files import Content
     from specbench.models.load import LanguageModel, WeightFiles
 
 Kind = Literal["int8", "int4", "packed"]
@@ -62,7 +62,6 @@ _FORMAT = 5
 """Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files; 4: a file for each
 layer."""
 
-_FILE = "layers.safetensors"
 _PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
 _DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
 _DATA_AT = 1 << 21  # bytes before the first tensor: a huge page
@@ -99,10 +98,11 @@ def kept_layers(
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
     announce(progress, f"reading the {kind} layers of {model.name}")
-    if is_intact(entry, _FORMAT):
+    content = intact_content(entry, _FORMAT)
+    if content is not None:
         with suppress(OSError):
             os.utime(entry / MANIFEST)  # used just now
-        yield _Found(entry, partial(_note, model, kind, "are of no use here"))
+        yield _Found(entry, content, partial(_note, model, kind, "are of no use here"))
         return
     if entry.exists() or others:
         other = "are from other model files or another version of specbench"
@@ -123,8 +123,7 @@ def kept_layers(
             if progress is not None:
                 progress.update(making + " (the result is kept)" * kept, layer, model.layers)
 
-        name = f"{model.name}, {kind}" if kind == "packed" else f"{model.name} in {kind}"
-        made = _Made(work, parent, name, report)
+        made = _Made(work, parent, entry_name(model.name, kind), report)
         yield made
         made.finish(entry)
         _evict(parent, entry)
@@ -161,10 +160,15 @@ def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
 class _Found:
     """An existing, intact entry; ``note`` is called once if it is of no use."""
 
-    def __init__(self, entry: Path, note: Callable[[], None]) -> None:
+    def __init__(self, entry: Path, content: Content, note: Callable[[], None]) -> None:
         self._entry, self._note = entry, note
-        self._tensors = load_file(entry / _FILE)  # maps the file
-        self._copies = not lie_in_large_pages(self._tensors.values())
+        begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        header, data = json.loads(content[8:begin].tobytes()), torch.from_numpy(content[begin:])
+        dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+        self._tensors = {
+            name: data[slice(*facts["data_offsets"])].view(dtypes[facts["dtype"]]).view(facts["shape"])
+            for name, facts in header.items()
+        }
 
     def find(self, place: str) -> QuantizedWeight | None:
         parts = {part: self._tensors.get(f"{place} {part}") for part in _PARTS}
@@ -174,8 +178,6 @@ class _Found:
         try:
             if "panels" not in tensors:
                 return Int8Weight(tensors["quantized"], tensors["scales"])
-            if self._copies:
-                tensors = {part: tensor.clone() for part, tensor in tensors.items()}
             return native.Panels.from_stored(tensors)
         except (KeyError, ValueError):
             self.discard()
@@ -221,7 +223,7 @@ class _Made:
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError("no space")
-            with (self.work / _FILE).open("ab") as file:
+            with (self.work / LAYERS_FILE).open("ab") as file:
                 if not self._header:
                     file.write(b" " * _DATA_AT)
                 for name, tensor in tensors.items():
@@ -243,7 +245,7 @@ class _Made:
         if self.failed or not self._header or len(header) > _DATA_AT - 8:
             return
         with suppress(OSError):  # such as another process that was quicker
-            with (self.work / _FILE).open("r+b") as file:
+            with (self.work / LAYERS_FILE).open("r+b") as file:
                 file.write((_DATA_AT - 8).to_bytes(8, "little") + header)
             write_manifest(self.work, _FORMAT, {"name": self.name}, derived=True)
             self.work.rename(entry)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 _PROCESS = Path("/proc/self")
@@ -54,30 +53,6 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
         for begin, length in freed:
             before.difference_update(range(begin // size * size, begin + length, size))
         _collapse([block for block in _full_blocks(size) if block not in before], size)
-
-
-_LARGE = 1 << 17
-"""Bytes that each page fault maps on average, from which on pages are large: small ones are mapped by 64 KiB, and with
-half of a file in huge pages products are as fast as with all of it.
-"""
-
-
-def lie_in_large_pages(tensors: Iterable[Tensor]) -> bool:
-    """Return whether contents of a file, just mapped and not read yet, lie in large pages.
-
-    The number of page faults that it takes to touch them all tells.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    import resource
-
-    size, before = 0, resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    for tensor in tensors:
-        content = tensor.numpy().reshape(-1).view(np.uint8)
-        content[:: mmap.PAGESIZE].sum()
-        size += len(content)
-    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    return faults * _LARGE <= size
 
 
 def give_back_free_memory() -> None:
