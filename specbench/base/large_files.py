@@ -45,12 +45,6 @@ def _read_all(coming: Iterable[tuple[Path, Future[tuple[Content, str]]]]) -> Non
                 future.set_exception(error)
 
 
-def bytes_ahead() -> int:
-    """Return how much memory is taken by what has been read ahead, and nobody has asked for yet."""
-    done = [each for each in _ahead.values() if each.done() and each.exception() is None]
-    return sum(each.result()[0].nbytes for each in done)
-
-
 def forget_ahead() -> None:
     """Free what has been read ahead for nobody."""
     for each in _ahead.values():
@@ -73,7 +67,9 @@ def crc32(path: Path) -> str:
     """
     content = _mapped(path)
     with ThreadPoolExecutor(_READERS) as readers:
-        return "-".join(readers.map(lambda part: f"{zlib.crc32(content[part]):08x}", _parts(len(content))))
+        return "-".join(
+            readers.map(lambda part: f"{zlib.crc32(content[part].data):08x}", _parts(len(content)))
+        )
 
 
 def _parts(size: int) -> Iterator[slice]:
@@ -102,8 +98,8 @@ def _read(path: Path, each: Callable[..., Iterable[str]]) -> tuple[Content, str]
         if not maps:
             with path.open("rb", buffering=0) as file:
                 file.seek(part.start)
-                file.readinto(content[part])
-        return f"{zlib.crc32(content[part]):08x}"
+                file.readinto(content[part].data)
+        return f"{zlib.crc32(content[part].data):08x}"
 
     return content, "-".join(each(read, _parts(size)))
 

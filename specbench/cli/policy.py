@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
 from specbench.cli.options import DEFAULT_DRAFTER
+from specbench.cli.progress import without_collector
 from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import CHECKPOINT_MTP, parse_model
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from specbench.specs.policies import PolicySpec
 
 
+@without_collector()  # torch may be imported
 def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) -> Recipe:
     """Return the recipe that a command line requests, with these groups of its options.
 

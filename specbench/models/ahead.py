@@ -39,5 +39,5 @@ def read_layers_ahead(recipe: Recipe) -> None:
         named = [each for each in entries_in(cache_folder() / LAYERS_FOLDER) if each.name in names]
         named.sort(key=lambda each: (each.path / MANIFEST).stat().st_mtime)
         last = {each.name: each for each in named}.values()
-        if sum(each.size for each in last) <= psutil.virtual_memory().available // 2:
+        if sum(each.size for each in last) <= psutil.virtual_memory().available // 4:
             read_ahead([each.path / LAYERS_FILE for each in last])

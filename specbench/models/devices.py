@@ -10,7 +10,6 @@ import psutil
 import torch
 
 from specbench.base.errors import UsageError
-from specbench.base.large_files import bytes_ahead
 from specbench.options import DEVICE_MAPS, DtypeName, LoadOptions
 
 DTYPES = get_args(DtypeName)
@@ -61,13 +60,13 @@ def available_memory(device: torch.device | None = None) -> int:
     """Return the bytes free on a device (``None`` for the CPU), without swapping and within the container's limit."""
     if device is not None and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = int(psutil.virtual_memory().available) + bytes_ahead()
+    available = int(psutil.virtual_memory().available)
     try:  # a container's limit: the kernel kills without a word at this one
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(statistics["inactive_file"]) + bytes_ahead())
+        available = min(available, limit - used + int(statistics["inactive_file"]))
     except (OSError, ValueError, KeyError):  # no such limit ("max"), or not this kind of system
         pass
     return max(available, 0)

@@ -55,9 +55,6 @@ MOST_BYTES = 8 << 30
 _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
-_WORTH_PACKING = 1 << 29
-"""The same of packed ones: fewer are packed as soon as read."""
-
 _FORMAT = 5
 """Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files; 4: a file for each
 layer."""
@@ -98,11 +95,11 @@ def kept_layers(
     entry = parent / f"{place}-{content}"
     others = [path for path in parent.glob(f"{place}-*") if path != entry]
     announce(progress, f"reading the {kind} layers of {model.name}")
-    content = intact_content(entry, _FORMAT)
-    if content is not None:
+    found = intact_content(entry, _FORMAT)
+    if found is not None:
         with suppress(OSError):
             os.utime(entry / MANIFEST)  # used just now
-        yield _Found(entry, content, partial(_note, model, kind, "are of no use here"))
+        yield _Found(entry, found, partial(_note, model, kind, "are of no use here"))
         return
     if entry.exists() or others:
         other = "are from other model files or another version of specbench"
@@ -137,7 +134,7 @@ def _note(model: LanguageModel, kind: Kind, reason: str) -> None:
 
 def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
     """Return whether packing takes longer than reading what was packed, and leaves room for other entries."""
-    fits = _WORTH_PACKING <= numbers <= MOST_BYTES // 3  # at 12 bits each, half of the budget
+    fits = numbers <= MOST_BYTES // 3  # at 12 bits each, half of the budget
     return fits and model.dtype == "bfloat16" and native.loaded().level > 1
 
 
