@@ -307,6 +307,16 @@ def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
 # -- the folder -------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
+)
+def test_what_a_trial_refuses_is_named(cli, monkeypatch):
+    assert ": yes, bfloat16 in 12 bits" in cli("cache").out
+    monkeypatch.setattr(linear, "_takes_12_bits", lambda *_: False)
+    assert "bfloat16 in 16 bits: for 12 oneDNN" in cli("cache").out
+    assert "bfloat16 in 16 bits: for 12 oneDNN" in cli("--version", "--verbose").out
+
+
 def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     """All bytes below the cache folder are of an entry, what this version does not write too."""
     load_target(str(folder), INT8)

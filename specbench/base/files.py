@@ -25,7 +25,6 @@ SMALL_FILE = 16 << 20
 """Bytes up to which a model's file has its hash checked on every load."""
 
 
-
 def require_writable(folder: Path) -> None:
     """Raise ``OSError`` if a folder is not writable; called before long work begins."""
     with tempfile.TemporaryFile(dir=folder):
@@ -113,8 +112,6 @@ def sha256(path: Path) -> str:
     """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 
 
 # -- errors ----------------------------------------------------------------------------------------

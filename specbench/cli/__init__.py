@@ -104,18 +104,10 @@ def _show_version(verbose: bool) -> None:
     typer.echo(f"specbench {__version__}")
     if not verbose:
         return
-    from specbench.backends.torch.kernels.linear import shortens_bfloat16
-    from specbench.backends.torch.kernels.native import tiles_of, why_unavailable
+    from specbench.backends.torch.kernels.linear import native_passes
     from specbench.bench.environment import describe_environment
 
-    unavailable = why_unavailable()
-    rows = {
-        **to_dict(describe_environment()),
-        "native passes": f"no, {unavailable}"
-        if unavailable
-        else f"yes, bfloat16 in {12 if shortens_bfloat16() else 16} bits",
-        "tiles": "no" if unavailable else f"int8 {tiles_of(8)}; int4 {tiles_of(4)}",
-    }
+    rows = {**to_dict(describe_environment()), **native_passes()}
     del rows["specbench"]
     for name, value in rows.items():
         text = (

@@ -43,6 +43,11 @@ def cache(
         ]
     for line in lines:
         typer.echo(terminal_safe(line))
+    from specbench.backends.torch.kernels.linear import native_passes
+
+    typer.echo("\nLayers are packed for this machine:")
+    for name, found in native_passes().items():
+        typer.echo(f"  {name}: {found}")
 
 
 def _size(number: int) -> str:

@@ -146,9 +146,20 @@ def _slice_of(outputs: int, inputs: int) -> PackedLayout | None:
     return known[outputs, inputs]
 
 
-def shortens_bfloat16() -> bool:
-    """Return whether weights in bfloat16 are packed in 12 bits here."""
-    return native.is_available() and native.loaded().level > 1 and _takes_12_bits((512, 512), ())
+def native_passes() -> dict[str, str]:
+    """Return whether passes are native here and use tiles, with what trials on this machine refuse."""
+    if (reason := native.why_unavailable()) is not None:
+        return {"native passes": f"no, {reason}", "tiles": "no"}
+    found = native.loaded()
+    if found.level < 2:
+        bits = "16 bits: 12 need AVX-512 VNNI"
+    elif _takes_12_bits((512, 512), ()):
+        bits = "12 bits"
+    else:
+        bits = "16 bits: for 12 oneDNN lays out weights in another way here"
+    slow = "; without bfloat16 instructions, which are slow here" if found.level < found.highest else ""
+    tiles = f"int8 {native.tiles_of(8)}; int4 {native.tiles_of(4)}"
+    return {"native passes": f"yes, bfloat16 in {bits}{slow}", "tiles": tiles}
 
 
 def _slice_rows(outputs: int, inputs: int) -> int:
