@@ -183,7 +183,7 @@ def run_one(
         run = describe_run(sweep, target, {})
         store = RunStore.create(folder, run)
     with store:
-        measuring = SweepRun(sweep, store, WithoutCosts(engine), retry_failed=True)
+        measuring = SweepRun(sweep, store, WithoutCosts(engine))
         for _ in measuring.cells():
             if time.monotonic() > until:
                 raise TimeUpError

@@ -185,7 +185,7 @@ def measure(
             "limit": None,
         }
         with open_run(folder, describe_run(sweep, target, sources), "Give another --out.") as store:
-            run_sweep(sweep, store, launched, retry_failed=True)
+            run_sweep(sweep, store, launched)
         for name, start in launched.starts.items():
             starts[name] = {"seconds": round(start.seconds, 1), "memory_gb": round(start.memory / 1e9, 2)}
     finally:
