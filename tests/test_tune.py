@@ -46,7 +46,7 @@ from specbench.tune.answer import (
     find_answer,
     full_text,
     short_text,
-    stored_answer,
+    tried,
 )
 from specbench.tune.candidates import (
     GAMMAS,
@@ -221,10 +221,9 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     assert df.generations.groupby("config")["prompt"].nunique()["d@auto"] == found.race.blocks
     plainly = [prompt for config, prompt, tokens in engine.calls if config == "plain" and tokens == 17]
     assert len(plainly) == 8, "the outputs that predict are not measured again in the race"
-    answer = find_answer(found, sweep.configs, df)
-    assert answer.winner is not None
-    assert answer.winner.id == "d@auto"
-    assert answer.speedup.value == pytest.approx(2.0, rel=0.02)
+    answer = find_answer(found, df)
+    assert answer.choice == "d@auto"
+    assert answer.measured["d@auto"].speedup.value == pytest.approx(2.0, rel=0.02)
     assert answer.headline.startswith("d auto: 2.0")
 
 
@@ -340,7 +339,7 @@ def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(
 def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[Any, Search]:
     clock, sweep = FakeClock(), grid("d", "e")
     found = search(folder, TimedEngine(speeds, clock), sweep, clock, **options)
-    return find_answer(found, sweep.configs, load_results(folder)), found
+    return find_answer(found, load_results(folder)), found
 
 
 def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:
@@ -362,10 +361,10 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:
 
 
 def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
-    found, sweep = undecided(tmp_path, FakeClock())
+    found, _ = undecided(tmp_path, FakeClock())
     race = found.race
     race.open = [name for name in race.names if name != race.leader]  # as if all kept it open
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
+    answer = find_answer(found, load_results(tmp_path))
     (maybe,) = (each for each in answer.details if each.startswith("Possibly more than 5% faster"))
     bounds = [float(each) for each in re.findall(r"at most ([\d.]+) ?×", maybe)]
     assert len(bounds) == len(race.rivals) > 0
@@ -373,10 +372,10 @@ def test_nobody_counts_as_maybe_faster_whose_bound_says_otherwise(tmp_path):
 
 
 def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
-    found, sweep = undecided(tmp_path, FakeClock())
+    found, _ = undecided(tmp_path, FakeClock())
     assert found.race.verdict == "open"
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
-    assert (answer.winner.id, answer.provisional) == (found.race.leader, True)
+    answer = find_answer(found, load_results(tmp_path))
+    assert (answer.choice, answer.provisional) == (found.race.leader, True)
     assert "the best so far" in answer.headline
     assert any("--resume --overwrite" in each for each in answer.details)
     config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
@@ -398,15 +397,15 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     found = search(tmp_path, Slowing(FAST, clock), sweep, clock)
     assert (found.race.ending, found.race.blocks) == ("time", 0)
     df = load_results(tmp_path)
-    answer = find_answer(found, sweep.configs, df)
+    answer = find_answer(found, df)
     assert answer.provisional
-    assert answer.winner.id == found.race.names[1]
+    assert answer.choice == found.race.names[1]
     assert "provisional" in answer.headline
     json.dumps(as_json(answer, found), allow_nan=False)
-    assert stored_answer(answer, found).measured == {}
+    assert answer.measured == {}
     found.predicted = dict.fromkeys(found.predicted, 0.9)
-    plainly = find_answer(found, sweep.configs, df)
-    assert (plainly.winner.kind, plainly.provisional) == ("plain", True)
+    plainly = find_answer(found, df)
+    assert (plainly.choice, plainly.provisional) == ("plain", True)
 
 
 def test_one_answer_is_stored_and_everything_says_it(tmp_path):
@@ -415,38 +414,37 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     folder = tmp_path / "run"
     found = search(folder, Disturbed(FAST, clock), sweep, clock)
     raw = summarize(load_results(folder)).frame.set_index("config")
-    answer = find_answer(found, sweep.configs, load_results(folder))
+    answer = find_answer(found, load_results(folder))
     with RunStore.open(folder) as store:
         assert store.run.tuning is not None
-        tuning = structs.replace(store.run.tuning, answer=stored_answer(answer, found))
-        store.update(tuning=tuning, finished=None)
+        store.update(tuning=structs.replace(store.run.tuning, answer=answer), finished=None)
     df = load_results(folder)
     summary = summarize(df)
     rows = summary.frame.set_index("config")
     assert abs(raw.loc["d@auto", "speedup"] - rows.loc["d@auto", "speedup"]) > 0.1
-    for each in answer.tried:
+    for each in tried(found):
         if each.speedup is not None:
             assert summary.row(each.config).speedup == each.speedup
     assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
     assert rows["pooled_speedup"].isna().all()
     categories = to_frame(categorize(df), SummaryRow).set_index(["category", "config"])
-    assert categories.loc[("chat", "d@auto"), "speedup"] == answer.categories["chat"].value
+    assert categories.loc[("chat", "d@auto"), "speedup"] == answer.measured["d@auto"].categories["chat"].value
     (said,) = find_answers(df, summary, categorize(df))
     assert (said.headline, said.verdict) == (answer.headline, "faster")
     assert list(said.details[: len(answer.details)]) == list(answer.details)
     assert "--draft-policy auto" in said.command
     best = RunSettings(df).all()[0]
-    assert best.measured.speedup.value == answer.speedup.value
+    assert best.measured.speedup.value == answer.measured["d@auto"].speedup.value
 
 
 def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
     clock = FakeClock()
     found, sweep = undecided(tmp_path, clock)
-    answer = find_answer(found, sweep.configs, load_results(tmp_path))
+    answer = find_answer(found, load_results(tmp_path))
     with RunStore.open(tmp_path) as store:
         assert store.run.tuning is not None
-        store.update(tuning=structs.replace(store.run.tuning, answer=stored_answer(answer, found)))
+        store.update(tuning=structs.replace(store.run.tuning, answer=answer))
     broken = TimedEngine({}, clock, fails=lambda *_: RuntimeError("power"))
     broken.generate = lambda *_, **__: (_ for _ in ()).throw(SystemExit)  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
@@ -459,9 +457,9 @@ def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
 def test_the_answer_as_text_markdown_and_json(tmp_path):
     answer, found = answered(tmp_path, FAST)
     exported = exports(load_results(tmp_path), Path("run"))
-    for words in (full_text, short_text):
-        assert answer.headline in words(answer, "specbench generate", exported)
-    assert "| d auto |" in to_markdown(*answer_parts(answer))
+    assert answer.headline in full_text(answer, found, "specbench generate", exported)
+    assert answer.headline in short_text(answer, "specbench generate", exported)
+    assert "| d auto |" in to_markdown(*answer_parts(answer, found))
     assert {each["config"] for each in exports_json(exported)} == {"d@auto"}
     assert "vllm" in exports_text(exported)
     facts = json.loads(json.dumps(as_json(answer, found), allow_nan=False))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specbench.bench.engines.launched import LaunchedEngine
     from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, TemplateOptions
-    from specbench.tune.answer import TuneAnswer
+    from specbench.results.run import TuningAnswer
     from specbench.tune.engine_search import EngineSearch
 
 _REPEATS = 2
@@ -117,14 +117,16 @@ class _EngineJob(TuneJob):
         alone = [config for config in sweep.configs if config.condition.batch is None]
         self.settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
 
-    def show(self, answer: TuneAnswer, search: EngineSearch, starts: str, asked: TuneResultsOptions) -> None:
+    def show(
+        self, answer: TuningAnswer, search: EngineSearch, starts: str, asked: TuneResultsOptions
+    ) -> None:
         """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
         from specbench.show.document import to_text
         from specbench.tune.answer import answer_parts, as_json
         from specbench.tune.engine_answer import batch_lines, start_command
 
         planned, raced = self._planned, search.schedule
-        chosen, batches = self.settings[answer.winner.id], search.batches
+        chosen, batches = self.settings[answer.choice], search.batches
         if raced is not None and raced.instead is not None:
             chosen, batches = raced.instead, {}
         command, needs = start_command(
@@ -137,7 +139,7 @@ class _EngineJob(TuneJob):
         )
         said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
         lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
-        self.write_answer(answer, *lines)
+        self.write_answer(answer, search, *lines)
         if asked.json_output:
             write_json(
                 {
@@ -158,7 +160,7 @@ class _EngineJob(TuneJob):
             )
         else:
             first = (
-                to_text(*answer_parts(answer))
+                to_text(*answer_parts(answer, search))
                 if asked.verbose
                 else "\n".join([answer.headline, *answer.details[:1], ""])
             )

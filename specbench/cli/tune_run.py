@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
     from specbench.predict.here import Report
     from specbench.results.results import Results
-    from specbench.tune.answer import TuneAnswer
+    from specbench.results.run import TuningAnswer
     from specbench.tune.race import Race
     from specbench.tune.search import StoredSearch
 
@@ -190,17 +190,17 @@ class TuneJob(RunJob):
                     f" {shlex.quote(str(self.folder))} {search.more}."
                 )
 
-    def answer(self, search: StoredSearch[Any], store: RunStore) -> TuneAnswer:
+    def answer(self, search: StoredSearch[Any], store: RunStore) -> TuningAnswer:
         """Return the answer of the search, after storing it in the run for reports and exports."""
         from specbench.results.results import load_results
-        from specbench.tune.answer import find_answer, stored_answer
+        from specbench.tune.answer import find_answer
 
-        answer = find_answer(search, self.sweep.configs, load_results(self.folder))
+        answer = find_answer(search, load_results(self.folder))
         assert store.run.tuning is not None
-        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=stored_answer(answer, search)))
+        store.update(tuning=msgspec.structs.replace(store.run.tuning, answer=answer))
         return answer
 
-    def write_answer(self, answer: TuneAnswer, *lines: str) -> Results:
+    def write_answer(self, answer: TuningAnswer, search: StoredSearch[Any], *lines: str) -> Results:
         """Write the answer, lines and the table of all rows into two files; return the results."""
         from specbench.results.results import load_results
         from specbench.results.summary import summarize
@@ -210,7 +210,8 @@ class TuneJob(RunJob):
 
         results = load_results(self.folder)
         summary = summarize(results)
-        parts = [to_markdown(*answer_parts(answer)), *lines, to_markdown(summary_sheet(summary))]
+        said = to_markdown(*answer_parts(answer, search))
+        parts = [said, *lines, to_markdown(summary_sheet(summary))]
         self.write_summary(summary, "\n\n".join(parts))
         return results
 
@@ -245,12 +246,12 @@ class _OwnTuneJob(TuneJob):
         return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
 
     def show(
-        self, answer: TuneAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None
+        self, answer: TuningAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None
     ) -> None:
         """Write and print the answer."""
         from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
 
-        results, out = self.write_answer(answer), shown.out
+        results, out = self.write_answer(answer, search), shown.out
         written = self._write_configuration(answer, out, cache)
         exported = exports(results, self.folder, self.recipes) if search.race.verdict == "faster" else None
         if shown.json_output:
@@ -262,7 +263,10 @@ class _OwnTuneJob(TuneJob):
             }
             write_json(facts)
         else:
-            text = (full_text if shown.verbose else short_text)(answer, self._command(results), exported)
+            command = self._command(results)
+            text = short_text(answer, command, exported)
+            if shown.verbose:
+                text = full_text(answer, search, command, exported)
             write_out(broken(terminal_safe(text), sys.stdout))
         provisional = " (provisional)" if answer.provisional else ""
         commands = "generate, chat, serve, sweep and check"
@@ -277,10 +281,9 @@ class _OwnTuneJob(TuneJob):
         (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
         return answer.command
 
-    def _write_configuration(self, answer: TuneAnswer, out: Path, cache: str | None) -> bool:
+    def _write_configuration(self, answer: TuningAnswer, out: Path, cache: str | None) -> bool:
         """Write the configuration file; return whether the answer can be expressed in one."""
-        recipe = answer.winner.recipe
-        assert recipe is not None
+        recipe = self.recipes[answer.choice]
         usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
         try:
             config, note = config_from_recipe(recipe, provisional=answer.provisional)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
-from specbench.base.record import NO_FIGURE, Estimate, Json
+from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.export.output import export_fastest
 from specbench.export.registry import load_engines
@@ -53,44 +53,21 @@ class Tried:
     outcome: str
 
 
-@dataclass(frozen=True)
-class TuneAnswer:
-    """The answer of a search.
-
-    Attributes:
-        details: Sentences that qualify it, the most important first.
-        winner: The configuration to use; plain decoding if speculation does not pay.
-        provisional: Whether it is not certain yet that speculation pays.
-        speedup: Speedup of the leader; ``NO_FIGURE`` if nothing was compared.
-        tried: Everything that was tried, the leader first.
-    """
-
-    headline: str
-    details: tuple[str, ...]
-    winner: Row
-    provisional: bool
-    speedup: Estimate
-    categories: Mapping[str, Estimate]
-    tried: tuple[Tried, ...]
-
-
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def find_answer(search: StoredSearch[Any], configs: Sequence[Row], results: Results) -> TuneAnswer:
-    """Return the answer of a search."""
-    race, by_id = search.race, {config.id: config for config in configs}
+def find_answer(search: StoredSearch[Any], results: Results) -> TuningAnswer:
+    """Return the answer of a search; its choice is plain decoding if speculation does not pay."""
+    race, rows = search.race, search.rows
     disturbed = disturbance(results).partition(": ")[2]
-    tried = tuple(_tried(search, by_id))
     if not race.blocks:
-        return _predicted_answer(search, by_id, disturbed, tried)
-    leader, verdict = race.leader, race.verdict
-    best = leader if leader != race.plain else _best_drafting(race)
-    speedup = NO_FIGURE if best is None else race.ratio(best, race.plain)
-    what = "" if best is None else f"{_described(by_id[best])}, {stats.ratio_text(speedup)}"
+        return _predicted_answer(search, disturbed)
+    leader, verdict, best = race.leader, race.verdict, _best_drafting(race)
+    speedup = "" if best is None else stats.ratio_text(race.ratio(best, race.plain))
+    what = "" if best is None else f"{_described(rows[best])}, {speedup}"
     all_failed = len(race.names) > 1 and best is None
     if verdict == "faster":
-        headline = f"{_described(by_id[leader])}: {stats.ratio_text(speedup)} over plain decoding"
+        headline = f"{_described(rows[leader])}: {speedup} over plain decoding"
         headline += "." if race.open or _near_leader(race) else "; nothing else is within 5%."
     elif all_failed:
         headline = "Plain decoding is the provisional choice: all drafters in the race failed."
@@ -104,27 +81,31 @@ def find_answer(search: StoredSearch[Any], configs: Sequence[Row], results: Resu
         headline = f"Plain decoding is the best so far (provisional); the best drafter is {what} of it."
     else:
         headline = f"{what} over plain decoding: the best so far (provisional), in too few blocks to be sure."
-    return TuneAnswer(
-        headline,
-        tuple(_details(search, by_id, disturbed)),
-        by_id[race.plain] if verdict in ("equal", "plain") else by_id[leader],
-        verdict == "open" or all_failed,
-        speedup,
-        {} if best is None else _category_speedups(race, best),
-        tried,
+    measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
+    return TuningAnswer(
+        headline=headline,
+        details=[*_details(search, disturbed)],
+        choice=race.plain if verdict in ("equal", "plain") else leader,
+        provisional=verdict == "open" or all_failed,
+        measured={
+            name: Tuned(
+                speedup=race.ratio(name, race.plain),
+                categories={each: race.ratio(name, race.plain, each) for each in race.categories(name)},
+                verdict=race.verdict_of(name),
+            )
+            for name in measured
+        },
     )
 
 
-def _predicted_answer(
-    search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str, tried: tuple[Tried, ...]
-) -> TuneAnswer:
+def _predicted_answer(search: StoredSearch[Any], disturbed: str) -> TuningAnswer:
     """Return the answer of a search whose time was over before the first block was complete."""
     race = search.race
     best = next(iter(race.names[1:]), race.plain)
     if search.predicted.get(best, 0.0) > 1.0:
         predicted = stats.decimals(search.predicted[best])
         headline = (
-            f"{_described(by_id[best])}: predicted {predicted}× over plain decoding (provisional);"
+            f"{_described(search.rows[best])}: predicted {predicted}× over plain decoding (provisional);"
             " the time was too short to compare anything."
         )
     else:
@@ -136,7 +117,7 @@ def _predicted_answer(
     details = [f"More time compares them: {search.more} --minutes N."]
     if disturbed:
         details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
-    return TuneAnswer(headline, tuple(details), by_id[best], True, NO_FIGURE, {}, tried)
+    return TuningAnswer(headline=headline, details=details, choice=best, provisional=True, measured={})
 
 
 def _capitalized(text: str) -> str:
@@ -144,7 +125,9 @@ def _capitalized(text: str) -> str:
 
 
 def _best_drafting(race: Race) -> str | None:
-    """Return the fastest candidate that drafts; those that are out only if there is no other."""
+    """Return the leader, or else the fastest candidate that drafts; those that are out only if there is no other."""
+    if race.leader != race.plain:
+        return race.leader
     drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     drafting = [name for name in drafting if name not in {*race.failed, *race.eliminated}] or drafting
     return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
@@ -156,7 +139,7 @@ def _near_leader(race: Race) -> list[str]:
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
-def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str) -> Iterator[str]:
+def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
     race = search.race
     if race.decided and race.leader != race.plain:
         yield "With 95% confidence no other candidate of the race is more than 5% faster than this choice."
@@ -173,21 +156,21 @@ def _details(search: StoredSearch[Any], by_id: Mapping[str, Row], disturbed: str
                 yield f"About {time} would decide it: {search.more} --minutes {minutes}."
     least = CLOSE_SHARE * search.predicted.get(race.leader, 1.0)
     untimed = [
-        f"{_described(by_id[name])} (predicted {stats.decimals(search.predicted[name])}×)"
+        f"{_described(search.rows[name])} (predicted {stats.decimals(search.predicted[name])}×)"
         for name, reason in search.left_out.items()
         if reason.startswith(NO_TIME) and search.predicted.get(name, 0.0) >= least
     ]
     if untimed:
         yield f"Not raced, for lack of time: {listed(untimed, _NAMED)}. {search.more} --minutes N races more."
-    leader = _described(by_id[race.leader])
+    leader = _described(search.rows[race.leader])
     near = [
-        f"{_described(by_id[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
+        f"{_described(search.rows[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
         for name in _near_leader(race)
     ]
     if near:
         yield f"Within 5% of {leader}: {listed(near, _NAMED)}."
     unclear = [
-        f"{_described(by_id[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
+        f"{_described(search.rows[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
         f" {_bound(race, name)}×, in {counted(race.num_blocks(name), 'block')})"
         for name in race.rivals
     ]
@@ -214,21 +197,22 @@ def _described(config: Row) -> str:
     return f"{one_line(config.drafter)} {policy}"
 
 
-def _category_speedups(race: Race, name: str) -> dict[str, Estimate]:
-    ratios = {category: race.ratio(name, race.plain, category) for category in race.categories(name)}
-    return {one_line(category): ratio for category, ratio in ratios.items() if ratio.prompts}
+def _categories(best: Tuned | None) -> dict[str, Estimate]:
+    """Return the speedups of the best candidate by category."""
+    return {one_line(name): each for name, each in best.categories.items() if each.prompts} if best else {}
 
 
-def _tried(search: StoredSearch[Any], by_id: Mapping[str, Row]) -> Iterator[Tried]:
-    race = search.race
+def tried(search: StoredSearch[Any]) -> Iterator[Tried]:
+    """Yield everything that was tried, the leader first."""
+    race, rows = search.race, search.rows
     failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
         blocks = race.num_blocks(name)
         speedup = race.ratio(name, race.plain) if blocks and name != race.plain else None
-        label = one_line(by_id[name].label)
+        label = one_line(rows[name].label)
         yield Tried(name, label, search.predicted.get(name), blocks, speedup, _outcome(race, name))
     for name, reason in search.left_out.items():
-        label = one_line(by_id[name].label)
+        label = one_line(rows[name].label)
         yield Tried(name, label, search.predicted.get(name), None, None, one_line(reason))
 
 
@@ -262,48 +246,48 @@ _BOUNDS = (
 )
 
 
-def _table(answer: TuneAnswer) -> Sheet:
+def _table(search: StoredSearch[Any]) -> Sheet:
     """Return the table of the raced configurations."""
     rows = [
         [each.label, str(each.blocks), _speedup_cell(each), each.outcome]
-        for each in answer.tried
+        for each in tried(search)
         if each.blocks is not None
     ]
     return Sheet(list(_HEADINGS), rows, left=frozenset(range(len(_HEADINGS))))
 
 
-def _speedup_cell(tried: Tried) -> str:
-    if tried.speedup is None:
-        return "1" if tried.blocks else "–"
-    return stats.ratio_text(tried.speedup, "")
+def _speedup_cell(each: Tried) -> str:
+    if each.speedup is None:
+        return "1" if each.blocks else "–"
+    return stats.ratio_text(each.speedup, "")
 
 
-def _not_raced(answer: TuneAnswer) -> Iterator[str]:
+def _not_raced(search: StoredSearch[Any]) -> Iterator[str]:
     """Yield a sentence for each reason why configurations were not raced."""
     reasons: dict[str, list[str]] = {}
-    for each in answer.tried:
-        if each.blocks is None:
-            reasons.setdefault(each.outcome, []).append(each.label)
+    for name, reason in search.left_out.items():
+        reasons.setdefault(one_line(reason), []).append(one_line(search.rows[name].label))
     for reason, labels in reasons.items():
         yield f"Not raced: {listed(labels, 1)} ({reason.rstrip('.')})."
 
 
-def answer_parts(answer: TuneAnswer) -> list[Part]:
+def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
+    best = answer.measured.get(_best_drafting(search.race) or "")
     categories = [
         f"{name}: {stats.ratio_text(ratio)}, {counted(ratio.prompts, 'prompt')}"
-        for name, ratio in sorted(answer.categories.items(), key=lambda each: -each[1].value)
+        for name, ratio in sorted(_categories(best).items(), key=lambda each: -each[1].value)
     ]
     return [
         Paragraph(answer.headline, "bold"),
         *map(Paragraph, answer.details),
         Items(categories, "By category:"),
-        _table(answer),
-        *map(Paragraph, [_BOUNDS, *_not_raced(answer)]),
+        _table(search),
+        *map(Paragraph, [_BOUNDS, *_not_raced(search)]),
     ]
 
 
-def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | None) -> str:
+def short_text(answer: TuningAnswer, command: str, exported: Sequence[Exported] | None) -> str:
     """Return the answer in at most four lines: headline, most important detail, how to decode, how to deploy.
 
     Args:
@@ -326,47 +310,24 @@ def short_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | 
     return "".join(f"{line}\n" for line in lines)
 
 
-def full_text(answer: TuneAnswer, command: str, exported: Sequence[Exported] | None) -> str:
-    """Return everything about the answer as text, its table in 80 columns.
-
-    Args:
-        answer, command, exported: See ``short_text``.
-    """
-    text = to_text(*answer_parts(answer))
+def full_text(
+    answer: TuningAnswer, search: StoredSearch[Any], command: str, exported: Sequence[Exported] | None
+) -> str:
+    """Return everything about the answer as text, its table in 80 columns; see ``short_text``."""
+    text = to_text(*answer_parts(answer, search))
     text += f"\nDecode with it:\n    {command}\n" if command else ""
     return text if exported is None else f"{text}\n{exports_text(exported)}"
 
 
-def stored_answer(answer: TuneAnswer, search: StoredSearch[Any]) -> TuningAnswer:
-    """Return the answer as ``run.json`` keeps it."""
-    race = search.race
-    measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
-    return TuningAnswer(
-        headline=answer.headline,
-        details=list(answer.details),
-        choice=answer.winner.id,
-        provisional=answer.provisional,
-        measured={
-            name: Tuned(
-                speedup=race.ratio(name, race.plain),
-                categories={
-                    category: race.ratio(name, race.plain, category) for category in race.categories(name)
-                },
-                verdict=race.verdict_of(name),
-            )
-            for name in measured
-        },
-    )
-
-
-def as_json(answer: TuneAnswer, search: StoredSearch[Any]) -> Json:
+def as_json(answer: TuningAnswer, search: StoredSearch[Any]) -> Json:
     """Return the answer as JSON data; missing numbers are ``None``."""
+    best = answer.measured.get(_best_drafting(search.race) or "")
     return {
         "headline": answer.headline,
-        "details": list(answer.details),
+        "details": answer.details,
         "verdict": search.race.verdict,
         "ending": search.race.ending,
-        "winner": answer.winner.id,
+        "winner": answer.choice,
         "provisional": answer.provisional,
         "leader": search.race.leader,
         "batches": {
@@ -374,8 +335,8 @@ def as_json(answer: TuneAnswer, search: StoredSearch[Any]) -> Json:
             for batch, ratios in search.batches.items()
         },
         "blocks": search.race.blocks,
-        **_estimate(answer.speedup),
-        "categories": {name: _estimate(ratio) for name, ratio in answer.categories.items()},
+        **_estimate(best.speedup if best else None),
+        "categories": {name: _estimate(ratio) for name, ratio in _categories(best).items()},
         "tried": [
             {
                 "config": each.config,
@@ -384,7 +345,7 @@ def as_json(answer: TuneAnswer, search: StoredSearch[Any]) -> Json:
                 **_estimate(each.speedup),
                 "outcome": each.outcome,
             }
-            for each in answer.tried
+            for each in tried(search)
         ],
     }
 

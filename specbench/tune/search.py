@@ -74,6 +74,7 @@ class StoredSearch(Generic[Raced]):
     Attributes:
         more: Options that continue the search.
         race: The race.
+        rows: The configurations by id.
         predicted: Predicted speedups over plain decoding, by id.
         left_out: Why configurations were not raced, by id.
         warnings: What is doubtful about the run.
@@ -98,6 +99,7 @@ class StoredSearch(Generic[Raced]):
         self._sweep, self._store, self._engine = sweep, store, engine
         self._clock, self._seconds, self._until, self._progress = clock, seconds, until, progress
         self._began = clock.now()
+        self.rows = {each.id: each for each in sweep.configs}
         self._runner = CellRunner(sweep, store, engine, snapshot)
         self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
         self._plain = sweep.configs[0].id
