@@ -1395,7 +1395,7 @@ static void fill_panels(const Matrix *matrix, uint8_t *panels) {
     for (int64_t i = 0; i < size; i++) {
         drawn = drawn * 1664525 + 1013904223;
         panels[i] = (uint8_t)(drawn >> 24);
-        if (i % block < common) panels[i] &= 0x3b; /* finite, and below 1 */
+        if (i % block < common) panels[i] = panels[i] % 4 | 0x38; /* numbers of usual sizes: tiny ones take long */
     }
 }
 
