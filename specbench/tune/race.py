@@ -26,7 +26,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -103,17 +103,10 @@ Timings: TypeAlias = dict[str, Timing | None]
 """The results of candidates on a block; ``None`` for a failure."""
 
 
-class _Pair(NamedTuple):
-    """A comparison of two candidates, on the prompts that both were measured on.
-
-    Attributes:
-        means: Mean difference of log speeds for each prompt, shape [prompts].
-        doubt: See ``noise_correction``.
-    """
-
-    categories: Sequence[str]
-    means: stats.Floats
-    doubt: float
+_Pair: TypeAlias = tuple[Sequence[str], stats.Floats, float]
+"""Of two candidates: the categories of the prompts that both were measured on, the mean differences of their log
+speeds on each, and the doubt of these, see ``noise_correction``.
+"""
 
 
 class Race(Judge):
@@ -310,15 +303,15 @@ class Race(Judge):
             prompts, means = stats.nested_means(
                 logs, [block.prompt for block in blocks], [block.repeat for block in blocks]
             )
-            self._pairs[name, over] = _Pair([categories[each] for each in prompts.tolist()], means, doubt)
+            self._pairs[name, over] = [categories[each] for each in prompts.tolist()], means, doubt
         return self._pairs[name, over]
 
     def _log_bound(self, name: str, over: str, error: float) -> float:
-        pair = self._pair(name, over)
-        return stats.upper_bound(pair.means, error, pair.categories, doubt=pair.doubt)
+        categories, means, doubt = self._pair(name, over)
+        return stats.upper_bound(means, error, categories, doubt=doubt)
 
     def _log_ratio(self, name: str, over: str) -> float:
-        return float(self._pair(name, over).means.mean())
+        return float(self._pair(name, over)[1].mean())
 
     def _lead(self, name: str, over: str) -> float:
         """Return the log ratio of two speeds as measured and as predicted, each weighted by its precision."""
