@@ -13,16 +13,18 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
 from specbench.cli.console import write_out
-from specbench.cli.many import ManyOptions, decode_prompts, refuse_for_many
+from specbench.cli.many import BATCH, decode_prompts, refuse_for_many
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.cli.watchers import ShownOptions, TraceOutput
 from specbench.options import (
+    PROMPT,
     CacheOptions,
     DecodingOptions,
     ModelOptions,
     SamplingOptions,
     TemplateOptions,
+    panel,
     quantized,
 )
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from specbench.recipe import Recipe
 
 
+_prompt = panel(PROMPT)
+
+
 def generate(
     ctx: typer.Context,
     *,
@@ -46,7 +51,14 @@ def generate(
             help="Prompt, in quotes. With -, or without a prompt, it is read from standard input.",
         ),
     ] = None,
-    many: ManyOptions,
+    prompts: Annotated[
+        list[str] | None,
+        _prompt(
+            "--prompts -p SET",
+            "In place of PROMPT, repeatable: first turns of a built-in set, all, or a .jsonl file.",
+        ),
+    ] = None,
+    batch: Annotated[int, _prompt("--batch N", "Batch size of --prompts.", min=1)] = BATCH,
     system: opt.SystemOption = None,
     chat: opt.ChatOption = None,
     drafting: opt.DraftingOptions,
@@ -65,13 +77,13 @@ def generate(
     from specbench.models.ahead import read_layers_ahead
 
     recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
-    if many.prompts:
+    if prompts:
         refuse_for_many(recipe)
-        prompts, text = choose_prompts(many.prompts)[0], ""
+        several, text = choose_prompts(prompts)[0], ""
     else:
-        prompts, text = [], read_prompt_text(prompt, sys.stdin)
+        several, text = [], read_prompt_text(prompt, sys.stdin)
     if show.show_prompt:
-        _show_prompts(recipe, prompts, text, chat, system)
+        _show_prompts(recipe, several, text, chat, system)
         return
     paint = _paint() if show.show_accepted else None
     with ExitStack() as stack:
@@ -104,22 +116,22 @@ def generate(
             compared = show.compare and quantized(recipe.models.dtype) is None
             loaded = load_recipe(recipe, progress, before_packing=time_reference if compared else None)
             tokens = []
-            if not prompts:
+            if not several:
                 tokens = _encode(loaded.target.language_model, text, chat, system, recipe.template)
             if show.compare:
                 progress.update("warming up", 0, None)
                 warm_up(loaded, tokens)
         if not show.quiet:
             notes = notes_of(ctx, loaded, chat)
-            notes += loaded.target.language_model.notes if prompts and show.verbose else []
-            if longer := sum(len(each.turns) > 1 for each in prompts):
+            notes += loaded.target.language_model.notes if several and show.verbose else []
+            if longer := sum(len(each.turns) > 1 for each in several):
                 notes.append(
                     f"{counted(longer, 'prompt')} of several turns: only the first turn is answered."
                 )
             show_notes(notes, spaced=sys.stdout.isatty())
             if paint is not None:
                 show_legend(paint)
-        if prompts:
+        if several:
 
             def start(each: Prompt) -> GenerationRun:
                 said = each.system or system
@@ -128,7 +140,7 @@ def generate(
                 return loaded.start(ids)
 
             more = {"options": deciding_options(loaded), "device": str(loaded.target.scorer.device)}
-            decode_prompts(many, prompts, start, more, show)
+            decode_prompts(several, batch, start, more, show)
             return
         advice, speed = advice_for(loaded, chat), next(iter(speeds), None)
         decode(loaded, tokens, text, trace_to, advice, paint, show, transformers_speed=speed)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError, UsageError
-from specbench.cli import options as opt
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress
-from specbench.options import PROMPT, group
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -21,18 +19,7 @@ if TYPE_CHECKING:
     from specbench.generate import GenerationRun
     from specbench.recipe import Recipe
 
-_BATCH = 8
-_prompts = group(PROMPT)
-
-
-@dataclass(frozen=True)
-class ManyOptions:
-    """Prompts that are decoded in batches."""
-
-    prompts: tuple[str, ...] = opt.prompts_field(
-        help="In place of PROMPT, repeatable: first turns of a built-in set, all, or a .jsonl file."
-    )
-    batch: int | None = _prompts(None, "--batch N", f"Batch size of --prompts. Default: {_BATCH}.", min=1)
+BATCH = 8
 
 
 def refuse_for_many(recipe: Recipe) -> None:
@@ -50,8 +37,8 @@ def refuse_for_many(recipe: Recipe) -> None:
 
 
 def decode_prompts(
-    many: ManyOptions,
     prompts: Sequence[Prompt],
+    batch: int,
     start: Callable[[Prompt], GenerationRun],
     more: Mapping[str, Any],
     show: ShownOptions,
@@ -81,7 +68,7 @@ def decode_prompts(
             result = replace(result, text=run.answer())
         _print(prompts[index], result, more, as_json=as_json)
 
-    runs = GenerationRuns(begun_runs, max_batch=many.batch or _BATCH)
+    runs = GenerationRuns(begun_runs, max_batch=batch)
     results: dict[int, Generation | Exception] = {}
     printed = 0  # results so far: each waits for all before it
     began = time.perf_counter()

@@ -138,12 +138,10 @@ def drafters_field(heading: str, help: str = f"Repeatable. {_DRAFTER}") -> Any: 
     return group(heading)((), "--drafter DRAFTER", help)
 
 
-def prompts_field(
-    heading: str = PROMPT,
-    help: str = "Repeatable: a set, all (default), a benchmark (gsm8k) or a .jsonl file.",  # noqa: A002
-) -> Any:
+def prompts_field(heading: str = PROMPT) -> Any:
     """Return the field of a group for ``--prompts`` that may be repeated."""
-    return group(heading)((), "--prompts -p SET", help)
+    text = "Repeatable: a set, all (default), a benchmark (gsm8k) or a .jsonl file."
+    return group(heading)((), "--prompts -p SET", text)
 
 
 def recipe_field() -> Any:
