@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,22 +13,16 @@ Labeled: TypeAlias = list[tuple[int, Part]]
 """Tokens, each with the part of the answer that it belongs to."""
 
 
-class Marks(NamedTuple):
-    """The text with which thinking begins, and those of which the first ends it."""
-
-    opening: str
-    closings: tuple[str, ...]
-
-
 _FINAL = "<|channel|>final<|message|>"
 
-MARKS = (
-    Marks("<think>", ("</think>",)),  # Qwen, DeepSeek, GLM, SmolLM3, Kimi
-    Marks("[THINK]", ("[/THINK]",)),  # Mistral
-    Marks("<|channel|>analysis<|message|>", (f"<|end|><|start|>assistant{_FINAL}", _FINAL)),  # gpt-oss
-    Marks("<|channel>thought", ("<channel|>",)),  # Gemma
-    Marks("<seed:think>", ("</seed:think>",)),
-)
+_CLOSINGS: Mapping[str, tuple[str, ...]] = {
+    "<think>": ("</think>",),  # Qwen, DeepSeek, GLM, SmolLM3, Kimi
+    "[THINK]": ("[/THINK]",),  # Mistral
+    "<|channel|>analysis<|message|>": (f"<|end|><|start|>assistant{_FINAL}", _FINAL),  # gpt-oss
+    "<|channel>thought": ("<channel|>",),  # Gemma
+    "<seed:think>": ("</seed:think>",),
+}
+"""By the text with which thinking begins, those of which the first ends it."""
 
 _NEAR = 64
 """Tokens at a prompt's end in which a template may have opened the thinking."""
@@ -51,7 +45,11 @@ class ThinkingSplit:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         before = self._text(prompt[-_NEAR:])
-        self._closings = next((marks.closings for marks in MARKS if _left_open(marks, before)), ())
+        self._closings: tuple[str, ...] = ()
+        for opening, closings in _CLOSINGS.items():
+            _, opened, rest = before.rpartition(opening)
+            if opened and not any(closing in rest for closing in closings):
+                self._closings = closings
         self.thinks = bool(self._closings)
         self._begun = self.thinks  # whether it is known if the answer thinks
         self._held: list[int] = []
@@ -69,15 +67,15 @@ class ThinkingSplit:
 
     def _begin(self) -> Labeled:
         text = self._text(self._held).lstrip()
-        opened = next((marks for marks in MARKS if text.startswith(marks.opening)), None)
-        closed = any(text.startswith(closing) for marks in MARKS for closing in marks.closings)
-        if opened is None and not closed:
-            if any(known.startswith(text) for marks in MARKS for known in (marks.opening, *marks.closings)):
+        opened = next((opening for opening in _CLOSINGS if text.startswith(opening)), None)
+        every = [closing for closings in _CLOSINGS.values() for closing in closings]
+        if opened is None and not text.startswith(tuple(every)):
+            if any(known.startswith(text) for known in (*_CLOSINGS, *every)):
                 return []
             self._begun = True
             return self._release("answer")
         self._begun, self.thinks = True, opened is not None
-        self._closings = opened.closings if opened else ()
+        self._closings = _CLOSINGS.get(opened or "", ())
         return self._release("mark")
 
     def _until_closing(self) -> Labeled:
@@ -110,11 +108,6 @@ class ThinkingSplit:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _left_open(marks: Marks, text: str) -> bool:
-    last = text.rfind(marks.opening)
-    return last >= 0 and not any(closing in text[last:] for closing in marks.closings)
-
-
 def thinking_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> int:
     """Return how many tokens at the beginning of an answer are thinking, with its marks; 0 if it does not think."""
     split = ThinkingSplit(tokenizer, prompt)
@@ -127,8 +120,8 @@ def unopened_tokens(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -
     closing mark, 0 without one.
     """
     text = str(tokenizer.decode(list(answer), skip_special_tokens=False))
-    marks = next((marks for marks in MARKS if any(closing in text for closing in marks.closings)), None)
-    if marks is None:
-        return 0
-    opening = tokenizer(marks.opening, add_special_tokens=False)["input_ids"]
-    return thinking_tokens(tokenizer, opening, answer)
+    for opening, closings in _CLOSINGS.items():
+        if any(closing in text for closing in closings):
+            opened = tokenizer(opening, add_special_tokens=False)["input_ids"]
+            return thinking_tokens(tokenizer, opened, answer)
+    return 0

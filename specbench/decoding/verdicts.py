@@ -47,12 +47,8 @@ class Walked(NamedTuple):
 Walk: TypeAlias = Callable[[Draft, TargetRows, Randomness], Walked]
 
 
-class _Ruling(NamedTuple):
-    """The next token: an accepted candidate, or another one with its distribution."""
-
-    token: int
-    distribution: torch.Tensor | None = None
-
+_Ruling: TypeAlias = tuple[int, torch.Tensor | None]
+"""The next token: an accepted candidate, or another one with its distribution."""
 
 _Rule: TypeAlias = Callable[[torch.Tensor, Sequence[Draws], Randomness], _Ruling]
 
@@ -109,11 +105,11 @@ def rejection(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
     """
     for token, q in _in_turn(each for each in candidates if each.q is not None):
         if _passes(_ratio(p, q, token), random):
-            return _Ruling(token)
+            return token, None
         p = remainder(p, q)
     token = random.draw(p)
     certain = any(token in tokens for tokens, q in candidates if q is None)
-    return _Ruling(token, None if certain else p)
+    return token, None if certain else p
 
 
 def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
@@ -124,9 +120,9 @@ def recursive(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
     """
     for token, q in _in_turn(candidates):
         if _passes(_ratio(p, q, token), random):
-            return _Ruling(token)
+            return token, None
         p = remainder(p, q, token)
-    return _Ruling(random.draw(p), p)
+    return random.draw(p), p
 
 
 def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) -> _Ruling:
@@ -143,9 +139,9 @@ def specinfer(p: torch.Tensor, candidates: Sequence[Draws], random: Randomness) 
         place = random.draw(torch.ones(len(draws))) if len(draws) > 1 else 0
         token, q = (draws or certain).pop(place)
         if _passes(_ratio(p, q, token), random):
-            return _Ruling(token)
+            return token, None
         p = remainder(p, q, token)
-    return _Ruling(random.draw(p), p)
+    return random.draw(p), p
 
 
 def _walked(rule: _Rule) -> Walk:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -121,17 +121,12 @@ def figure(
 # --- What is drawn --------------------------------------------------------------------------------
 
 
-class _Key(NamedTuple):
-    """What configurations of one series share: they differ in γ only."""
+_Key = tuple[str, str, float, str]
 
-    drafter: str
-    policy: str
-    temperature: float
-    load: str
 
-    @classmethod
-    def of(cls, config: Row) -> _Key:
-        return cls(config.drafter, config.draft_policy, config.condition.temperature, _load(config))
+def _key(config: Row) -> _Key:
+    """Return what configurations of one series share: they differ in γ only."""
+    return config.drafter, config.draft_policy, config.condition.temperature, _load(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +179,7 @@ class PlotData:
         self.servers = self._of_kind("server")
         # The γ of other libraries' decoding is unknown: a level to compare with.
         self.levels = self._of_kind(*FOREIGN)
-        self._keys = list(
-            dict.fromkeys(_Key.of(row.config) for row in self._of_kind("speculative", "server"))
-        )
+        self._keys = list(dict.fromkeys(_key(row.config) for row in self._of_kind("speculative", "server")))
         self._varied = [list(dict.fromkeys(column)) for column in zip(*self._keys, strict=True)] or [[]] * 4
         # Colors show the most important difference; a workload is one only if there is no other.
         self._colored = max(
@@ -195,7 +188,7 @@ class PlotData:
         by_key: dict[_Key, list[SummaryRow]] = {}
         for row in self._of_kind("speculative"):
             if not math.isnan(_length(row)):
-                by_key.setdefault(_Key.of(row.config), []).append(row)
+                by_key.setdefault(_key(row.config), []).append(row)
         self.series = [
             self.make_series(mine, [*map(_length, mine)])
             for mine in (sorted(rows, key=_length) for rows in by_key.values())
@@ -207,7 +200,7 @@ class PlotData:
 
     def mark(self, config: Row) -> tuple[str, str]:
         """Return the color and the marker of a configuration, the same in all figures; black is the baseline."""
-        key = _Key.of(config)
+        key = _key(config)
         baseline = config.kind == "plain" or config.id == config.baseline
         if baseline or key not in self._keys:
             return (BLACK if baseline else GRAY), "*"

@@ -49,11 +49,7 @@ def _fastest(series: Sequence[Series]) -> tuple[list[SummaryRow], str]:
     names = [
         f"{each.name if each.adapts else each.name_at(row)}, {ratio_text(row.speedup)}" for each, row in best
     ]
-    line, row = best[-1]
-    rising = (
-        "Longer drafts may be faster still." if fixed and row is line.rows[-1] is not line.rows[0] else ""
-    )
-    return [row for _, row in best], f"Fastest: {'; of fixed γ: '.join(names)}. {rising}".strip()
+    return [row for _, row in best], f"Fastest: {'; of fixed γ: '.join(names)}."
 
 
 @figure("prediction", "predicted against measured speedup", table="Speed")
