@@ -30,7 +30,7 @@ from parts import Parts, busy_core
 
 from specbench.base.errors import RunError
 from specbench.base.record import Estimate
-from specbench.bench.engines.engine import BenchEngine, Outcome
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
@@ -40,7 +40,7 @@ from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.compare import compare_configs
-from specbench.results.lines import CostLine
+from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
@@ -108,7 +108,7 @@ class WithoutCosts:
 
     def generate(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    ) -> Generation:
         return self.engine.generate(config, prompt, decoding, seed=seed)
 
     def measure_costs(self, *_: object) -> list[CostLine]:

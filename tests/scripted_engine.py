@@ -10,21 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from specbench.base.load import LoadSnapshot
-from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import SweepRun, run_sweep
-from specbench.bench.serving import Workload
+from specbench.bench.serving import BenchRequest, Workload
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
 from specbench.results.lines import (
+    STEP_FIGURES,
     CostLine,
     DrafterTimes,
+    Generation,
+    Group,
+    MeasuredOutput,
     Pool,
+    RequestLine,
+    StepLists,
     TargetTimes,
 )
 from specbench.results.run import Environment, Run, TargetModel
@@ -40,6 +46,23 @@ ENVIRONMENT = Environment(
     cpu="Test CPU", cores=2, threads=2, devices=[], python="3", torch="2", transformers="5"
 )
 TARGET = TargetModel(name="scripted", fingerprint="f00", dtype="float32", device="cpu", vocab_size=100)
+
+
+def taking(made: Generation, decode_s: float, **changed: Any) -> Generation:
+    """The same output, decoded in another time."""
+    return structs.replace(made, decode_s=decode_s, total_s=made.ttft_s + decode_s, **changed)
+
+
+def verifying(steps: StepLists, seconds: Sequence[float]) -> StepLists:
+    """The same steps, which take these times and verify all the while."""
+    none = {name: [0.0] * len(seconds) for name, kind in STEP_FIGURES.items() if kind is float}
+    return structs.replace(steps, **none | {"verify_s": [*seconds]})
+
+
+def in_group(made: Generation, asked: BenchRequest[Any], **times: float) -> RequestLine:
+    """An output as one of several that were decoded side by side."""
+    fields = {name: getattr(made, name) for name in MeasuredOutput.__struct_fields__}
+    return RequestLine(**fields, prompt=asked.name, category=asked.category, **times)
 
 
 class ScriptedEngine:
@@ -81,7 +104,7 @@ class ScriptedEngine:
 
     def generate(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    ) -> Generation:
         tokens_asked = decoding.max_new_tokens
         self.calls.append((config.id, tuple(prompt), tokens_asked))
         error = self.fails(config, prompt)
@@ -93,34 +116,31 @@ class ScriptedEngine:
         if self.spoils(config):
             tokens[-1] = (tokens[-1] + 1) % 100
         steps = _steps(config, tokens[1:]) if config.kind in ("plain", "speculative") else ()
-        return Outcome(
-            prompt_tokens=len(prompt),
-            token_ids=tuple(tokens),
-            finish_reason="length",
-            prefill_s=0.1,
-            ttft_s=0.1,
-            decode_s=(sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1))
+        return Generation.of(
+            tokens,
+            0.1,
+            (sum(step.times.total_s for step in steps) or self.reference_s * (tokens_asked - 1))
             * (1.0 if config.condition.context is None else self.slower(config, prompt)),
-            steps=steps,
+            steps,
+            prompt_tokens=len(prompt),
+            finish_reason="length",
             peak_memory_bytes=1000,
         )
 
-    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> GroupOutcome:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         self.workloads.append((config.id, workload))
         served = []
         for number, asked in enumerate(workload.requests):
             alone = self.generate(config, asked.prompt, decoding, seed=asked.seed)
-            served.append(
-                replace(
-                    alone,
-                    decode_s=alone.decode_s * self.slower(config, asked.prompt),
-                    arrived_s=workload.times[number] if workload.times else 0.0,
-                    queued_s=0.025,
-                )
-            )
-        ends = [each.arrived_s + each.ttft_s + each.decode_s for each in served]
+            alone = taking(alone, alone.decode_s * self.slower(config, asked.prompt))
+            arrived_s = workload.times[number] if workload.times else 0.0
+            served.append(in_group(alone, asked, arrived_s=arrived_s, queued_s=0.025))
+        ends = [each.arrived_s + each.total_s for each in served]
         pool = Pool(block=16, blocks=100, peak=10 * len(served), bytes=1000)
-        return GroupOutcome(tuple(served), max(ends), 1000, pool, 2000)
+        return Group(
+            requests=served, clients=workload.clients, seconds=max(ends), tokens=1000, pool=pool,
+            peak_memory_bytes=2000,
+        )  # fmt: skip
 
     def measure_costs(
         self,

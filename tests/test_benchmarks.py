@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import aa
@@ -15,12 +14,12 @@ import overhead
 import passes
 import pytest
 import vs_transformers
-from scripted_engine import TARGET, ScriptedEngine
+from scripted_engine import TARGET, ScriptedEngine, taking
 from tiny import save_tiny
 
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.prompts import load_prompts
 from specbench.options import DecodingOptions
+from specbench.results.lines import Generation
 from specbench.results.results import load_results
 from specbench.rows import Row
 
@@ -95,11 +94,11 @@ class SlowedEngine(ScriptedEngine):
 
     def generate(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    ) -> Generation:
         outcome = super().generate(config, prompt, decoding, seed=seed)
         noise = 1.0 + 0.03 * math.sin(len(self.calls) + sum(prompt))
         slower = 1.0 + self.share if config.drafter == aa.SLOWED else 1.0
-        return replace(outcome, decode_s=outcome.decode_s * noise * slower)
+        return taking(outcome, outcome.decode_s * noise * slower)
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.1, "slower"), (0.0, "cannot tell"), (-0.1, "faster")])

@@ -11,12 +11,12 @@ from regret import FakeClock
 from test_started import TARGET, TimedEngine
 
 from specbench.base.errors import RunError
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import SweepOptions
 from specbench.bench.prompts import load_prompts
 from specbench.cli.started import engine_configs, started_engine
 from specbench.export.start import EngineDrafter, EngineSetting, settings_of
 from specbench.options import DecodingOptions
+from specbench.results.lines import Generation
 from specbench.rows import conditions_of
 from specbench.show.document import to_text
 from specbench.specs.drafters import parse_drafter
@@ -59,7 +59,7 @@ class PretendingEngine(TimedEngine):
 
     broken = ""
 
-    def generate(self, config: Any, *words: Any, **named: Any) -> Outcome:
+    def generate(self, config: Any, *words: Any, **named: Any) -> Generation:
         if self.broken and self.broken in config.drafter:
             raise RunError("It crashed.")
         _, _, length = config.drafter.partition("length=")

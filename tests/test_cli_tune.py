@@ -7,13 +7,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runs import Result, write_prompts
-from scripted_engine import cost_lines
+from scripted_engine import cost_lines, taking, verifying
 from stored_runs import run_json
 from test_outside import MINE
 
@@ -24,14 +23,12 @@ import specbench.results.advice
 import specbench.tune.answer
 from specbench.base.errors import RunError
 from specbench.base.record import NO_FIGURE, Estimate
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.cli import run, tune_run
 from specbench.config import read_config
-from specbench.decoding.records import StepTimes
 from specbench.predict import here
 from specbench.predict.here import Prediction, Predictions
-from specbench.results.lines import CostLine
+from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.store import read_run
 from specbench.results.summary import categorize, summarize
@@ -74,12 +71,11 @@ def speeds(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float], *, second
     """Have every generation take what is said, whatever it does, and every pass as long; all that there is is raced."""
     generate = ModelEngine.generate
 
-    def timed(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def timed(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         outcome = generate(self, config, prompt, *options, **named)
         tokens = max(1, len(outcome.token_ids) - 1)
         took = seconds * tokens / factors.get(config.id, 1.0) * (1 + prompt[-1] % 5 / 100)
-        steps = tuple(replace(step, times=StepTimes(verify_s=seconds)) for step in outcome.steps)
-        return replace(outcome, decode_s=took, steps=steps)
+        return taking(outcome, took, steps=verifying(outcome.steps, [seconds] * len(outcome.steps.drafted)))
 
     def costs(
         self: Any, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
@@ -228,7 +224,7 @@ def test_what_is_there_is_never_overwritten_silently(tune, tmp_path, monkeypatch
 def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     generate, calls = ModelEngine.generate, 0
 
-    def stop(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def stop(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         nonlocal calls
         calls += 1
         if calls == 7:
@@ -272,10 +268,10 @@ def differing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what drafts be much faster on some prompts and slower on others."""
     generate = ModelEngine.generate
 
-    def noisy(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def noisy(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         outcome = generate(self, config, prompt, *options, **named)
         factor = (0.4, 3.0)[sum(prompt) // 2 % 2]  # both in either category
-        return outcome if config.kind == "plain" else replace(outcome, decode_s=outcome.decode_s * factor)
+        return outcome if config.kind == "plain" else taking(outcome, outcome.decode_s * factor)
 
     monkeypatch.setattr(ModelEngine, "generate", noisy)
 
@@ -328,7 +324,7 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
 def test_a_generation_that_fails_is_told(tune, monkeypatch):
     generate = ModelEngine.generate
 
-    def fail(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def fail(self: Any, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         if config.drafter == "self:int8":
             raise RunError("There was not enough memory for this configuration.")
         return generate(self, config, prompt, *options, **named)

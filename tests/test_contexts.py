@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from cli_runs import write_prompts
+from msgspec import structs
 from scripted import GivenCosts, ScriptedScorer, Ticking, build_with, random_table
 from scripted_engine import ScriptedEngine, cost_lines, grid_of, make_sweep, measure, prompts
 from test_policies import a_step
@@ -333,9 +334,12 @@ def test_the_report_names_drafters_that_go_blind(tmp_path):
             made = super().generate(config, prompt, decoding, seed=seed)
             if config.condition.context != 128 or config.gamma is None:
                 return made
-            rejected = {"accepted": 0, "tested": 1, "closing": "corrected", "expected_acceptance": (0.0,)}
-            steps = [replace(step, tokens=step.tokens[:1], **rejected) for step in made.steps if step.gamma]
-            return replace(made, steps=tuple(steps))
+            tested = [min(1, drafted) for drafted in made.steps.drafted]
+            rejected = {"tested": tested, "expected_acceptance": [[0.0] * each for each in tested]}
+            none, one = [0] * len(tested), [1] * len(tested)
+            return structs.replace(
+                made, steps=structs.replace(made.steps, accepted=none, emitted=one, **rejected)
+            )
 
     warnings = measure(tmp_path / "blind", context_sweep((16, 128), 4, policies=("fixed",)), Blind()).warnings
     (warning,) = (each for each in warnings if each.id == "blind-drafter")

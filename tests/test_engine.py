@@ -69,9 +69,9 @@ def run(engine: ModelEngine, config: Row, **changed: Any) -> Any:
     return engine.generate(config, prompt, DECODING.with_changes(**changed), seed=seed)
 
 
-def plainly(engine: ModelEngine) -> tuple[int, ...]:
+def plainly(engine: ModelEngine) -> list[int]:
     """The tokens of plain decoding."""
-    return autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids
+    return [*autoregressive_generate(PROMPT, engine.target, max_new_tokens=12, ignore_eos=True).token_ids]
 
 
 def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine):
@@ -84,7 +84,7 @@ def test_every_greedy_configuration_gives_the_tokens_of_plain_decoding(engine):
         assert outcome.ttft_s > 0
         assert outcome.decode_s > 0
         assert outcome.peak_memory_bytes > 0
-        assert bool(outcome.steps) == (config.kind in ("plain", "speculative"))
+        assert bool(outcome.steps.drafted) == (config.kind in ("plain", "speculative"))
 
 
 def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
@@ -97,7 +97,7 @@ def test_beam_search_is_that_of_transformers_and_rated_by_the_target(engine):
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     expected = whole.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    assert searched.token_ids == tuple(expected[0, len(PROMPT) :].tolist())
+    assert searched.token_ids == expected[0, len(PROMPT) :].tolist()
     assert (searched.first_tokens, searched.finish_reason) == (1, "length")
     for outcome in (greedy, searched):
         with torch.inference_mode():
@@ -132,12 +132,12 @@ def test_what_the_models_own_file_asks_for_beside_sampling_holds_for_all():
     usual = run(engine_of(), grid()[0]).token_ids
     asked = {"suppress_tokens": [usual[1]], "repetition_penalty": 1.5}
     engine = engine_of(**asked)
-    outputs = {run(engine, config).token_ids for config in grid()}
+    outputs = {tuple(run(engine, config).token_ids) for config in grid()}
     assert len(outputs) == 1
-    assert usual not in outputs
+    assert tuple(usual) not in outputs
     assert engine.describe_target(DECODING).model_defaults == asked
     assert engine.difference(PROMPT, (*outputs.pop(),), usual, DECODING) is not None
-    assert {run(engine, config, model_defaults=False).token_ids for config in grid()} == {usual}
+    assert all(run(engine, config, model_defaults=False).token_ids == usual for config in grid())
     assert engine.describe_target(DECODING.with_changes(model_defaults=False)).model_defaults == {}
 
 

@@ -18,7 +18,6 @@ from tiny import tiny_language_model, tiny_tokenizer
 import specbench.drafters.chain
 import specbench.generate
 from specbench.base.errors import UsageError
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.engines.own import ModelEngine
 from specbench.bench.grid import SweepOptions
 from specbench.cli import run
@@ -28,6 +27,7 @@ from specbench.models.prepare import LoadedDrafter
 from specbench.models.target import wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
+from specbench.results.lines import Generation
 from specbench.results.results import load_results
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
@@ -151,7 +151,7 @@ def plain(engine) -> Sequence[int]:
     return autoregressive_generate(PROMPT, engine.target, max_new_tokens=24, ignore_eos=True).token_ids
 
 
-def decode(engine: ModelEngine, config: Row, **changed: Any) -> Outcome:
+def decode(engine: ModelEngine, config: Row, **changed: Any) -> Generation:
     prompt, seed = changed.pop("prompt", PROMPT), changed.pop("seed", 3)
     decoding = DecodingOptions(**{"max_new_tokens": 24, "ignore_eos": True, **changed})
     return engine.generate(config, prompt, decoding, seed=seed)
@@ -170,8 +170,8 @@ def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule
         assert len(grid_of(SweepOptions(policies=(rule,)), drafter)) == 1
         return
     outcome = decode(engine, config_from_recipe(drafter, rule))
-    assert outcome.token_ids == plain
-    assert drafter == "ngram:sample" or sum(step.gamma for step in outcome.steps) > 0
+    assert outcome.token_ids == [*plain]
+    assert drafter == "ngram:sample" or sum(outcome.steps.drafted) > 0
 
 
 # -- from one prompt to the next ----------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_nothing_is_carried_to_the_next_prompt(rule, monkeypatch):
     def courses() -> list[Any]:
         engine, config = make_engine(), config_from_recipe("small", rule)
         outcomes = [decode(engine, config, prompt=prompt) for prompt in (PROMPT, [9, 8, 7], PROMPT)]
-        return [[(step.drafted, step.policy) for step in outcome.steps] for outcome in outcomes]
+        return [(outcome.token_ids, outcome.steps.drafted, outcome.steps.policy) for outcome in outcomes]
 
     first, _, third = courses()
     assert first == third

@@ -154,7 +154,7 @@ def test_the_rows_of_a_sweep_are_predicted_from_plain_outputs():
     for row in rest:
         if row.gamma is not None and row.drafter != "self:int8":  # which reads the target's keys and values
             runs = [decoded(row, each) for each in sweep.prompts]
-            measured = pooled_rate([11] * 3, [len(run.steps) for run in runs], list(outputs))
+            measured = pooled_rate([11] * 3, [len(run.steps.drafted) for run in runs], list(outputs))
             assert found.rows[row.id].tokens_per_step.value == pytest.approx(measured.value), row.id
         assert found.rows[row.id].speedup.value > 0
     assert decoded(plain, sweep.prompts[0]).token_ids == outputs["one-0"], "caches hold nothing that is wrong"

@@ -20,10 +20,9 @@ from cli_runs import Cli, write_prompts
 from forked import Forked, specbench
 from head_files import eagle_tensors, speculators_settings, write_head
 from regret import FakeClock
-from scripted_engine import ScriptedEngine, quiet
+from scripted_engine import ScriptedEngine, in_group, quiet
 
 from specbench.bench.engines import guard
-from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
 from specbench.bench.engines.servers import ServerEngine
@@ -35,7 +34,7 @@ from specbench.cli.started import EngineServers, engine_configs, engine_drafters
 from specbench.cli.sweep_options import ServerOptions
 from specbench.export.start import SCHEDULE, EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
-from specbench.results.lines import ServerAnswer, Speculation
+from specbench.results.lines import Generation, Group, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
@@ -296,7 +295,7 @@ class TimedEngine(ScriptedEngine):
     def encode(self, prompt: Any, answers: Any) -> Any:
         return prompt.id
 
-    def generate(self, config: Row, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(self, config: Row, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Generation:
         self.use(config.drafter)
         setting = self.settings.get(config.drafter) or self.schedule(config.condition.batch)
         rate, tokens, done, steps = self.rate.get(setting.family, 0.0), decoding.max_new_tokens, 1, 0
@@ -319,16 +318,21 @@ class TimedEngine(ScriptedEngine):
             text="", counted_by="usage", pieces=steps, bursts=steps, attempts=1,
             drafted=drafted, accepted=sum(kept), drafts=steps, accepted_at=kept,
         )  # fmt: skip
-        return Outcome(7, (), "length", 0.0, 0.0, seconds, reported_tokens=tokens, server=server)
+        return Generation.of(
+            (), 0.0, seconds, prompt_tokens=7, new_tokens=tokens, finish_reason="length", server=server
+        )
 
-    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> GroupOutcome:
+    def generate_group(self, config: Row, workload: Workload, decoding: DecodingOptions) -> Group:
         each = self.generate(config, workload.requests[0].prompt, decoding, seed=0)
         assert each.server is not None
         counts = Speculation(
             drafted=each.server.drafted, accepted=each.server.accepted, drafts=each.server.drafts
         )
-        tokens = each.tokens * len(workload.requests)
-        return GroupOutcome((each,) * len(workload.requests), each.decode_s, tokens, speculation=counts)
+        return Group(
+            requests=[in_group(each, asked, arrived_s=0.0, queued_s=0.0) for asked in workload.requests],
+            clients=workload.clients, seconds=each.decode_s, tokens=each.new_tokens * len(workload.requests),
+            speculation=counts,
+        )  # fmt: skip
 
 
 def search(
@@ -412,7 +416,7 @@ def test_an_interrupted_search_continues_with_what_is_stored(tmp_path, monkeypat
     whole, _, _ = search(tmp_path / "whole", engine, rate=RATE)
     usual, calls = TimedEngine.generate, []
 
-    def interrupted(self: TimedEngine, *words: Any, **more: Any) -> Outcome:
+    def interrupted(self: TimedEngine, *words: Any, **more: Any) -> Generation:
         calls.append(1)
         if len(calls) == 90:
             raise KeyboardInterrupt

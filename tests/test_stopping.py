@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cli_runs import refusal
 from scripted import Ticking
-from scripted_engine import ScriptedEngine, make_sweep, new_store
+from scripted_engine import ScriptedEngine, make_sweep, new_store, taking
 from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
@@ -42,9 +42,7 @@ class Scattered(ScriptedEngine):
         plain = super().generate(make_sweep().configs[0], prompt, decoding, seed=seed)
         noise = zlib.crc32(str(prompt).encode()) / 2**32 - 0.5
         seconds = plain.decode_s * self.factor * float(np.exp(self.scatter * noise))
-        return type(outcome)(
-            **{name: getattr(outcome, name) for name in outcome.__dataclass_fields__} | {"decode_s": seconds}
-        )
+        return taking(outcome, seconds)
 
 
 def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> SweepRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,18 @@ import pytest
 from cli_runs import refusal
 from msgspec import structs
 from regret import FakeClock
-from scripted_engine import ScriptedEngine, cost_lines, describe, grid_of, prompts
+from scripted_engine import ScriptedEngine, cost_lines, describe, grid_of, prompts, taking, verifying
 from stored_runs import run_json
 
 from specbench.base.errors import RunError
 from specbench.base.load import LoadSnapshot
-from specbench.bench.engines.engine import Outcome
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.config import config_from_recipe
-from specbench.decoding.records import StepTimes
 from specbench.decoding.theory import PassCosts
 from specbench.export.setting import RunSettings
 from specbench.options import CacheOptions, DecodingOptions
 from specbench.recipe import Recipe
-from specbench.results.lines import CostLine, TreeTimes
+from specbench.results.lines import CostLine, Generation, TreeTimes
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
 from specbench.results.store import RunStore
@@ -154,12 +151,12 @@ class TimedEngine(ScriptedEngine):
         self.speeds, self.clock, self.noise = speeds, clock, noise
         self.drafters_s = {"d": 0.002, "e": 0.2}
 
-    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         outcome = super().generate(config, prompt, *options, **named)
         wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
         seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
         self.clock.seconds += seconds + outcome.ttft_s
-        return replace(outcome, decode_s=seconds)
+        return taking(outcome, seconds)
 
     def measure_costs(
         self, prompt: Sequence[int], widths: Sequence[int], tree_nodes: Sequence[int] = (), *_: object
@@ -249,12 +246,12 @@ def test_a_pass_that_took_no_time_loses_no_search(tmp_path, target_s):
 class Disturbed(TimedEngine):
     """`d@auto` takes four times as long on every third prompt, and so do its passes of the target."""
 
-    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+    def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         outcome = super().generate(config, prompt, *options, **named)
         if config.id != "d@auto" or prompt[0] % 3:
             return outcome
-        steps = [replace(step, times=StepTimes(verify_s=4 * step.times.verify_s)) for step in outcome.steps]
-        return replace(outcome, decode_s=4 * outcome.decode_s, steps=tuple(steps))
+        steps = verifying(outcome.steps, [4 * seconds for seconds in outcome.steps.verify_s])
+        return taking(outcome, 4 * outcome.decode_s, steps=steps)
 
 
 def test_a_search_that_was_stopped_goes_on_and_comes_to_the_same(tmp_path):
@@ -353,7 +350,7 @@ def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:
     }
 
     class Noisy(TimedEngine):
-        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
             self.speeds = {config.id: noisy.get(config.id, (1.0, 1.0))[prompt[0] % 2]}
             return super().generate(config, prompt, *options, **named)
 
@@ -387,7 +384,7 @@ def test_without_a_whole_block_the_setting_is_the_predicted_one(tmp_path):
     """The machine becomes so slow when the race begins that not even one block fits."""
 
     class Slowing(TimedEngine):
-        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Outcome:
+        def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
             outcome = super().generate(config, prompt, *options, **named)
             if config.kind != "plain":
                 self.clock.seconds += 1000.0

@@ -18,9 +18,9 @@ from typing import Any, Generic
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.load import LoadSnapshot, count_stops, load_snapshot
-from specbench.base.record import Json, rounded
+from specbench.base.record import rounded
 from specbench.bench.contexts import ContextPrompts
-from specbench.bench.engines.engine import BenchEngine, Outcome
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import WARMUP_TOKENS, Cell, PromptGroup, Sweep
 from specbench.bench.manifest import now
 from specbench.bench.passes import TREE_NODES, cost_widths, pass_costs
@@ -29,7 +29,7 @@ from specbench.bench.stopping import StoppingRule
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.options import DecodingOptions
 from specbench.results.advice import disturbances, review
-from specbench.results.lines import CostLine, Generation, Group, Line, Measurement, RequestLine, StepLists
+from specbench.results.lines import CostLine, Generation, Group, Line, Measurement
 from specbench.results.results import load_results
 from specbench.results.run import OTHER_ANSWERS, Mismatch, RunWarning
 from specbench.results.store import RunStore
@@ -286,10 +286,10 @@ class CellRunner(Generic[Encoded]):
         if len(history) < cell.turn:
             raise RunError("An earlier turn failed, so the conversation cannot continue.")
         prompt = self._engine.encode(self._prompts.at(cell.prompt, config.condition), history)
-        outcome = self._engine.generate(config, prompt, decoding, seed=cell.seed)
+        found = self._engine.generate(config, prompt, decoding, seed=cell.seed)
         if not cell.warmup:
-            answers[cell.turn] = _said(outcome)
-        return Generation(**_measured_fields(outcome), peak_memory_bytes=outcome.peak_memory_bytes)
+            answers[cell.turn] = _said(found)
+        return found
 
     def _generate_group(
         self, cell: Cell, config: Row, group: PromptGroup, decoding: DecodingOptions
@@ -304,35 +304,17 @@ class CellRunner(Generic[Encoded]):
             clients = arrivals.clients
         requests = [self._request(name, cell, config.condition) for name in group.prompts]
         background = [self._request(name, cell, config.condition) for name in group.background]
-        outcome = self._engine.generate_group(
-            config, Workload(requests, clients, background, times), decoding
-        )
-        return Group(
-            clients=clients,
-            seconds=round(outcome.seconds, 9),
-            tokens=outcome.tokens,
-            pool=outcome.pool,
-            peak_memory_bytes=outcome.peak_memory_bytes,
-            speculation=outcome.speculation,
-            requests=[
-                RequestLine(
-                    **_measured_fields(each),
-                    prompt=name,
-                    category=self._prompts.prompts[name].category,
-                    arrived_s=round(each.arrived_s, 9),
-                    queued_s=round(each.queued_s, 9),
-                )
-                for name, each in zip(group.prompts, outcome.requests, strict=True)
-            ],
-        )
+        workload = Workload(requests, clients, background, times)
+        return self._engine.generate_group(config, workload, decoding)
 
     def _request(self, name: str, cell: Cell, condition: Condition) -> BenchRequest[Encoded]:
         key = name, condition.thinking
         if key not in self._encoded:
             self._encoded[key] = self._engine.encode(self._prompts.at(name, condition), [])
-        replayed = self._prompts.prompts[name].replayed
+        prompt = self._prompts.prompts[name]
+        tokens = None if prompt.replayed is None else prompt.replayed.answer_tokens
         seed = random.Random(f"{cell.seed}/{name}").getrandbits(31)
-        return BenchRequest(self._encoded[key], seed, None if replayed is None else replayed.answer_tokens)
+        return BenchRequest(self._encoded[key], seed, tokens, name, prompt.category)
 
     def measure_costs(self, context: int | None = None) -> str:
         """Time forward passes of one request after so much context; with batches nothing.
@@ -364,29 +346,9 @@ class CellRunner(Generic[Encoded]):
         return self._engine.measure_costs(prompt, widths, TREE_NODES if trees else (), context)
 
 
-def _said(output: Generation | Outcome) -> Sequence[int] | str:
+def _said(output: Generation) -> Sequence[int] | str:
     """Return an output as later turns of its conversation have it."""
     return output.token_ids if output.server is None else output.server.text
-
-
-def _measured_fields(outcome: Outcome) -> Json:
-    """Return the fields of ``MeasuredOutput``."""
-    return {
-        "prompt_tokens": outcome.prompt_tokens,
-        "new_tokens": outcome.tokens,
-        "token_ids": list(outcome.token_ids),
-        "finish_reason": outcome.finish_reason,
-        "first_tokens": outcome.first_tokens,
-        "ttft_s": round(outcome.ttft_s, 9),
-        "prefill_s": round(outcome.prefill_s, 9),
-        "decode_s": round(outcome.decode_s, 9),
-        "total_s": round(outcome.ttft_s + outcome.decode_s, 9),
-        "thinking_tokens": outcome.thinking_tokens,
-        "thinking_s": None if outcome.thinking_s is None else round(outcome.thinking_s, 9),
-        "log_probability": rounded(outcome.log_probability),
-        "steps": StepLists.of(outcome.steps),
-        "server": outcome.server,
-    }
 
 
 _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\":,;/\\]+[/\\])+")

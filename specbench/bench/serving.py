@@ -20,11 +20,13 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest(Generic[Encoded]):
-    """A prompt, the seed of its sampling, and the length of its answer if it has one of its own."""
+    """A prompt, the seed of its sampling, the length of its answer if it has one of its own; its id and category."""
 
     prompt: Encoded
     seed: int
     tokens: int | None = None
+    name: str = ""
+    category: str | None = None
 
     def limited(self, decoding: DecodingOptions) -> DecodingOptions:
         """Return the options of its answer."""

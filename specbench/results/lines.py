@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -248,6 +248,22 @@ class MeasuredOutput(Record):
     ] = None
     steps: Annotated[StepLists, doc("empty for `transformers`, `beam`, `assisted` and servers")]
     server: Annotated[ServerAnswer | None, doc("what a server reports about its answer")] = None
+
+    @classmethod
+    def of(
+        cls, tokens: Sequence[int], ttft_s: float, decode_s: float, steps: Sequence[Step] = (), **fields: Any
+    ) -> Self:
+        """Return an output of its tokens, with other fields; all times are rounded to the nanosecond."""
+        made = {
+            "new_tokens": len(tokens),
+            "ttft_s": ttft_s,
+            "prefill_s": ttft_s,
+            "decode_s": decode_s,
+            **fields,
+        }
+        made["total_s"] = ttft_s + decode_s
+        times = {name: round(value, 9) for name, value in made.items() if isinstance(value, float)}
+        return cls(token_ids=list(tokens), steps=StepLists.of(steps), **{**made, **times})
 
 
 class Generation(MeasuredOutput):

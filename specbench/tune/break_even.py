@@ -19,6 +19,7 @@ from specbench.base.record import Estimate, ratio
 from specbench.bench.grid import PromptGroup, make_groups
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.results import stats
+from specbench.results.lines import Generation, RequestLine
 from specbench.show.document import Items, Part, Sheet
 from specbench.specs.sweeps import Closed
 from specbench.tune.search import plain_failed
@@ -169,23 +170,22 @@ def _step(
 ) -> tuple[float, float]:
     """Return the seconds of a step, and its tokens; NaN where nothing came after the first tokens."""
     asked = [BenchRequest(engine.encode(prompts[name], []), 0) for name in group.prompts]
+    outputs: Sequence[Generation | RequestLine]
     if row.condition.batch is None:
-        outcomes = [engine.generate(row, asked[0].prompt, decoding, seed=0)]
-        counted: Any = outcomes[0].server
+        outputs = [engine.generate(row, asked[0].prompt, decoding, seed=0)]
+        counted: Any = outputs[0].server
     else:
         together = engine.generate_group(row, Workload(asked, len(asked), asked), decoding)
-        outcomes, counted = [*together.requests], together.speculation
-    tokens, steps = (
-        sum(each.tokens - each.first_tokens for each in outcomes),
-        [len(each.steps) for each in outcomes],
-    )
+        outputs, counted = together.requests, together.speculation
+    tokens = sum(each.new_tokens - each.first_tokens for each in outputs)
+    steps = [len(each.steps.drafted) for each in outputs]
     length = 1.0
     if drafts is not None and any(steps):
         length = tokens / sum(steps)
     elif drafts is not None:
         known = counted is not None and counted.drafts and counted.accepted is not None
         length = 1.0 + counted.accepted / counted.drafts if known else drafts[2] or math.nan
-    return ratio(sum(each.decode_s for each in outcomes), tokens) * length, length
+    return ratio(sum(each.decode_s for each in outputs), tokens) * length, length
 
 
 def break_even_parts(found: Sequence[BreakEven], notes: Sequence[str]) -> Iterator[Part]:

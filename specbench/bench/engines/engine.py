@@ -3,81 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specbench.base.errors import RunError
 from specbench.bench.serving import Encoded, Workload
-from specbench.decoding.records import Step
 from specbench.models.training_metadata import TrainingMetadata
 from specbench.options import DecodingOptions
-from specbench.results.lines import CostLine, Pool, ServerAnswer, Speculation
+from specbench.results.lines import CostLine, Generation, Group
 from specbench.results.run import TargetModel
 from specbench.rows import Row
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
     from specbench.bench.prompts import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One finished generation.
-
-    Attributes:
-        token_ids: The output; for a server, the known part of it.
-        ttft_s, decode_s: Time to the first emission (for a request, from when it was sent), and time after that.
-        first_tokens: Tokens of the first emission.
-        steps: Records of the steps; empty if specbench did not decode.
-        log_probability: Natural logarithm of the target's probability of the output; ``None`` if not computed.
-        thinking_tokens: How many of the first tokens are thinking; ``None`` if not known.
-        thinking_s: Time from the first emission to the end of the thinking; ``None`` if not known.
-        reported_tokens: Number of tokens of a server's output, since ``token_ids`` can be incomplete.
-        server: Other facts that a server reported.
-        arrived_s, queued_s: When a request was sent, in seconds since the group began, and its time in the queue.
-    """
-
-    prompt_tokens: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    first_tokens: int = 1
-    steps: tuple[Step, ...] = ()
-    peak_memory_bytes: int | None = None
-    log_probability: float | None = None
-    thinking_tokens: int | None = None
-    thinking_s: float | None = None
-    reported_tokens: int | None = None
-    server: ServerAnswer | None = None
-    arrived_s: float = 0.0
-    queued_s: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the output."""
-        return len(self.token_ids) if self.reported_tokens is None else self.reported_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOutcome:
-    """Generations that were decoded together.
-
-    Attributes:
-        requests: The generations, in the order in which they were sent.
-        seconds: Time from the beginning until the last measured request ended.
-        tokens: Tokens emitted in this time, including those of requests that are not measured.
-        pool: Usage of the target's KV cache pool; ``None`` without a pool.
-        speculation: Draft counts of all requests, if a server reports them.
-    """
-
-    requests: tuple[Outcome, ...]
-    seconds: float
-    tokens: int
-    pool: Pool | None = None
-    peak_memory_bytes: int | None = None
-    speculation: Speculation | None = None
 
 
 class BenchEngine(Protocol[Encoded]):
@@ -104,13 +42,11 @@ class BenchEngine(Protocol[Encoded]):
         """
         raise RunError("This engine cannot count the tokens of prompts.")
 
-    def generate(self, config: Row, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(self, config: Row, prompt: Encoded, decoding: DecodingOptions, *, seed: int) -> Generation:
         """Decode one prompt; any exception means that this generation failed."""
         ...
 
-    def generate_group(
-        self, config: Row, workload: Workload[Encoded], decoding: DecodingOptions
-    ) -> GroupOutcome:
+    def generate_group(self, config: Row, workload: Workload[Encoded], decoding: DecodingOptions) -> Group:
         """Decode requests together, in the batch of the configuration; any exception means that all failed."""
         ...
 

@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from specbench.base.errors import UsageError
 from specbench.base.progress import quiet_transformers
-from specbench.bench.engines.engine import Outcome
 from specbench.options import DecodingOptions
+from specbench.results.lines import Generation
 from specbench.rows import LOOKUP_TOKENS, OtherLibrary, Row
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def generate_with_transformers(
     decoding: DecodingOptions,
     seed: int,
     clock: Clock,
-) -> Outcome:
+) -> Generation:
     """Call ``generate`` with exactly the settings, end tokens and seed of specbench's own loop.
 
     ``reference`` and ``assistant`` are target and drafter as ``transformers`` loads them, before layers are changed;
@@ -103,12 +103,11 @@ def generate_with_transformers(
     reason = "length" if len(tokens) == longest else "context-limit"
     if tokens and tokens[-1] in end_ids:
         reason = "eos"
-    return Outcome(
+    return Generation.of(
+        tokens,
+        times.first_at - began,
+        times.last_at - times.first_at,
         prompt_tokens=len(prompt),
-        token_ids=tokens,
         finish_reason=reason,
-        prefill_s=times.first_at - began,
-        ttft_s=times.first_at - began,
-        decode_s=times.last_at - times.first_at,
         first_tokens=times.first_length - len(prompt),
     )

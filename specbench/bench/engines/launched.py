@@ -18,13 +18,14 @@ import psutil
 
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.textsafe import counted
-from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import ServerEngine, ServerPrompt
 from specbench.bench.grid import WARMUP_TOKENS
 from specbench.bench.prompts import Prompt
 from specbench.bench.serving import Workload
 from specbench.options import DecodingOptions
+from specbench.results.lines import Generation, Group
 from specbench.results.run import TargetModel
 from specbench.rows import Condition, Row, Server
 from specbench.specs.servers import ServerSpec
@@ -231,12 +232,14 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         name = next(iter(self._running), next(iter(self._commands)))
         return self.server(name).encode(prompt, answers)
 
-    def generate(self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(
+        self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
+    ) -> Generation:
         return self.server(config.drafter).generate(config, prompt, decoding, seed=seed)
 
     def generate_group(
         self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> GroupOutcome:
+    ) -> Group:
         return self.server(config.drafter).generate_group(config, workload, decoding)
 
     def summary(self) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.record import Json, rounded
 from specbench.bench.encoding import encode_conversation
-from specbench.bench.engines.engine import GroupOutcome, Outcome
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.environment import reset_peak_memory
 from specbench.bench.grid import SweepOptions, build_rows
@@ -28,7 +29,7 @@ from specbench.generate_many import GenerationRuns
 from specbench.loaded import LoadedRecipe, load_models
 from specbench.options import DecodingOptions, quantized
 from specbench.policies.batch_costs import BatchCosts
-from specbench.results.lines import CostLine, Pool
+from specbench.results.lines import CostLine, Generation, Group, Pool, RequestLine
 from specbench.results.run import TargetModel
 from specbench.rows import LoadedName, OtherLibrary, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.prompts import Prompt
     from specbench.decoding.protocols import Drafter
-    from specbench.decoding.records import Generation
     from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
     from specbench.models.prepare import LoadedDrafter
@@ -106,23 +106,23 @@ class ModelEngine:
 
     def generate(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, *, seed: int
-    ) -> Outcome:
+    ) -> Generation:
         reset_peak_memory(self._device)
         with self._freeing_memory():
             if config.kind in ("plain", "speculative"):
-                outcome = self._decode(config, prompt, decoding, seed)
+                made = self._decode(config, prompt, decoding, seed)
             else:
-                outcome = self._decode_with_transformers(config, prompt, decoding, seed)
-        outcome = replace(outcome, peak_memory_bytes=peak_memory(self._device))
+                made = self._decode_with_transformers(config, prompt, decoding, seed)
+        more: Json = {"peak_memory_bytes": peak_memory(self._device)}
         if self._rate_answers and (
             config.kind == "beam" or (config.kind == "plain" and not config.condition.temperature)
         ):
-            outcome = replace(outcome, log_probability=self._log_probability(prompt, outcome.token_ids))
-        return outcome
+            more["log_probability"] = rounded(self._log_probability(prompt, made.token_ids))
+        return structs.replace(made, **more)
 
     def generate_group(
         self, config: Row, workload: Workload[Sequence[int]], decoding: DecodingOptions
-    ) -> GroupOutcome:
+    ) -> Group:
         def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
             return self._run(config, request.prompt, request.limited(decoding), request.seed)
 
@@ -144,9 +144,11 @@ class ModelEngine:
         pool = None
         if runs.factory is not None and (use := runs.factory.use) is not None:
             pool = Pool(block=use.block, blocks=use.blocks, peak=use.peak, bytes=use.bytes)
-        return GroupOutcome(
-            requests=tuple(_request_outcome(each) for each in results),
-            seconds=seconds,
+        measured = zip(workload.requests, results, strict=True)
+        return Group(
+            requests=[_request_line(asked, each) for asked, each in measured],
+            clients=workload.clients,
+            seconds=round(seconds, 9),
             tokens=tokens,
             pool=pool,
             peak_memory_bytes=peak_memory(self._device),
@@ -191,7 +193,7 @@ class ModelEngine:
         ready = LoadedRecipe.of(recipe, self.target, loaded)
         return ready.start(prompt, seed=seed)
 
-    def _decode(self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Outcome:
+    def _decode(self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int) -> Generation:
         run = self._run(config, prompt, decoding, seed)
         for _ in run:
             pass
@@ -200,11 +202,14 @@ class ModelEngine:
         thought = self._thought(prompt, generation.token_ids)
         emitted = accumulate((len(step.tokens) for step in generation.steps), initial=1)
         inside = [step for step, at in zip(generation.steps, emitted, strict=False) if at < (thought or 0)]
-        return _outcome(
-            generation,
+        return Generation.of(
+            generation.token_ids,
+            ttft_s,
+            times.total_s,
+            generation.steps,
+            prompt_tokens=generation.prompt_tokens,
+            finish_reason=generation.finish_reason,
             prefill_s=generation.prefill.time_s,
-            ttft_s=ttft_s,
-            decode_s=times.total_s,
             first_tokens=min(1, len(generation.token_ids)),
             thinking_tokens=thought,
             thinking_s=sum(step.times.total_s for step in inside) if thought else None,
@@ -219,7 +224,7 @@ class ModelEngine:
 
     def _decode_with_transformers(
         self, config: Row, prompt: Sequence[int], decoding: DecodingOptions, seed: int
-    ) -> Outcome:
+    ) -> Generation:
         if self.reference is None:
             raise RunError("The model was not loaded for transformers' own generate.")
         assistant = self.assistants.get(config.drafter)
@@ -282,25 +287,21 @@ def _dtype_of(drafter: Drafter) -> str | None:
     return found[-1].removeprefix("torch.") if found else None
 
 
-def _request_outcome(result: BenchResult) -> Outcome:
-    return _outcome(
-        result.run.result(),
+def _request_line(asked: BenchRequest[Sequence[int]], result: BenchResult) -> RequestLine:
+    generation = result.run.result()
+    return RequestLine.of(
+        generation.token_ids,
+        result.first_s - result.arrived_s,
+        result.last_s - result.first_s,
+        generation.steps,
+        prompt=asked.name,
+        category=asked.category,
+        prompt_tokens=generation.prompt_tokens,
+        finish_reason=generation.finish_reason,
         prefill_s=result.prefill_s,
-        ttft_s=result.first_s - result.arrived_s,
-        decode_s=result.last_s - result.first_s,
         first_tokens=result.first_tokens,
         arrived_s=result.arrived_s,
         queued_s=result.queued_s,
-    )
-
-
-def _outcome(generation: Generation, **times: Any) -> Outcome:
-    return Outcome(
-        prompt_tokens=generation.prompt_tokens,
-        token_ids=generation.token_ids,
-        finish_reason=generation.finish_reason,
-        steps=tuple(generation.steps),
-        **times,
     )
 
 

@@ -30,12 +30,12 @@ from specbench.bench.engines.client import (
     count_tokens,
 )
 from specbench.bench.engines.dialects import Dialect, dialect_of
-from specbench.bench.engines.engine import BenchEngine, GroupOutcome, Outcome
+from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Salt
 from specbench.bench.serving import BenchRequest, Workload
 from specbench.decoding.thinking import thinking_tokens, unopened_tokens
 from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
-from specbench.results.lines import ServerAnswer, Speculation
+from specbench.results.lines import Generation, Group, RequestLine, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row
 
@@ -249,28 +249,30 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         messages = [dict(each) for each in said]
         return len(encode_messages(self._tokenizer, messages, template=prompt.template))
 
-    def generate(self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int) -> Outcome:
+    def generate(
+        self, config: Row, prompt: ServerPrompt, decoding: DecodingOptions, *, seed: int
+    ) -> Generation:
         return self._loop.run(self._generate(config, BenchRequest(prompt, seed), decoding))
 
     def generate_group(
         self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> GroupOutcome:
+    ) -> Group:
         return self._loop.run(self._generate_group(config, workload, decoding))
 
     # -- requests ------------------------------------------------------------------------------------
 
     async def _generate(
         self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
-    ) -> Outcome:
+    ) -> Generation:
         server = self._by_name[config.drafter]
         before = await self._counters(server)
         answer, attempts = await self._answer(config, request, decoding)
         meanwhile = await self._since(server, before)
-        return self._outcome(answer, attempts, server.speculation(answer, meanwhile))
+        return Generation.of(**self._measured(answer, attempts, server.speculation(answer, meanwhile)))
 
     async def _generate_group(
         self, config: Row, workload: Workload[ServerPrompt], decoding: DecodingOptions
-    ) -> GroupOutcome:
+    ) -> Group:
         """Send a workload until all measured requests have been answered, and cancel the others."""
         server = self._by_name[config.drafter]
         before = await self._counters(server)
@@ -312,15 +314,18 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        outcomes = {
-            number: self._outcome(answer, attempts, server.speculation(answer, None), arrived_s)
-            for number, (answer, attempts, arrived_s) in answers.items()
-        }
+        found = {}
+        for number, (answer, attempts, arrived_s) in answers.items():
+            asked = workload.request(number)
+            of_request: Json = {"prompt": asked.name, "category": asked.category, "arrived_s": arrived_s}
+            measured = self._measured(answer, attempts, server.speculation(answer, None))
+            found[number] = RequestLine.of(**measured, **of_request, queued_s=0.0)
         meanwhile = await self._since(server, before)
-        return GroupOutcome(
-            requests=tuple(outcomes[number] for number in range(own)),
-            seconds=seconds,
-            tokens=sum(outcome.tokens for outcome in outcomes.values()),
+        return Group(
+            requests=[found[number] for number in range(own)],
+            clients=workload.clients,
+            seconds=round(seconds, 9),
+            tokens=sum(each.new_tokens for each in found.values()),
             speculation=None if meanwhile is None else Speculation(**asdict(meanwhile)),
         )
 
@@ -392,9 +397,8 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         except RunError as error:
             raise RunError(f"{server.spec.name}: {error.message}") from error
 
-    def _outcome(
-        self, answer: StreamedAnswer, attempts: int, speculation: Speculation, arrived_s: float = 0.0
-    ) -> Outcome:
+    def _measured(self, answer: StreamedAnswer, attempts: int, speculation: Speculation) -> Json:
+        """Return the arguments of ``MeasuredOutput.of``."""
         count = count_tokens(answer, self._tokenizer)
         if count.tokens is None:
             raise RunError(count.problem or "The number of tokens is unknown.")
@@ -406,19 +410,17 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             known = len(first.ids if first.ids is not None else self._tokenize(first.text) or ())
             first_tokens = min(max(1, known), count.tokens)
         thought, thought_s = self._thinking(answer, count.tokens)
-        return Outcome(
-            prompt_tokens=answer.prompt_tokens or 0,
-            token_ids=ids if ids is not None else self._tokenize(answer.text) or (),
-            finish_reason=answer.finish_reason,
-            prefill_s=ttft_s,
-            ttft_s=ttft_s,
-            decode_s=max(0.0, answer.ended_s - ttft_s),
-            first_tokens=first_tokens,
-            thinking_tokens=thought,
-            thinking_s=None if thought_s is None else max(0.0, thought_s - ttft_s),
-            reported_tokens=count.tokens,
-            arrived_s=arrived_s,
-            server=ServerAnswer(
+        return {
+            "tokens": ids if ids is not None else self._tokenize(answer.text) or (),
+            "new_tokens": count.tokens,
+            "prompt_tokens": answer.prompt_tokens or 0,
+            "finish_reason": answer.finish_reason,
+            "ttft_s": ttft_s,
+            "decode_s": max(0.0, answer.ended_s - ttft_s),
+            "first_tokens": first_tokens,
+            "thinking_tokens": thought,
+            "thinking_s": None if thought_s is None else max(0.0, thought_s - ttft_s),
+            "server": ServerAnswer(
                 **to_dict(speculation),
                 text=answer.text,
                 counted_by=count.source,
@@ -428,7 +430,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
                 cached_tokens=answer.cached_tokens,
                 attempts=attempts,
             ),
-        )
+        }
 
     def _thinking(self, answer: StreamedAnswer, tokens: int) -> tuple[int | None, float | None]:
         """Return how many tokens of an answer are thinking, and when it ended; ``None`` if not known.
