@@ -10,7 +10,7 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_SPECULATORS, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting, location
-from specbench.export.start import Scheduled, StartedEngine
+from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 from specbench.specs.models import ModelSpec
 
@@ -41,12 +41,14 @@ class SGLang(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"--model-path": location(target), **engine.revision(target, "--revision")}
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> Scheduled:
+    def with_schedule(
+        self, options: Json, schedule: Sequence[tuple[int, int, int]]
+    ) -> tuple[Json, str, Mapping[str, str]]:
         if not str(options.get("--speculative-algorithm")).startswith("EAGLE"):
             return super().with_schedule(options, schedule)
         steps = json.dumps({first: {"candidate_steps": [max(1, gamma)]} for first, _, gamma in schedule})
         file = "adaptive.json"
-        return Scheduled(
+        return (
             {**options, "--speculative-adaptive": None, "--speculative-adaptive-config": file},
             f"Write {steps} into {file}. Its smallest draft length is 1.",
             {file: steps},

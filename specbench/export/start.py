@@ -7,7 +7,7 @@ import shlex
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Json
@@ -73,20 +73,6 @@ class EngineDrafter:
     head: TrainingMetadata | None = None
 
 
-class Scheduled(NamedTuple):
-    """Options of a server with a draft length by batch size.
-
-    Attributes:
-        options: As those of a setting; unchanged if the engine has no such option.
-        needs: What must be done first, a sentence; empty for nothing.
-        files: Contents of the files that the options name.
-    """
-
-    options: Json
-    needs: str = ""
-    files: Mapping[str, str] = {}
-
-
 class StartedEngine(ExportEngine):
     """An engine whose server specbench starts.
 
@@ -105,8 +91,11 @@ class StartedEngine(ExportEngine):
     def target_options(self, target: ModelSpec) -> Json:
         """Return the options that name the target and its revision; a value without an option has the key ""."""
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> Scheduled:
-        """Return the options of a server with a draft length by batch size.
+    def with_schedule(
+        self, options: Json, schedule: Sequence[tuple[int, int, int]]
+    ) -> tuple[Json, str, Mapping[str, str]]:
+        """Return the options of a server with a draft length by batch size, unchanged if the engine has no such option;
+        what must be done first, a sentence, empty for nothing; and the contents of files that the options name.
 
         Args:
             options: Options of the setting with the longest drafts.
@@ -114,7 +103,7 @@ class StartedEngine(ExportEngine):
         """
         lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in schedule)
         needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
-        return Scheduled(options, needs)
+        return options, needs, {}
 
     @abstractmethod
     def pretending(self, options: Json, length: float) -> Json:

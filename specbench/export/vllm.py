@@ -10,7 +10,7 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
 from specbench.export.setting import Setting, location
-from specbench.export.start import Scheduled, StartedEngine
+from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
 from specbench.specs.models import ModelSpec
 
@@ -45,10 +45,12 @@ class VLLM(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"": location(target), **engine.revision(target, "--revision")}
 
-    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> Scheduled:
+    def with_schedule(
+        self, options: Json, schedule: Sequence[tuple[int, int, int]]
+    ) -> tuple[Json, str, Mapping[str, str]]:
         ranges = [list(each) for each in schedule]
         speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
-        return Scheduled({**options, "--speculative-config": speculative})
+        return {**options, "--speculative-config": speculative}, "", {}
 
     def pretending(self, options: Json, length: float) -> Json:
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
