@@ -36,9 +36,8 @@ from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
 from specbench.rows import Row
 from specbench.show.document import to_markdown
-from specbench.show.report import content
+from specbench.show.report import content, to_html
 from specbench.show.report.content import make_report
-from specbench.show.report.page import to_html
 from specbench.show.trace import TraceView
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()

@@ -26,9 +26,8 @@ from specbench.results.summary import categorize, summarize
 from specbench.show import document, tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes
-from specbench.show.report import content, write_report
+from specbench.show.report import content, to_html, write_report
 from specbench.show.report.content import Report, make_report
-from specbench.show.report.page import to_html
 from specbench.specs.drafters import Cascade, Lookup, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from specbench.results import stats
 from specbench.show.document import Heading, Paragraph, Part, Sheet
@@ -23,35 +23,37 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
     overall = compared.overall
     categories = len(overall) <= _FEW
     if len(overall) > 1 or not categories:
-        yield _sheet(compared, overall, ["configuration"])
+        yield _sheet(compared, overall, "configuration")
     for row in overall if categories else ():
         pair = row.config_a, row.config_b
         mine = [each for each in compared.rows if (each.config_a, each.config_b) == pair]
         if len(overall) == 1:
-            yield _sheet(compared, mine, ["category"])
+            yield _sheet(compared, mine, "category")
         elif len(mine) > 1:
             yield Heading(f"{row.label}, by category")
-            yield _sheet(compared, mine[1:], ["category"])
+            yield _sheet(compared, mine[1:], "category")
     yield from (Paragraph(note, "dim") for note in compared.notes)
 
 
-def _sheet(compared: Compared, rows: Sequence[ComparedRow], names: Sequence[str]) -> Sheet:
-    """Return a table of rows; ``names`` says what names a row: ``configuration``, ``category`` or both."""
+def _sheet(
+    compared: Compared, rows: Sequence[ComparedRow], of: Literal["configuration", "category"]
+) -> Sheet:
+    """Return a table of rows; ``of`` is what names a row."""
     unit = "tokens/s" if compared.measure == "speed" else "speedup"
     cells = []
     for row in rows:
-        called = {"configuration": row.label, "category": row.category or "all"}
         if compared.measure == "speed":
             sides = [stats.decimals(each.value) for each in (row.a, row.b)]
         else:
             sides = [stats.ratio_text(each, "") for each in (row.a, row.b)]
         ratio, verdict = stats.ratio_text(row.ratio, ""), verdict_text(row.verdict, row.provisional)
-        cells.append([*(called[name] for name in names), str(row.ratio.prompts), *sides, ratio, verdict])
+        name = row.label if of == "configuration" else row.category or "all"
+        cells.append([name, str(row.ratio.prompts), *sides, ratio, verdict])
     return Sheet(
-        [*names, "prompts", f"A {unit}", f"B {unit}", "A / B", "verdict"],
+        [of, "prompts", f"A {unit}", f"B {unit}", "A / B", "verdict"],
         cells,
-        ranks=[*(0 for _ in names), 2, 1, 1, 0, 0],
-        left=frozenset({*range(len(names)), len(names) + 4}),
+        ranks=[0, 2, 1, 1, 0, 0],
+        left=frozenset({5}),
         styles={"faster": "green", "slower": "red"},
         elsewhere="with --json, or on a wider terminal",
     )
