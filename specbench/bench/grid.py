@@ -139,11 +139,6 @@ class SweepOptions:
         """Lengths of prompts in tokens, ascending; empty for the prompts as they are."""
         return sorted({at.context for at in self.conditions if at.context is not None})
 
-    @property
-    def hottest(self) -> float:
-        """The highest temperature."""
-        return max(at.temperature for at in self.conditions)
-
 
 def build_rows(
     options: SweepOptions, drafters: Sequence[tuple[LoadedName, Recipe]], base: Recipe
@@ -319,10 +314,7 @@ class Sweep:
         measured group by group, in a random order of batch sizes and groups. Contexts follow each other in a random
         order, and the configurations of one decode back to back.
         """
-        return list(self._cells())
-
-    def _cells(self) -> Iterator[Cell]:
-        options = self.options
+        options, cells = self.options, list[Cell]()
         at: dict[tuple[int | None, str | None], list[Row]] = {}
         for config in self.configs:
             at.setdefault((config.condition.batch, config.condition.arrivals), []).append(config)
@@ -330,7 +322,7 @@ class Sweep:
         for repeat in range(options.warmup):
             for load, configs in at.items():
                 name, _, group = units[load][repeat % len(units[load])]
-                yield from self._block(configs, name, 0, repeat, group, warmup=True)
+                cells += self._block(configs, name, 0, repeat, group, warmup=True)
         for repeat in range(options.repeats):
             blocks = [(load, unit) for load in at for unit in units[load]]
             if options.batches:
@@ -339,7 +331,8 @@ class Sweep:
                 for load, (name, turns, group) in blocks:
                     some = [config for config in at[load] if config.drafter in part]
                     for turn in range(turns):
-                        yield from self._block(some, name, turn, repeat, group)
+                        cells += self._block(some, name, turn, repeat, group)
+        return cells
 
     def _units(self, arrivals: str | None) -> list[tuple[str, int, PromptGroup | None]]:
         """Return prompts with their numbers of turns, or groups, by name."""

@@ -73,7 +73,7 @@ def sweep_servers(
         tokenizer=tokenizer,
         timeout_s=servers.timeout,
         decoding=decoding,
-        temperature=options.hottest,
+        temperature=max(at.temperature for at in options.conditions),
         template=template,
         prompt_cache=servers.prompt_cache,
     )
