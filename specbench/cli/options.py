@@ -201,7 +201,6 @@ ChatOption = Annotated[
 ]
 SystemOption = Annotated[str | None, panel(PROMPT)("--system TEXT", "System message.")]
 JsonOption = Annotated[bool, output("--json", "Print one JSON object.")]
-VerboseOption = Annotated[bool, output("--verbose -v", "Print all numbers and notes.")]
 
 
 # -- the command line as given --------------------------------------------------------------------------
