@@ -112,7 +112,7 @@ def prepare(
                 translation_of(language_model, model)  # or the refusal
         before_packing(language_model)
     ready = prepare_target(language_model, kind, progress=progress)
-    loaded_drafters = prepare_drafters(ready, drafters, options, loader=loader)
+    loaded_drafters = prepare_drafters(ready, drafters, loader)
     for drafting in loader.loaded.values():
         if isinstance(drafting, LanguageModel):
             language_model.notes += drafting.notes
@@ -120,22 +120,13 @@ def prepare(
 
 
 def prepare_drafters(
-    ready: Target,
-    drafters: Sequence[DrafterSpec],
-    options: ModelOptions,
-    *,
-    cache: CacheKind | None = None,
-    progress: Progress | None = None,
-    loader: DrafterLoader | None = None,
+    ready: Target, drafters: Sequence[DrafterSpec], loader: DrafterLoader
 ) -> list[LoadedDrafter]:
-    """Load drafters for a loaded target, maybe by a ``loader`` with some of their models; see ``prepare``.
+    """Load drafters for a loaded target; see ``prepare``.
 
     Raises:
         UsageError: A drafter does not fit the target, or two have the same name.
     """
-    loader = loader or DrafterLoader(
-        cache=cache or "dynamic", progress=progress, allow_pickle=options.allow_pickle
-    )
     found: list[LoadedDrafter] = []
     for spec in drafters:
         outcome: Drafter | RunError

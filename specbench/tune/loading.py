@@ -12,6 +12,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
 from specbench.export.registry import load_engines
 from specbench.models.devices import available_memory, resolve_device
+from specbench.models.drafters import DrafterLoader
 from specbench.models.mtp_layouts import has_mtp_layers
 from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
@@ -57,19 +58,19 @@ def load_candidates(
     kind = cache or default_cache(model.config, quantized=loaded.quantization is not None)
     forms = _own_forms(models, sum(parameter.numel() for parameter in model.parameters()))
     notes = []
-    load = partial(prepare_drafters, loaded, cache=kind, progress=progress)
+    loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
     own = [Mtp()] if has_mtp_layers(target) else []
     candidates = partial(drafters_to_try, [*given, *own], formatted=formatted)
     try:
-        drafters = load(candidates(forms), models)
+        drafters = prepare_drafters(loaded, candidates(forms), loader)
     except UsageError as error:
         if not forms:
             raise
         notes.append(f"Forms of the target are left out: {error.message}")
-        drafters = load(candidates([]), models)
+        drafters = prepare_drafters(loaded, candidates([]), loader)
     small = _in_int4(drafters)
     if small and is_available():  # where int4 is fast
-        drafters += load(small, models)
+        drafters += prepare_drafters(loaded, small, loader)
     return ModelEngine(loaded, drafters), kind, notes
 
 
