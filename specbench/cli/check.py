@@ -94,8 +94,8 @@ def check(
     from specbench.recipe import Recipe
 
     with starting(checked.quiet) as progress:
-        from specbench.cli.check_outputs import OutputsJob
-        from specbench.cli.check_run import CheckRequest, DecodingJob
+        from specbench.cli.check_outputs import prepare_outputs
+        from specbench.cli.check_run import CheckRequest, prepare_checks
         from specbench.decoding.sampling import Sampling
 
         notes: list[str] = []
@@ -108,19 +108,16 @@ def check(
             recipes, notes = _requested(base, checked, drafting)
         Sampling(**base.sampling.transforms)  # refuses what is none
         request = CheckRequest(ctx, base, checked.json_output, checked.quiet, chat, progress.console)
-        job: DecodingJob | OutputsJob
         if checked.outputs is not None:
-            job = OutputsJob(request, checked.outputs, limit=checked.limit)
+            run = prepare_outputs(request, checked.outputs, checked.limit, progress)
         else:
             prompts, _ = choose_prompts(
                 checked.prompts or ["all"], checked.limit or _DEFAULT_LIMIT, progress=progress
             )
-            job = DecodingJob(request, prompts, recipes)
             for note in notes:
                 request.note(note)
-        job.prepare(progress)
-    code = job.run()
-    if code:
+            run = prepare_checks(request, prompts, recipes, progress)
+    if code := run():
         raise typer.Exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,64 +25,65 @@ from specbench.models.devices import check_options
 from specbench.models.target import load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from specbench.base.progress import Progress
     from specbench.models.target import Target
 
 
-class OutputsJob:
-    """A check of greedy outputs that were made elsewhere."""
+def prepare_outputs(
+    request: CheckRequest, file: Path, limit: int | None, progress: Progress
+) -> Callable[[], int]:
+    """Load the target, and see which lines of greedy outputs that were made elsewhere it can score.
 
-    def __init__(self, request: CheckRequest, file: Path, *, limit: int | None) -> None:
-        self.request = request
-        request.note_unused(
-            "on outputs that were made elsewhere",
-            "drafter", "draft_policy", "gamma",
-            "max_new_tokens", "residual_adjustment",
-            "temperature", "top_k", "top_p", "min_p", "seed",
-        )  # fmt: skip
-        self._lines = _read_lines(file, limit)
+    Returns:
+        What checks them, prints what was found, and returns the exit code.
+    """
+    request.note_unused(
+        "on outputs that were made elsewhere",
+        "drafter", "draft_policy", "gamma",
+        "max_new_tokens", "residual_adjustment",
+        "temperature", "top_k", "top_p", "min_p", "seed",
+    )  # fmt: skip
+    lines, models = _read_lines(file, limit), request.recipe.models
+    check_options(models.target)
+    target = load_target(
+        request.recipe.target,
+        models.target,
+        cache=request.recipe.caching.cache,
+        progress=progress,
+        allow_pickle=models.allow_pickle,
+    )
+    request.note_models(target)
+    given, rejected = _fitting(request, target, lines)
+    return partial(_check, request, target, given, OutputsResult(rejected=rejected))
 
-    def prepare(self, progress: Progress) -> None:
-        """Load the target, and see which lines it can score."""
-        request = self.request
-        check_options(request.recipe.models.target)
-        self._target = load_target(
-            request.recipe.target,
-            request.recipe.models.target,
-            cache=request.recipe.caching.cache,
-            progress=progress,
-            allow_pickle=request.recipe.models.allow_pickle,
-        )
-        request.note_models(self._target)
-        self._given, rejected = _fitting(request, self._target, self._lines)
-        self._result = OutputsResult(rejected=rejected)
 
-    def run(self) -> int:
-        """Check, and print what was found; return the exit code."""
-        target, recipe, result = self._target, self.request.recipe, self._result
-        rounding, sampling = rounding_of(target), transforms_of(recipe, target.language_model)
-        end_ids = recipe.decoding.end_ids(target.end_ids)
-        try:
-            with StageProgress(self.request.quiet) as progress:
-                for number, (line, (each, prompt)) in enumerate(self._given.items()):
-                    progress.update("scoring outputs", number, len(self._given))
-                    try:
-                        result.outputs.append(
-                            check_output(target.scorer, line, each, prompt, sampling, end_ids)
-                        )
-                    except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
-                        result.failed[line] = _reason(error)
-            result.complete = True
-        finally:  # an interrupt loses nothing of what is checked
-            header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
-            piece = pieces_of(target.language_model)
-            parts = outputs_parts(result, dtype=rounding, piece=piece)
-            self.request.show({**header, **result.to_dict(piece)}, parts)
-        if result.verdict == "wrong" or result.failed:
-            return 1
-        return 2 if result.rejected else 0
+def _check(
+    request: CheckRequest,
+    target: Target,
+    given: Mapping[int, tuple[ExternalOutput, Sequence[int]]],
+    result: OutputsResult,
+) -> int:
+    """Check, and print what was found; return the exit code."""
+    recipe, rounding = request.recipe, rounding_of(target)
+    sampling, end_ids = transforms_of(recipe, target.language_model), recipe.decoding.end_ids(target.end_ids)
+    try:
+        with StageProgress(request.quiet) as progress:
+            for number, (line, (each, prompt)) in enumerate(given.items()):
+                progress.update("scoring outputs", number, len(given))
+                try:
+                    result.outputs.append(check_output(target.scorer, line, each, prompt, sampling, end_ids))
+                except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
+                    result.failed[line] = _reason(error)
+        result.complete = True
+    finally:  # an interrupt loses nothing of what is checked
+        header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
+        piece = pieces_of(target.language_model)
+        request.show({**header, **result.to_dict(piece)}, outputs_parts(result, dtype=rounding, piece=piece))
+    if result.verdict == "wrong" or result.failed:
+        return 1
+    return 2 if result.rejected else 0
 
 
 def _reason(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.progress import quiet_transformers
@@ -26,7 +26,7 @@ from specbench.models.prepare import check_models
 from specbench.options import NO_OPTIONS, TemplateOptions, quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import typer
     from rich.console import Console
@@ -103,115 +103,108 @@ def rounding_of(target: Target) -> str:
     return str(target.scorer.rounding).removeprefix("torch.")
 
 
-class DecodingJob:
-    """Checks of each drafter with each policy that applies to it."""
+def prepare_checks(
+    request: CheckRequest, prompts: Sequence[Prompt], recipes: Sequence[Recipe], progress: Progress
+) -> Callable[[], int]:
+    """Load the models, let ``transformers`` answer, and put the checks together, of each drafter with each policy.
 
-    def __init__(self, request: CheckRequest, prompts: Sequence[Prompt], recipes: Sequence[Recipe]) -> None:
-        self.request, self.prompts, self.recipes = request, prompts, recipes
-        self._checks: list[DecodingCheck] = []
-        self._header: dict[str, Any] = {}
+    The target is loaded once: ``transformers`` decodes with it before its layers are packed.
 
-    def run(self) -> int:
-        """Check, and print what was found; return the exit code."""
-        try:
-            with StageProgress(self.request.quiet) as progress, quiet_transformers():
-                self.request.console = progress.console
-                for number, checking in enumerate(self._checks):
-                    checking.report = partial(self._report, progress, number)
-                    checking.check_steps()
-        finally:  # an interrupt loses nothing of what is checked
-            begun = [checking for checking in self._checks if checking.greedy]
-            if begun:
-                self._show(begun, all(checking.complete for checking in self._checks))
-        return int(worst([checking.verdict for checking in begun]) in ("wrong", "nothing tested"))
+    Returns:
+        What checks, prints what was found, and returns the exit code.
+    """
+    drafters = [*dict.fromkeys(recipe.drafter for recipe in recipes)]
+    for recipe in recipes:
+        recipe.check()
+    check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
+    names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
+    if request.recipe.sampling.temperature == 0:
+        request.note_unused("at temperature 0: nothing is sampled", *names)
+    rounded = quantized(request.recipe.models.dtype)
+    encoded: list[tuple[str, list[int]]] = []
+    references: dict[str, GreedyOutput] = {}
 
-    def _report(self, progress: StageProgress, number: int, done: int) -> None:
-        cases = len(self._checks[number].requests)
-        done, total = number * cases + done, len(self._checks) * cases
-        progress.update("checking", done, total, note=self._checks[number].label)
+    def answer(model: LanguageModel) -> None:
+        """Let ``transformers`` decode with the target, before its layers are packed."""
+        encoded.extend(_encode(request, model, prompts))
+        for done, (name, ids) in enumerate(encoded if not rounded else ()):
+            progress.update("transformers' own answers", done, len(encoded))
+            references[name] = reference_output(model, request.recipe, ids)
 
-    def prepare(self, progress: Progress) -> None:
-        """Load the models, let ``transformers`` answer, and put the checks together.
+    target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
+    request.note_models(target, [each.outcome for each in loaded_drafters])
+    plain_outputs: dict[str, GreedyOutput] = {}
+    by_spec = dict(zip(drafters, loaded_drafters, strict=True))
+    checks = []
+    for recipe in recipes:
+        ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
+        checking = DecodingCheck(
+            {name: ready.request(ids) for name, ids in encoded},
+            references,
+            no_transformers=f"it has no such {rounded} model" if rounded else None,
+            bit_exact=target.bit_exact,
+            plain_outputs=plain_outputs,
+        )
+        checks.append(checking)
+    header = {
+        "check": "decoding",
+        "target": target.name,
+        "dtype": target.dtype,
+        "device": str(target.scorer.device),
+        "rounding": rounding_of(target),
+        "options": {
+            "cache": request.recipe.caching.cache,
+            **opt.deciding(request.recipe, ready.sampling, target.language_model),
+            "residual_adjustment": request.recipe.decoding.residual_adjustment,
+        },
+    }
+    return partial(_check, request, checks, header, pieces_of(target.language_model))
 
-        The target is loaded once: ``transformers`` decodes with it before its layers are packed.
-        """
-        request = self.request
-        drafters = [*dict.fromkeys(recipe.drafter for recipe in self.recipes)]
-        for recipe in self.recipes:
-            recipe.check()
-        check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
-        names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
-        if request.recipe.sampling.temperature == 0:
-            request.note_unused("at temperature 0: nothing is sampled", *names)
-        rounded = quantized(request.recipe.models.dtype)
-        prompts: list[tuple[str, list[int]]] = []
-        references: dict[str, GreedyOutput] = {}
 
-        def answer(model: LanguageModel) -> None:
-            """Let ``transformers`` decode with the target, before its layers are packed."""
-            self._model = model
-            prompts.extend(self._encode(model, self.prompts))
-            if not rounded:
-                references.update(self._references(model, prompts, progress))
+def _encode(
+    request: CheckRequest, model: LanguageModel, prompts: Sequence[Prompt]
+) -> list[tuple[str, list[int]]]:
+    """Return ids and token ids of the prompts that fit into the context; of conversations, of the first turn."""
+    encoded = [
+        (prompt.id, request.encode(model, prompt.turns[0], prompt.system, prompt.template))
+        for prompt in prompts
+    ]
+    limit = model.context_limit
+    fitting = [(name, ids) for name, ids in encoded if limit is None or len(ids) < limit]
+    if not fitting:
+        raise UsageError(
+            f"All prompts are too long for the target's context of {limit} tokens.",
+            "Choose shorter prompts.",
+        )
+    if left_out := len(encoded) - len(fitting):
+        who = counted(left_out, "prompt is", "prompts are")
+        request.note(f"{who} left out: too long for the target's context.")
+    return fitting
 
-        target, loaded_drafters = load_models(request.recipe, drafters, progress, before_packing=answer)
-        request.note_models(target, [each.outcome for each in loaded_drafters])
-        plain_outputs: dict[str, GreedyOutput] = {}
-        by_spec = dict(zip(drafters, loaded_drafters, strict=True))
-        for recipe in self.recipes:
-            ready = LoadedRecipe.of(recipe, target, by_spec[recipe.drafter])
-            checking = DecodingCheck(
-                {name: ready.request(ids) for name, ids in prompts},
-                references,
-                no_transformers=f"it has no such {rounded} model" if rounded else None,
-                bit_exact=target.bit_exact,
-                plain_outputs=plain_outputs,
-            )
-            self._checks.append(checking)
-        self._header = {
-            "check": "decoding",
-            "target": target.name,
-            "dtype": target.dtype,
-            "device": str(target.scorer.device),
-            "rounding": rounding_of(target),
-            "options": {
-                "cache": request.recipe.caching.cache,
-                **opt.deciding(request.recipe, ready.sampling, target.language_model),
-                "residual_adjustment": request.recipe.decoding.residual_adjustment,
-            },
-        }
 
-    def _encode(self, model: LanguageModel, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]]]:
-        """Return ids and token ids of the prompts that fit into the context; of conversations, of the first turn."""
-        encoded = [
-            (prompt.id, self.request.encode(model, prompt.turns[0], prompt.system, prompt.template))
-            for prompt in prompts
-        ]
-        limit = model.context_limit
-        fitting = [(name, ids) for name, ids in encoded if limit is None or len(ids) < limit]
-        if not fitting:
-            raise UsageError(
-                f"All prompts are too long for the target's context of {limit} tokens.",
-                "Choose shorter prompts.",
-            )
-        if left_out := len(encoded) - len(fitting):
-            who = counted(left_out, "prompt is", "prompts are")
-            self.request.note(f"{who} left out: too long for the target's context.")
-        return fitting
+def _check(request: CheckRequest, checks: Sequence[DecodingCheck], header: Json, piece: Piece | None) -> int:
+    """Check, and print what was found under what was checked; return the exit code."""
+    try:
+        with StageProgress(request.quiet) as progress, quiet_transformers():
+            request.console = progress.console
+            for number, checking in enumerate(checks):
+                checking.report = partial(_report, progress, checks, number)
+                checking.check_steps()
+    finally:  # an interrupt loses nothing of what is checked
+        begun = [checking for checking in checks if checking.greedy]
+        verdict = worst([checking.verdict for checking in begun])
+        if begun:
+            found = {
+                "verdict": verdict,
+                "complete": all(checking.complete for checking in checks),
+                "configurations": [checking.to_dict(piece) for checking in begun],
+            }
+            target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
+            request.show(header | found, check_parts(begun, target, dtype=header["rounding"], piece=piece))
+    return int(verdict in ("wrong", "nothing tested"))
 
-    def _references(
-        self, model: LanguageModel, prompts: Sequence[tuple[str, list[int]]], progress: Progress
-    ) -> Iterator[tuple[str, GreedyOutput]]:
-        for done, (name, ids) in enumerate(prompts):
-            progress.update("transformers' own answers", done, len(prompts))
-            yield name, reference_output(model, self.request.recipe, ids)
 
-    def _show(self, results: Sequence[DecodingCheck], complete: bool) -> None:
-        """Print what was found, under what was checked."""
-        header, piece = self._header, pieces_of(self._model)
-        verdict = worst([result.verdict for result in results])
-        found = [result.to_dict(piece) for result in results]
-        figures = {**header, "verdict": verdict, "complete": complete, "configurations": found}
-        target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
-        parts = check_parts(results, target, dtype=header["rounding"], piece=piece)
-        self.request.show(figures, parts)
+def _report(progress: StageProgress, checks: Sequence[DecodingCheck], number: int, done: int) -> None:
+    cases = len(checks[number].requests)
+    total = len(checks) * cases
+    progress.update("checking", number * cases + done, total, note=checks[number].label)
