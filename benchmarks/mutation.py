@@ -102,7 +102,7 @@ decoding/tree.py:tree_positions  test_trees.py -k 'greedy_outputs'
 + np.arange(1, len(ancestors) + 1)
 
 the logits after another node are read
-decoding/verify.py:GreedyVerification.judge  test_trees.py -k 'greedy_outputs'
+decoding/verify.py:judge_greedily  test_trees.py -k 'greedy_outputs'
 - logits[node + 1 : node + 2]
 + logits[node : node + 1]
 
@@ -177,7 +177,7 @@ decoding/sampling.py:Randomness.draw  test_properties.py -k 'random_number or no
 + self.generator.manual_seed(0); u = float(torch.rand(1, generator=self.generator, dtype=torch.float64))
 
 the rejected token is returned instead of the corrected one
-decoding/verify.py:GreedyVerification.judge  test_decode.py
+decoding/verify.py:judge_greedily  test_decode.py
 - Verdict(path, tokens)
 + Verdict(path, [*tokens[:-1], (draft.tokens + tokens[-1:])[len(path)]])
 
@@ -187,7 +187,7 @@ decoding/sampling.py:Randomness.test  test_sampling.py
 + sum(r[i] < chance for i, chance in enumerate(chances))
 
 the bonus token comes from the row before
-decoding/verify.py:RejectionVerification.judge  test_exact.py -k 'output_distribution and model-multinomial'
+decoding/verify.py:judge_chain  test_exact.py -k 'output_distribution and model-multinomial'
 - p[accepted]
 + p[max(0, accepted - 1)]
 

@@ -16,7 +16,7 @@ from tiny import tiny_llama, tiny_tokenizer
 
 import specbench.check.run
 from specbench.backends.torch.kernels import native
-from specbench.decoding.verify import GreedyVerification
+from specbench.decoding import verify
 from specbench.generate import encode_prompt
 
 Check = Callable[..., "Checked"]
@@ -230,15 +230,15 @@ def test_bit_exact_passes_are_compared_bit_by_bit(check):
 
 
 def test_a_broken_decoder_ends_with_1_and_says_where(check, monkeypatch):
-    judge = GreedyVerification.judge
+    judge = verify.judge_greedily
 
-    def off_by_one(self: Any, draft: Any, logits: Any, *arguments: Any) -> Any:
-        verdict = judge(self, draft, logits, *arguments)
+    def off_by_one(draft: Any, logits: Any, *arguments: Any) -> Any:
+        verdict = judge(draft, logits, *arguments)
         if verdict.accepted < len(draft.tokens):
             verdict.tokens[-1] = int(logits[verdict.accepted].argsort()[-2])
         return verdict
 
-    monkeypatch.setattr(GreedyVerification, "judge", off_by_one)
+    monkeypatch.setattr(verify, "judge_greedily", off_by_one)
     result = check("--drafter", "self:layers=1")
     assert result.code == 1
     assert rows(result.out)["plain"] == "wrong"

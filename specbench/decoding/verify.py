@@ -7,17 +7,17 @@ decoding compares with the argmax instead and draws nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
 
 import torch
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import NoTokenError
-from specbench.decoding.protocols import top
+from specbench.decoding.protocols import Drawing, top
 from specbench.decoding.sampling import Randomness, Sampling
-from specbench.decoding.verdicts import METHODS, Method
+from specbench.decoding.verdicts import METHODS, Walk
 from specbench.specs.policies import VerificationName
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -52,113 +52,21 @@ class Verdict:
         return len(self.path)
 
 
-class GreedyVerification:
-    """Follows the target's choices from the root as long as they were drafted.
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Decides which draft tokens are accepted, and draws the token after them.
 
     Attributes:
-        takes_trees: Whether drafts may be trees.
+        judge: Judges a draft of n tokens by the target's logits, [n + 1, vocab]: row 0 follows the context, row i + 1
+            token i. It also takes the tokens before the draft, the transforms from logits to p, and the source of the
+            tests and the closing draw.
         drawing: How a tree node's candidates have to be drawn.
+        takes_trees: Whether drafts may be trees.
     """
 
-    takes_trees = True
-    drawing = staticmethod(top)
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,  # noqa: ARG002
-    ) -> Verdict:
-        """Judge a draft by the target's logits, which all verifications do.
-
-        Args:
-            draft: n tokens and their distributions.
-            logits: The target's, [n + 1, vocab]: row 0 follows the context, row i + 1 token i.
-            context: The tokens before the draft.
-            sampling: The transforms from logits to p.
-            random: The source of the tests and the closing draw.
-        """
-        few = logits.numel() <= _FEW and not sampling.context_dependent
-        chain = len(draft.tokens) if few else draft.chain  # in one call: most paths stay on it
-        try:
-            choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
-        except NoTokenError:  # perhaps in a row that is not reached
-            chain, choices = 0, sampling.choose(logits[:1], context)
-        path: list[int] = []
-        tokens = choices[:1]
-        node = draft.child(-1, tokens[0])
-        while node is not None:
-            path.append(node)
-            if node < chain:
-                tokens.append(choices[node + 1])
-            else:
-                tokens += sampling.choose(logits[node + 1 : node + 2], [*context, *tokens])
-            node = draft.child(node, tokens[-1])
-        return Verdict(path, tokens)
-
-
-class RejectionVerification:
-    """Rejection sampling of a chain in a few operators.
-
-    Args:
-        residual_adjustment: See ``verification_of``.
-    """
-
-    takes_trees = False
-    drawing = staticmethod(METHODS["rejection"].drawing)
-
-    def __init__(self, residual_adjustment: bool = True) -> None:
-        self._adjusts = residual_adjustment
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Verdict:
-        gamma = len(draft.tokens)
-        p = sampling.probabilities(logits, context, draft.tokens)
-        accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
-        distribution = p[accepted]
-        if accepted < gamma and self._adjusts:
-            distribution = residual(draft, p, accepted)
-        tokens = [*draft.tokens[:accepted], random.draw(distribution)]
-        return Verdict(range(accepted), tokens, p, distribution, r)
-
-
-class TreeVerification:
-    """Verifies trees by a method of ``specbench.decoding.verdicts``."""
-
-    def __init__(self, method: Method) -> None:
-        self._walk, self.drawing, self.takes_trees = method.walk, method.drawing, not method.chains_only
-
-    def judge(
-        self,
-        draft: Draft,
-        logits: torch.Tensor,
-        context: Sequence[int],
-        sampling: Sampling,
-        random: Randomness,
-    ) -> Verdict:
-        rows: dict[int, torch.Tensor] = {}
-
-        def p(node: int) -> torch.Tensor:
-            if node not in rows:
-                node_context = [*context, *draft.branch(node)] if sampling.context_dependent else context
-                rows[node] = sampling.probabilities(logits[node + 1 : node + 2], node_context)[0]
-            return rows[node]
-
-        walked = self._walk(draft, p, random)
-        tokens = [*(draft.tokens[node] for node in walked.path), walked.token]
-        return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
-
-
-Verification: TypeAlias = GreedyVerification | RejectionVerification | TreeVerification
-"""Decides which draft tokens are accepted, and draws the token after them."""
+    judge: Callable[[Draft, torch.Tensor, Sequence[int], Sampling, Randomness], Verdict]
+    drawing: Drawing
+    takes_trees: bool
 
 
 def verification_of(
@@ -172,10 +80,80 @@ def verification_of(
         residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
     """
     if sampling.greedy:
-        return GreedyVerification()
-    if name == "rejection":
-        return RejectionVerification(residual_adjustment)
-    return TreeVerification(METHODS[name])
+        return Verification(judge_greedily, top, takes_trees=True)
+    method = METHODS[name]
+    judge = (
+        partial(judge_chain, residual_adjustment) if name == "rejection" else partial(judge_tree, method.walk)
+    )
+    return Verification(judge, method.drawing, takes_trees=not method.chains_only)
+
+
+def judge_greedily(
+    draft: Draft,
+    logits: torch.Tensor,
+    context: Sequence[int],
+    sampling: Sampling,
+    random: Randomness,  # noqa: ARG001
+) -> Verdict:
+    """Follow the target's choices from the root as long as they were drafted."""
+    few = logits.numel() <= _FEW and not sampling.context_dependent
+    chain = len(draft.tokens) if few else draft.chain  # in one call: most paths stay on it
+    try:
+        choices = sampling.choose(logits[: chain + 1], context, draft.tokens[:chain])
+    except NoTokenError:  # perhaps in a row that is not reached
+        chain, choices = 0, sampling.choose(logits[:1], context)
+    path: list[int] = []
+    tokens = choices[:1]
+    node = draft.child(-1, tokens[0])
+    while node is not None:
+        path.append(node)
+        if node < chain:
+            tokens.append(choices[node + 1])
+        else:
+            tokens += sampling.choose(logits[node + 1 : node + 2], [*context, *tokens])
+        node = draft.child(node, tokens[-1])
+    return Verdict(path, tokens)
+
+
+def judge_chain(
+    adjusts: bool,
+    draft: Draft,
+    logits: torch.Tensor,
+    context: Sequence[int],
+    sampling: Sampling,
+    random: Randomness,
+) -> Verdict:
+    """Judge a chain by rejection sampling in a few operators; for ``adjusts`` see ``verification_of``."""
+    gamma = len(draft.tokens)
+    p = sampling.probabilities(logits, context, draft.tokens)
+    accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
+    distribution = p[accepted]
+    if accepted < gamma and adjusts:
+        distribution = residual(draft, p, accepted)
+    tokens = [*draft.tokens[:accepted], random.draw(distribution)]
+    return Verdict(range(accepted), tokens, p, distribution, r)
+
+
+def judge_tree(
+    walk: Walk,
+    draft: Draft,
+    logits: torch.Tensor,
+    context: Sequence[int],
+    sampling: Sampling,
+    random: Randomness,
+) -> Verdict:
+    """Judge a tree by a method of ``specbench.decoding.verdicts``."""
+    rows: dict[int, torch.Tensor] = {}
+
+    def p(node: int) -> torch.Tensor:
+        if node not in rows:
+            node_context = [*context, *draft.branch(node)] if sampling.context_dependent else context
+            rows[node] = sampling.probabilities(logits[node + 1 : node + 2], node_context)[0]
+        return rows[node]
+
+    walked = walk(draft, p, random)
+    tokens = [*(draft.tokens[node] for node in walked.path), walked.token]
+    return Verdict(walked.path, tokens, closing_distribution=walked.distribution, rows=rows)
 
 
 def acceptance_probabilities(draft: Draft, p: torch.Tensor) -> torch.Tensor:
