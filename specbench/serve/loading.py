@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -19,13 +19,17 @@ _LOOK_S = 0.02  # how often it is looked whether the model is there
 class _Refusal(BaseHTTPRequestHandler):
     timeout = 5.0  # seconds that a client has to send something
 
+    def handle(self) -> None:
+        with suppress(OSError, ValueError):  # of clients that send no HTTP, or do not wait
+            super().handle()
+
     def do_GET(self) -> None:
         self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _MAX_READ))
         body = json.dumps(_BODY).encode()
         self.send_response(503)
-        self.send_header("Content-Type", "application/json")
+        for name, value in (("Content-Type", "application/json"), ("Retry-After", "1")):
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Retry-After", "1")
         self.end_headers()
         self.wfile.write(body)
 
@@ -35,20 +39,12 @@ class _Refusal(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-class _Refusing(ThreadingHTTPServer):
-    def __init__(self, listening: socket.socket) -> None:
-        super().__init__(listening.getsockname()[:2], _Refusal, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-
-    def handle_error(self, *_: Any) -> None:
-        """Print nothing of clients that send no HTTP, or do not wait for the answer."""
-
-
 @contextmanager
 def refusing(listening: socket.socket) -> Iterator[None]:
     """Refuse all requests while the context lasts; the socket stays open, and later requests wait."""
-    server = _Refusing(listening)
+    server = ThreadingHTTPServer(listening.getsockname()[:2], _Refusal, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listening
     thread = Thread(target=server.serve_forever, args=(_LOOK_S,), daemon=True)
     thread.start()
     try:
