@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import math
 import socket
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -140,22 +139,14 @@ def _bound(host: str, port: int) -> socket.socket:
         UsageError: The address is not available.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
-        try:
-            if sys.platform != "win32":  # there it would let two programs have one port
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen()  # a port that is bound and not listened on may be bound by others too
-        except BaseException:
-            bound.close()
-            raise
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise UsageError(
             f"Nothing can listen on port {port} of {host!r}: {reason}.", "Give another --port or --host."
         ) from error
-    return bound
 
 
 def _pool_tokens(target: Target, server: _ServerOptions) -> int:
