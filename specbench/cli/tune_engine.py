@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -30,7 +29,6 @@ from specbench.results.store import RunStore
 from specbench.rows import conditions_of
 
 if TYPE_CHECKING:
-    from specbench.bench.engines.launched import LaunchedEngine
     from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
     from specbench.options import DecodingOptions, TemplateOptions
     from specbench.results.run import TuningAnswer
@@ -81,7 +79,9 @@ def tune_engine(
         StageProgress(quiet, animated=False) as progress,
         planned.launched(folder / "servers", progress) as made,
     ):
-        job = _EngineJob(sweep, made, folder, quiet, planned)
+        job = TuneJob(sweep, made, folder, quiet)
+        alone = [config.id for config in configs if config.condition.batch is None]
+        settings = dict(zip(alone, planned.settings, strict=True))
         with job.open_store({**planned.sources(chosen), "tune": True}) as store:
             job.say_at_start(start, (), "" if results.resume else None)
             from specbench.tune.engine_search import EngineSearch
@@ -89,7 +89,7 @@ def tune_engine(
             until = began + seconds - _ENDING_S
             searching = EngineSearch(
                 sweep,
-                job.settings,
+                settings,
                 store,
                 made,
                 scheduled=partial(planned.scheduled, folder / "servers"),
@@ -101,69 +101,63 @@ def tune_engine(
             job.watch(searching, progress)
             answer = job.answer(searching, store)
         said = made.summary()
-    job.show(answer, searching, said, results)
+    _show(job, planned, settings, answer, searching, said, results)
     if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
-class _EngineJob(TuneJob):
-    """A search over the settings of an engine."""
+def _show(
+    job: TuneJob,
+    planned: EngineServers,
+    settings: Mapping[str, EngineSetting],
+    answer: TuningAnswer,
+    search: EngineSearch,
+    starts: str,
+    asked: TuneResultsOptions,
+) -> None:
+    """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
+    from specbench.show.document import to_text
+    from specbench.tune.answer import answer_parts, as_json
+    from specbench.tune.engine_answer import batch_lines, start_command
 
-    def __init__(
-        self, sweep: Sweep, made: LaunchedEngine, folder: Path, quiet: bool, planned: EngineServers
-    ) -> None:
-        super().__init__(sweep, made, folder, quiet)
-        self._planned = planned
-        alone = [config for config in sweep.configs if config.condition.batch is None]
-        self.settings = dict(zip((config.id for config in alone), planned.settings, strict=True))
-
-    def show(
-        self, answer: TuningAnswer, search: EngineSearch, starts: str, asked: TuneResultsOptions
-    ) -> None:
-        """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
-        from specbench.show.document import to_text
-        from specbench.tune.answer import answer_parts, as_json
-        from specbench.tune.engine_answer import batch_lines, start_command
-
-        planned, raced = self._planned, search.schedule
-        chosen, batches = self.settings[answer.choice], search.batches
-        if raced is not None and raced.instead is not None:
-            chosen, batches = raced.instead, {}
-        command, needs = start_command(
-            planned.engine,
-            planned.target,
-            chosen,
-            batches,
-            planned.arguments,
-            planned.options.engine_command,
+    raced, chosen, batches = search.schedule, settings[answer.choice], search.batches
+    if raced is not None and raced.instead is not None:
+        chosen, batches = raced.instead, {}
+    command, needs = start_command(
+        planned.engine,
+        planned.target,
+        chosen,
+        batches,
+        planned.arguments,
+        planned.options.engine_command,
+    )
+    said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
+    lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
+    job.write_answer(answer, search, *lines)
+    if asked.json_output:
+        write_json(
+            {
+                **as_json(answer, search),
+                "engine": planned.engine.name,
+                "command": command,
+                "needs": needs,
+                "schedule": None
+                if raced is None
+                else {
+                    "ranges": raced.ranges,
+                    "over_plain": to_dict(raced.over_plain),
+                    "over_single": to_dict(raced.over_single),
+                    "instead": raced.instead and raced.instead.name,
+                },
+                "results": str(job.folder),
+            }
         )
-        said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
-        lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
-        self.write_answer(answer, search, *lines)
-        if asked.json_output:
-            write_json(
-                {
-                    **as_json(answer, search),
-                    "engine": planned.engine.name,
-                    "command": command,
-                    "needs": needs,
-                    "schedule": None
-                    if raced is None
-                    else {
-                        "ranges": raced.ranges,
-                        "over_plain": to_dict(raced.over_plain),
-                        "over_single": to_dict(raced.over_single),
-                        "instead": raced.instead and raced.instead.name,
-                    },
-                    "results": str(self.folder),
-                }
-            )
-        else:
-            first = (
-                to_text(*answer_parts(answer, search))
-                if asked.verbose
-                else "\n".join([answer.headline, *answer.details[:1], ""])
-            )
-            text = first + "".join(f"{line}\n" for line in lines)
-            write_out(terminal_safe(text))
-        self.say_at_end(search, *([starts] if starts else []))
+    else:
+        first = (
+            to_text(*answer_parts(answer, search))
+            if asked.verbose
+            else "\n".join([answer.headline, *answer.details[:1], ""])
+        )
+        text = first + "".join(f"{line}\n" for line in lines)
+        write_out(terminal_safe(text))
+    job.say_at_end(search, *([starts] if starts else []))

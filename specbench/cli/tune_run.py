@@ -112,7 +112,7 @@ def run_tune(
     base = replace(base, caching=replace(base.caching, cache=cache))
     configs = tuple(configurations(options, engine, base))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)
-    job = _OwnTuneJob(sweep, engine, folder, quiet)
+    job = TuneJob(sweep, engine, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         from specbench.cli.setting import drafter_notes
 
@@ -125,7 +125,7 @@ def run_tune(
             sweep,
             store,
             engine,
-            predict=partial(job.predict, report=progress.update),
+            predict=partial(_predict, engine, sweep, progress.update),
             longer=search.minutes is None,
             clock=clock,
             seconds=60 * minutes,
@@ -135,7 +135,7 @@ def run_tune(
         )
         job.watch(searching, progress)
         answer = job.answer(searching, store)
-    job.show(answer, searching, results, search.cache)
+    _show(job, answer, searching, results, search.cache)
     if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
@@ -226,79 +226,77 @@ class TuneJob(RunJob):
             self.say(line)
 
 
-class _OwnTuneJob(TuneJob):
-    """A search among specbench's own configurations."""
+def _predict(
+    engine: ModelEngine, sweep: Sweep, report: Report, outputs: Mapping[str, Sequence[int]], costs: PassCosts
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Predict speedups from plain outputs, see ``Search``."""
+    from specbench.predict.here import predict_rows
 
-    engine: ModelEngine
+    plain = sweep.configs[0]
+    found = predict_rows(engine, sweep, plain, outputs, costs, least=MIN_SHARE, report=report)
+    return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
 
-    def predict(
-        self,
-        outputs: Mapping[str, Sequence[int]],
-        costs: PassCosts,
-        *,
-        report: Report,
-    ) -> tuple[dict[str, float], dict[str, str]]:
-        """Predict speedups from plain outputs, see ``Search``."""
-        from specbench.predict.here import predict_rows
 
-        plain = self.sweep.configs[0]
-        found = predict_rows(self.engine, self.sweep, plain, outputs, costs, least=MIN_SHARE, report=report)
-        return {name: each.speedup.value for name, each in found.rows.items()}, found.failed
+def _show(
+    job: TuneJob,
+    answer: TuningAnswer,
+    search: StoredSearch[Any],
+    shown: TuneResultsOptions,
+    cache: str | None,
+) -> None:
+    """Write and print the answer."""
+    from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
 
-    def show(
-        self, answer: TuningAnswer, search: StoredSearch[Any], shown: TuneResultsOptions, cache: str | None
-    ) -> None:
-        """Write and print the answer."""
-        from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
+    results, out = job.write_answer(answer, search), shown.out
+    written = _write_configuration(job, answer, out, cache)
+    exported = exports(results, job.folder, job.recipes) if search.race.verdict == "faster" else None
+    if shown.json_output:
+        facts = {
+            **as_json(answer, search),
+            "configuration": str(out) if written else None,
+            "results": str(job.folder),
+            "exports": exports_json(exported or []),
+        }
+        write_json(facts)
+    else:
+        command = _command(job, results)
+        text = short_text(answer, command, exported)
+        if shown.verbose:
+            text = full_text(answer, search, command, exported)
+        write_out(broken(terminal_safe(text), sys.stdout))
+    provisional = " (provisional)" if answer.provisional else ""
+    commands = "generate, chat, serve, sweep and check"
+    saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
+    job.say_at_end(search, *([saved] if written else []))
 
-        results, out = self.write_answer(answer, search), shown.out
-        written = self._write_configuration(answer, out, cache)
-        exported = exports(results, self.folder, self.recipes) if search.race.verdict == "faster" else None
-        if shown.json_output:
-            facts = {
-                **as_json(answer, search),
-                "configuration": str(out) if written else None,
-                "results": str(self.folder),
-                "exports": exports_json(exported or []),
-            }
-            write_json(facts)
-        else:
-            command = self._command(results)
-            text = short_text(answer, command, exported)
-            if shown.verbose:
-                text = full_text(answer, search, command, exported)
-            write_out(broken(terminal_safe(text), sys.stdout))
-        provisional = " (provisional)" if answer.provisional else ""
-        commands = "generate, chat, serve, sweep and check"
-        saved = f"Saved: {out}{provisional}, which {commands} read in this folder or with --config."
-        self.say_at_end(search, *([saved] if written else []))
 
-    def _command(self, results: Results) -> str:
-        """Return the command that decodes with the winner, with models as the user typed them."""
-        from specbench.results.summary import categorize, summarize
-        from specbench.show.answer import find_answers
+def _command(job: TuneJob, results: Results) -> str:
+    """Return the command that decodes with the winner, with models as the user typed them."""
+    from specbench.results.summary import categorize, summarize
+    from specbench.show.answer import find_answers
 
-        (answer,) = find_answers(results, summarize(results), categorize(results), self.recipes)
-        return answer.command
+    (answer,) = find_answers(results, summarize(results), categorize(results), job.recipes)
+    return answer.command
 
-    def _write_configuration(self, answer: TuningAnswer, out: Path, cache: str | None) -> bool:
-        """Write the configuration file; return whether the answer can be expressed in one."""
-        recipe = self.recipes[answer.choice]
-        usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
-        try:
-            config, note = config_from_recipe(recipe, provisional=answer.provisional)
-        except UsageError as error:
-            self.say(f"note: {out} is not written: {error}")
-            return False
-        try:
-            write_config(
-                out, config.without("cache") if cache is None and recipe.caching.cache == usual else config
-            )
-        except OSError as error:
-            raise RunError(
-                f"{str(out)!r} cannot be written ({reason(error)}).",
-                f"Measurements are in {str(self.folder)!r}; give another --out with --resume.",
-            ) from error
-        if note:
-            self.say(f"note: {note}")
-        return True
+
+def _write_configuration(job: TuneJob, answer: TuningAnswer, out: Path, cache: str | None) -> bool:
+    """Write the configuration file; return whether the answer can be expressed in one."""
+    recipe = job.recipes[answer.choice]
+    usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
+    try:
+        config, note = config_from_recipe(recipe, provisional=answer.provisional)
+    except UsageError as error:
+        job.say(f"note: {out} is not written: {error}")
+        return False
+    try:
+        write_config(
+            out, config.without("cache") if cache is None and recipe.caching.cache == usual else config
+        )
+    except OSError as error:
+        raise RunError(
+            f"{str(out)!r} cannot be written ({reason(error)}).",
+            f"Measurements are in {str(job.folder)!r}; give another --out with --resume.",
+        ) from error
+    if note:
+        job.say(f"note: {note}")
+    return True
