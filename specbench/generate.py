@@ -16,7 +16,7 @@ from specbench.decoding.records import Generation, Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness, Sampling
 from specbench.decoding.schedule import loaded_of
-from specbench.decoding.stops import LabeledText, StopRules, TextStream
+from specbench.decoding.stops import StopRules, TextStream
 from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.model import SelfDrafter
 from specbench.drafters.parts import models_of
@@ -304,13 +304,13 @@ class GenerationRun:
         else:
             self._steps.append(record)
 
-    def text_stream(self, *, special: bool = False) -> LabeledText[Any] | None:
+    def text_stream(self, *, special: bool = False) -> TextStream[Any] | None:
         """Return a stream that turns generated tokens into text, with any labels; ``None`` without a tokenizer.
 
         ``special`` is whether special tokens become text too.
         """
         tokenizer = self.target.tokenizer
-        return None if tokenizer is None else LabeledText(tokenizer, self.decoding.stop, special=special)
+        return None if tokenizer is None else TextStream(tokenizer, self.decoding.stop, special=special)
 
     def answer(self) -> str:
         """Return the text so far without the thinking before the answer; empty without a tokenizer."""
@@ -352,8 +352,11 @@ class GenerationRun:
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self.target.tokenizer is None:
             return None
-        stream = TextStream(self.target.tokenizer, self.decoding.stop)
-        return "".join([*map(stream.push, tokens), stream.finish()])
+        stream = TextStream[None](self.target.tokenizer, self.decoding.stop)
+        for token in tokens:
+            stream.push(token, None)
+        stream.finish(None)
+        return stream.text
 
 
 def shown_tokens(tokens: Sequence[int], finish_reason: str | None) -> Sequence[int]:

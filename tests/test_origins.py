@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from specbench.decoding.records import ORIGINS, Prefill, Step, StepTimes
-from specbench.decoding.stops import LabeledText, TextStream
+from specbench.decoding.stops import TextStream
 from specbench.show.painted import painted
 
 
@@ -44,22 +44,16 @@ def test_the_first_token_is_the_targets():
 
 
 @pytest.mark.parametrize("stops", [(), ("ing the",), ("zebra", "t")])
-def test_labeled_text_is_the_stream_with_the_labels_of_its_tokens(stops):
+def test_pieces_have_the_labels_of_their_tokens(stops):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("thing 👩‍👧 and the thing in the ring the end")["input_ids"]
-    stream, labeled = TextStream(tokenizer, stops), LabeledText[int](tokenizer, stops)
-    pieces: list[tuple[int, str]] = []
-    for number, token in enumerate(ids):
-        found = labeled.push(token, number)
-        assert "".join(text for _, text in found) == stream.push(token)
-        pieces += found
-    last = labeled.finish(len(ids) - 1)
-    assert "".join(text for _, text in last) == stream.finish()
-    pieces += last
+    stream = TextStream[int](tokenizer, stops)
+    pieces = [piece for number, token in enumerate(ids) for piece in stream.push(token, number)]
+    pieces += stream.finish(len(ids) - 1)
     assert "".join(text for _, text in pieces) == stream.text
     assert [label for label, _ in pieces] == sorted(label for label, _ in pieces)
-    whole = TextStream(tokenizer)
-    own = [whole.push(token) for token in ids]
+    whole = TextStream[None](tokenizer)
+    own = ["".join(text for _, text in whole.push(token, None)) for token in ids]
     for number, text in pieces:  # a held back stop string does not move text to another token
         assert text in own[number]
 

@@ -80,9 +80,9 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 def stream_of(tokenizer: Any, ids: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], TextStream]:
     """What every token released, and at last ``finish``."""
-    stream = TextStream(tokenizer, stops)
-    released = [stream.push(token) for token in ids]
-    return [*released, stream.finish()], stream
+    stream = TextStream[None](tokenizer, stops)
+    released = [*(stream.push(token, None) for token in ids), stream.finish(None)]
+    return ["".join(text for _, text in pieces) for pieces in released], stream
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

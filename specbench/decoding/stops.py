@@ -67,11 +67,12 @@ class _ByteRun:
         return bool(fresh)
 
 
-class TextStream:
-    """Turns a growing output into final text.
+class TextStream(Generic[Label]):
+    """Turns a growing output into final text, in pieces with the labels of their tokens.
 
     It holds back incomplete characters and possible starts of stop strings. After ``finish`` all released text is the
-    text of the output, without a stop string and what follows it.
+    text of the output, without a stop string and what follows it. Characters of several tokens have the last one's
+    label.
 
     Args:
         tokenizer: Decodes token ids.
@@ -93,6 +94,7 @@ class TextStream:
         self._window_text = 0  # characters of the window's text that are decoded for good
         self._decoded = ""  # decoded for good, not yet released
         self._released: list[str] = []
+        self._labels: deque[tuple[Label, int]] = deque()  # characters decoded and not released yet, by label
         self._run = _ByteRun(tokenizer)
         self.stopped = False
 
@@ -101,10 +103,12 @@ class TextStream:
         """All text released so far."""
         return "".join(self._released)
 
-    def push(self, token: int) -> str:
-        """Add a token; return the text that became final, empty after a stop string."""
-        if self.stopped:
-            return ""
+    def push(self, token: int, label: Label) -> list[tuple[Label, str]]:
+        """Add a token; return the text that became final, none after a stop string."""
+        return [] if self.stopped else self._release(self._fresh(token), label)
+
+    def _fresh(self, token: int) -> str:
+        """Add a token; return the text that is decoded for good by it."""
         byte = self._run.byte_of(token)
         if byte is not None:
             self._ids.append(token)
@@ -127,7 +131,7 @@ class TextStream:
         elif stable == len(window) and self._is_special(token):
             # As a window's first token it would remove the next one's leading space.
             self._ids.pop()
-        return self._release(fresh)
+        return fresh
 
     def _push_byte(self, byte: int) -> str:
         """Add a byte token: nothing is final, but a stop string may be complete."""
@@ -136,19 +140,16 @@ class TextStream:
             if so_far.endswith(self._stops):
                 fresh = self._decode(self._ids[self._before :])[self._window_text :]
                 if any(stop in self._decoded + fresh for stop in self._stops):
-                    return self._release(fresh)
+                    return fresh
         return ""
 
-    def finish(self) -> str:
-        """Release the remaining text; the output has ended."""
+    def finish(self, label: Label) -> list[tuple[Label, str]]:
+        """Release the remaining text; the output has ended. ``label`` is the last token's."""
         if self.stopped:
-            return ""
+            return []
         rest = self._decode(self._ids[self._before :])[self._window_text :] if self._ids else ""
         self._before, self._chunk, self._window_text = len(self._ids), len(self._ids), 0
-        out = self._release(rest)
-        held, self._decoded = self._decoded, ""  # nothing, if a stop string was found
-        self._released.append(held)
-        return out + held
+        return self._release(rest, label, ended=True)
 
     def _is_special(self, token: int) -> bool:
         return not self._decode([token]) and bool(self._decode([token], special=True))
@@ -160,8 +161,9 @@ class TextStream:
         )
         return text if isinstance(text, str) else "".join(text)
 
-    def _release(self, fresh: str) -> str:
+    def _release(self, fresh: str, label: Label, *, ended: bool = False) -> list[tuple[Label, str]]:
         self._decoded += fresh
+        self._labels.append((label, len(fresh)))
         found = [(at + len(stop), at) for stop in self._stops if (at := self._decoded.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -169,10 +171,17 @@ class TextStream:
             _, start = min(found)
             out, self._decoded = self._decoded[:start], ""
         else:
-            cut = len(self._decoded) - self._possible_stop()
+            cut = len(self._decoded) - (0 if ended else self._possible_stop())
             out, self._decoded = self._decoded[:cut], self._decoded[cut:]
         self._released.append(out)
-        return out
+        pieces: list[tuple[Label, str]] = []
+        while out:
+            of, length = self._labels.popleft()
+            if length > len(out):
+                self._labels.appendleft((of, length - len(out)))
+            pieces += [(of, out[:length])] if length else []
+            out = out[length:]
+        return pieces
 
     def _possible_stop(self) -> int:
         """Return the length of the longest end of the text that may begin a stop string."""
@@ -180,48 +189,6 @@ class TextStream:
             if any(stop.startswith(self._decoded[-length:]) for stop in self._stops):
                 return length
         return 0
-
-
-class LabeledText(Generic[Label]):
-    """Text of a ``TextStream`` in pieces with the labels of their tokens.
-
-    Characters of several tokens belong to the last one.
-
-    Args:
-        tokenizer, stop_strings, special: Those of ``TextStream``.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = (), *, special: bool = False
-    ) -> None:
-        self._stream = TextStream(tokenizer, stop_strings, special=special)
-        # Possible starts of stop strings are released later, with another token.
-        self._undelayed = TextStream(tokenizer, special=special) if stop_strings else None
-        self._waiting: deque[tuple[Label, int]] = deque()  # characters not released yet, by label
-
-    def push(self, token: int, label: Label) -> list[tuple[Label, str]]:
-        """Add a token; return the text that became final."""
-        text = self._stream.push(token)
-        if self._undelayed is None:
-            return [(label, text)] if text else []
-        self._waiting.append((label, len(self._undelayed.push(token))))
-        return self._labeled(text, label)
-
-    def finish(self, label: Label) -> list[tuple[Label, str]]:
-        """Release the remaining text; ``label`` is the last token's."""
-        text = self._stream.finish()
-        return self._labeled(text, label)
-
-    def _labeled(self, text: str, last: Label) -> list[tuple[Label, str]]:
-        pieces: list[tuple[Label, str]] = []
-        while text:
-            label, length = self._waiting.popleft() if self._waiting else (last, len(text))
-            if length > len(text):
-                self._waiting.appendleft((label, length - len(text)))
-            if length:
-                pieces.append((label, text[:length]))
-            text = text[length:]
-        return pieces
 
 
 class StopRules:
@@ -258,7 +225,9 @@ class StopRules:
                 )
         self.end_ids, self.strings, self.tokenizer = frozenset(end_ids), tuple(stop_strings), tokenizer
         self._stop_ids = frozenset(specials[stop] for stop in stop_strings if stop in specials)
-        self._stream = TextStream(tokenizer, stop_strings) if stop_strings and tokenizer is not None else None
+        self._stream = None
+        if stop_strings and tokenizer is not None:
+            self._stream = TextStream[None](tokenizer, stop_strings)
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Check new tokens.
@@ -272,7 +241,7 @@ class StopRules:
             if token in self._stop_ids:
                 return count, "stop-string"
             if self._stream is not None:
-                self._stream.push(token)
+                self._stream.push(token, None)
                 if self._stream.stopped:
                     return count, "stop-string"
         return len(tokens), None
