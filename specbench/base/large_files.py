@@ -62,9 +62,7 @@ def contents(path: Path) -> tuple[Content, str]:
 
 
 def crc32(path: Path) -> str:
-    """Return the CRC-32 of each part of a file that is not empty, which show damage in less than half the time of
-    SHA-256.
-    """
+    """Return the CRC-32 of each part of a file that is not empty: shows damage in half the time of SHA-256."""
     content = _mapped(path)
     with ThreadPoolExecutor(_READERS) as readers:
         return "-".join(

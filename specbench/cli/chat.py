@@ -82,7 +82,7 @@ def chat(
             return conversation, [first, *setting.target.language_model.notes, *facts(setting)]
 
         interactive = sys.stdin is not None and sys.stdin.isatty()
-        loading = _Loading(load, quiet=quiet, spaced=interactive)
+        loading = _Loading(load, quiet=quiet)
         if interactive and hasattr(signal, "pthread_kill"):
             loading.start()
         else:
@@ -98,16 +98,12 @@ class _Loading(Thread):
     Args:
         load: Returns the conversation and notes on it.
         quiet: Show neither progress nor notes.
-        spaced: Print an empty line after the notes.
     """
 
-    def __init__(
-        self, load: Callable[[Progress], tuple[Conversation, list[str]]], *, quiet: bool, spaced: bool
-    ) -> None:
+    def __init__(self, load: Callable[[Progress], tuple[Conversation, list[str]]], *, quiet: bool) -> None:
         super().__init__(daemon=True)
-        self._load, self._quiet, self._spaced = load, quiet, spaced
+        self._load, self._quiet = load, quiet
         self._loaded: tuple[Conversation, list[str]] | None = None
-        self._conversation: Conversation | None = None
         self._error: BaseException | None = None
         self._known = Event()
         self._shown: Progress | None = None
@@ -128,20 +124,21 @@ class _Loading(Thread):
 
     def conversation(self) -> Conversation:
         """Return the conversation once it is loaded, after notes on it the first time."""
-        if self._conversation is None:
+        if self._loaded is None:
             with starting(self._quiet) as self._shown:
                 if self.ident is None:
                     self._loaded = self._load(self)
                 else:
                     self.join()
-            self.check()
-            assert self._loaded is not None
-            self._conversation, notes = self._loaded
-            if not self._quiet:
-                from specbench.cli.summary import show_notes
+        self.check()
+        assert self._loaded is not None
+        conversation, notes = self._loaded
+        self._loaded = conversation, []
+        if notes and not self._quiet:
+            from specbench.cli.summary import show_notes
 
-                show_notes(notes, spaced=self._spaced)
-        return self._conversation
+            show_notes(notes, spaced=self.ident is not None)
+        return conversation
 
     def check(self) -> None:
         """Raise the error if loading has failed."""
