@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import reason
 from specbench.base.textsafe import counted, excerpt, visible
-from specbench.check.outputs import (
-    ExternalOutput,
-    OutputsResult,
-    check_output,
-    find_misfit,
-    read_outputs,
-)
+from specbench.check.outputs import ExternalOutput, OutputsResult, check_output, find_misfit, read_outputs
 from specbench.check.render import outputs_parts
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress

@@ -10,14 +10,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from specbench.options import (
-    MODELS,
-    OUTPUT,
-    POLICY,
-    PROMPT,
-    group,
-    panel,
-)
+from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, group, panel
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling

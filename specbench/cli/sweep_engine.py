@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
     from specbench.base.load import LoadSnapshot
     from specbench.cli.options import PoliciesOptions
-    from specbench.cli.sweep_options import (
-        ComparedOptions,
-        ExperimentOptions,
-        ResultsOptions,
-        ServerOptions,
-    )
+    from specbench.cli.sweep_options import ComparedOptions, ExperimentOptions, ResultsOptions, ServerOptions
     from specbench.options import DecodingOptions, TemplateOptions
 
 

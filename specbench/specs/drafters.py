@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
-from specbench.specs.models import (
-    ADAPTED,
-    BUILTIN_MODELS,
-    CHECKPOINT_MTP,
-    ModelSpec,
-    parse_model,
-)
+from specbench.specs.models import ADAPTED, BUILTIN_MODELS, CHECKPOINT_MTP, ModelSpec, parse_model
 from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
 
 GROUP = "specbench.drafters"
