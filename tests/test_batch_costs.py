@@ -295,7 +295,7 @@ def made(
 ) -> SharedPass:
     numbers = tuple(range(len(drafted)))
     fed = tuple(read + each for each in drafted)
-    return SharedPass(model, target, numbers, fed, tuple(drafted), 0.0, seconds, len(drafted), 0)
+    return SharedPass(model, target, numbers, fed, tuple(drafted), seconds)
 
 
 def known(batch_costs: BatchCosts, seconds: Seconds, batch: int, rounds: int = 20) -> None:

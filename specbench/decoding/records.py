@@ -283,9 +283,7 @@ class SharedPass:
         requests: Their numbers.
         fed: Tokens of each.
         drafted: Draft tokens among these.
-        began_s: Its start by the scheduler's clock.
         seconds: Its duration.
-        active, waiting: Numbers of active and queued requests.
     """
 
     model: object
@@ -293,10 +291,7 @@ class SharedPass:
     requests: tuple[int, ...]
     fed: tuple[int, ...]
     drafted: tuple[int, ...]
-    began_s: float
     seconds: float
-    active: int
-    waiting: int
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -262,10 +262,7 @@ class Scheduler:
                 requests=tuple(job.number for job, _ in parts),
                 fed=fed,
                 drafted=tuple(len(part.tokens) for _, part in parts),
-                began_s=began,
                 seconds=self._clock.now() - began,
-                active=len(self._active),
-                waiting=sum(job.arrived <= began for job in self._waiting),
             )
         )
 
