@@ -202,8 +202,8 @@ def test_the_largest_of_a_row_are_those_of_a_sort():
 
 def test_prospects_of_scores_are_their_softmax():
     row = torch.tensor([0.5, 2.0, -torch.inf, 1.0])
-    scores, q = Scores(row, normalized=False), Scores(row.softmax(-1), normalized=True)
-    for each in (scores, q):
+    for scores, normalized in ((row.clone(), False), (row.softmax(-1), True)):
+        (each,) = Scores.of(scores[None], normalized=normalized)
         assert each.best(4) == [1, 3, 0]
         assert each.chance(2) == 0
         torch.testing.assert_close(each.q, row.softmax(-1))
@@ -226,7 +226,7 @@ def optimal_acceptance(p: torch.Tensor, draws: Mapping[tuple[int, ...], float]) 
 
 def acceptance_at_a_node(method: Method, p: torch.Tensor, q: torch.Tensor, count: int) -> tuple[float, float]:
     """The chance that one of so many candidates is kept, over all draws and tosses; and the most that can be."""
-    distribution = Scores(q, normalized=True)
+    (distribution,) = Scores.of(q[None].clone(), normalized=True)
 
     def run(dice: Any) -> tuple[int, ...]:
         tree = GrowingTree()

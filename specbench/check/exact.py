@@ -120,8 +120,9 @@ def enumeration_error(verification: Verification, p: torch.Tensor, q: torch.Tens
     while outcomes is not None:
         random = _ScriptedRandomness(outcomes)
         tree = GrowingTree()
-        tree.add(-1, verification.drawing(Scores(q[0], normalized=True), 1 if chain else 2, random))
-        tree.add(0, verification.drawing(Scores(q[1], normalized=True), 1, random))
+        first, second = Scores.of(q.clone(), normalized=True)
+        tree.add(-1, verification.drawing(first, 1 if chain else 2, random))
+        tree.add(0, verification.drawing(second, 1, random))
         draft = Draft(tree.tokens, q=q) if chain else tree  # in the form in which chains come
         rows = logits[[0, *(int(parent < 0) for parent in tree.parents)]]
         tokens = verification.judge(draft, rows, (), sampling, random).tokens

@@ -29,16 +29,16 @@ class TokenDistribution(Protocol):
 
 
 class Scores:
-    """A distribution from a model's scores, float32 [vocab]; ``normalized``: they are probabilities already."""
+    """A distribution from a model's scores, a row of those that are searched together."""
 
-    def __init__(self, row: torch.Tensor, *, normalized: bool) -> None:
-        self._rows, self._place = _Rows(row[None].clone(), normalized, None), 0
+    def __init__(self, rows: _Rows, place: int) -> None:
+        self._rows, self._place = rows, place
 
     @classmethod
     def of(
         cls, rows: torch.Tensor, *, normalized: bool, vocabulary: DraftVocabulary | None = None
     ) -> list[Scores]:
-        """Return distributions for several rows, which are searched together.
+        """Return distributions for several rows.
 
         Args:
             rows: Float32 [rows, tokens], overwritten with probabilities when needed.
@@ -46,10 +46,7 @@ class Scores:
             vocabulary: Their tokens; ``None`` for the target's first ones.
         """
         together = _Rows(rows, normalized, vocabulary)
-        made = [cls.__new__(cls) for _ in range(rows.shape[0])]
-        for place, each in enumerate(made):
-            each._rows, each._place = together, place
-        return made
+        return [cls(together, place) for place in range(rows.shape[0])]
 
     @property
     def q(self) -> torch.Tensor:
