@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,15 @@ from specbench.base import cache, large_files
 from specbench.base.cache import cache_folder, cached, entries_in, remove_cached
 from specbench.base.errors import RunError
 from specbench.models import kept_layers as module
+from specbench.models.ahead import LAYERS_FILE, read_layers_ahead
 from specbench.models.drafters import load_drafter
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.target import load_target
-from specbench.options import LoadOptions
+from specbench.options import LoadOptions, ModelOptions
+from specbench.recipe import Recipe
+from specbench.specs.drafters import parse_drafter
+from specbench.specs.models import parse_model
 
 CPU = LoadOptions(device="cpu")
 INT8 = LoadOptions(dtype="int8", device="cpu")
@@ -89,6 +94,23 @@ def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings, 
     again = int8_logits(folder, options)
     assert len(roundings) == made
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("harm", [None, "a byte"])
+def test_layers_are_read_ahead(folder, harm, roundings):
+    expected, (entry,) = int8_logits(folder), entries()
+    recipe = Recipe(parse_model(str(folder)), parse_drafter("lookup")).with_groups(ModelOptions("int8"))
+    made = len(roundings)
+    if harm:
+        HARMS[harm](entry)
+    read_layers_ahead(recipe)
+    assert [*large_files._ahead] == [entry / LAYERS_FILE]
+    assert torch.equal(int8_logits(folder), expected)
+    assert (len(roundings) > made) == (harm is not None)
+    assert not large_files._ahead
+    read_layers_ahead(replace(recipe, drafter=parse_drafter("self:int4")))
+    large_files.forget_ahead()
+    assert not large_files._ahead
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
