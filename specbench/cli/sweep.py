@@ -14,7 +14,6 @@ from specbench.cli.policy import default_drafter, left_out, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
-    ExperimentOptions,
     ResultsOptions,
     ServerOptions,
     StartedArguments,
@@ -51,7 +50,6 @@ def sweep(
             gamma="1..8",
         ),
     ],
-    experiment: ExperimentOptions,
     template: Annotated[TemplateOptions, opt.Fields(without=("thinking",))],
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
     caching: CacheOptions,
@@ -69,12 +67,12 @@ def sweep(
     if servers.server:
         from specbench.cli.sweep_servers import sweep_servers
 
-        sweep_servers(ctx, compared, servers, target, experiment, template, decoding, results, start)
+        sweep_servers(ctx, compared, servers, target, template, decoding, results, start)
         return
     if servers.engine is not None:
         from specbench.cli.sweep_engine import sweep_engine
 
-        what = compared, drafting, servers, experiment, template, decoding, results
+        what = compared, drafting, servers, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
     from specbench.bench.contexts import text_name
@@ -87,9 +85,9 @@ def sweep(
 
     decoding = answer_limit(ctx, compared, decoding)
     base = with_cache(ctx, Recipe(parse_model(target)).with_groups(models, caching, decoding, template))
-    options, drafters, notes = _compared_models(ctx, compared, experiment, drafting, base)
+    options, drafters, notes = _compared_models(ctx, compared, drafting, base)
     with starting(quiet) as progress:
-        chosen = prompts_of_sweep(experiment, options, progress)
+        chosen = prompts_of_sweep(compared, options, progress)
     text = context_text(compared)
     if text is not None:
         options = replace(options, context_text=text_name(text))
@@ -107,19 +105,18 @@ def sweep(
     notes += [*model.notes, *model_notes(engine.target, outcomes, decoding)]
     check_contexts(options, model.context_limit)
     count, limit = engine.count_tokens, model.context_limit
-    prompts, more = fitted_prompts(compared, experiment, chosen, options, count, limit)
+    prompts, more = fitted_prompts(compared, chosen, options, count, limit)
     notes += more
 
     configs = engine.configs(options, base)
     sweep = Sweep(options, prompts, tuple(configs), text=text, suites=chosen.suites)
-    job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes, predict=predict_table)
+    job = SweepJob(sweep, engine, folder, results, minutes=compared.minutes, predict=predict_table)
     job.run(sources, start, notes)
 
 
 def _compared_models(
     ctx: typer.Context,
     compared: ComparedOptions,
-    experiment: ExperimentOptions,
     drafting: opt.PoliciesOptions,
     base: Recipe,
 ) -> tuple[SweepOptions, tuple[DrafterSpec, ...], list[str]]:
@@ -127,7 +124,7 @@ def _compared_models(
     from specbench.bench.axes import parse_baselines, parse_gammas, parse_policies
     from specbench.bench.grid import SweepOptions
 
-    axes = compared.axes(experiment, base.template)
+    axes = compared.axes(base.template)
     # `generate` takes auto at temperature 0.
     usual = ["fixed"] if all(at.temperature for at in axes["conditions"]) else ["auto", "fixed"]
     policies = parse_policies(drafting.draft_policy or usual)
@@ -154,7 +151,7 @@ def _compared_models(
         gammas=tuple(gammas),
         policies=tuple(map(str, policies)),
         decoding=base.decoding,
-        warmup=experiment.warmup,
+        warmup=compared.warmup,
         others=parse_baselines(compared.baseline),
         **axes,
     )

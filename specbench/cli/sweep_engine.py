@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from specbench.base.load import LoadSnapshot
     from specbench.cli.options import PoliciesOptions
-    from specbench.cli.sweep_options import ComparedOptions, ExperimentOptions, ResultsOptions, ServerOptions
+    from specbench.cli.sweep_options import ComparedOptions, ResultsOptions, ServerOptions
     from specbench.options import DecodingOptions, TemplateOptions
 
 
@@ -30,7 +30,6 @@ def sweep_engine(
     compared: ComparedOptions,
     drafting: PoliciesOptions,
     servers: ServerOptions,
-    experiment: ExperimentOptions,
     template: TemplateOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
@@ -38,7 +37,7 @@ def sweep_engine(
     start: LoadSnapshot,
 ) -> None:
     """Measure an engine's settings; for the arguments see ``specbench.cli.sweep``."""
-    axes = compared.axes(experiment, template)
+    axes = compared.axes(template)
     planned = EngineServers.of(
         target,
         compared.drafter,
@@ -52,7 +51,7 @@ def sweep_engine(
     )
     options = planned.sweep_options(**axes | {"turns": axes["turns"] or 1})
     with StageProgress(results.quiet) as progress:
-        chosen = prompts_of_sweep(experiment, options, progress)
+        chosen = prompts_of_sweep(compared, options, progress)
     sources = planned.sources(chosen)
     folder = run_folder(results, sources, options)
     configs = tuple(engine_configs(options, planned.settings))

@@ -38,7 +38,7 @@ _decoding, _option, _output = group(DECODING), group("Options"), group(OUTPUT)
 
 @dataclass(frozen=True)
 class ComparedOptions:
-    """The axes of the grid other than draft policies."""
+    """The axes of the grid other than draft policies, the prompts, and how often they are decoded."""
 
     drafter: tuple[str, ...] = drafters_field(COMPARED)
     temperature: tuple[float, ...] = _what(
@@ -70,6 +70,28 @@ class ComparedOptions:
         "Lengths of prompts in tokens, such as 256,1024: text in front of each.",
     )
     thinking: str | None = _what(None, "--thinking WHICH", "Thinking: on, off or on,off.")
+    prompts: tuple[str, ...] = prompts_field(EXPERIMENT)
+    limit: int | None = _experiment(
+        None,
+        "--limit N",
+        f"Number of prompts. Default: all, or {_DEFAULT_LIMIT} if no set is named.",
+        min=1,
+    )
+    turns: int | None = _experiment(
+        None,
+        "--turns N",
+        "Most turns of a conversation. Default: all; with servers 1.",
+        min=1,
+    )
+    repeats: int = _experiment(2, "--repeats -r N", "Repeats of each generation.")
+    warmup: int = _experiment(1, "--warmup N", "Warm-ups of each configuration, not counted.")
+    seed: int = _experiment(0, "--seed N", "Seed of the random order and of sampling.", min=0)
+    until: str | None = _experiment(
+        None,
+        "--until WIDTH",
+        "Stop when the fastest is known (sure), or within ±5% (or another share).",
+    )
+    minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
     @cached_property
     def requests(self) -> Trace | None:
@@ -78,9 +100,7 @@ class ComparedOptions:
 
         return None if self.trace is None else read_trace(self.trace)
 
-    def axes(
-        self, experiment: ExperimentOptions, template: TemplateOptions, *, served: bool = False
-    ) -> dict[str, Any]:
+    def axes(self, template: TemplateOptions, *, served: bool = False) -> dict[str, Any]:
         """Return the fields of ``SweepOptions`` that models and servers (``served``) share.
 
         Raises:
@@ -103,14 +123,14 @@ class ComparedOptions:
             context=[] if self.context is None else parse_contexts(self.context),
             thinking=[] if self.thinking is None else parse_thinking(self.thinking),
         )
-        one_turn = experiment.turns is None and (conditions[0].batch, self.context) != (None, None)
+        one_turn = self.turns is None and (conditions[0].batch, self.context) != (None, None)
         return {
             "conditions": conditions,
-            "repeats": experiment.repeats,
-            "turns": 1 if one_turn else experiment.turns,
-            "seed": experiment.seed,
+            "repeats": self.repeats,
+            "turns": 1 if one_turn else self.turns,
+            "seed": self.seed,
             "template": template,
-            "until": experiment.until,
+            "until": self.until,
         }
 
 
@@ -149,34 +169,6 @@ StartedArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Options that every server of --engine gets."),
 ]
-
-
-@dataclass(frozen=True)
-class ExperimentOptions:
-    """Prompts, and how often they are decoded."""
-
-    prompts: tuple[str, ...] = prompts_field(EXPERIMENT)
-    limit: int | None = _experiment(
-        None,
-        "--limit N",
-        f"Number of prompts. Default: all, or {_DEFAULT_LIMIT} if no set is named.",
-        min=1,
-    )
-    turns: int | None = _experiment(
-        None,
-        "--turns N",
-        "Most turns of a conversation. Default: all; with servers 1.",
-        min=1,
-    )
-    repeats: int = _experiment(2, "--repeats -r N", "Repeats of each generation.")
-    warmup: int = _experiment(1, "--warmup N", "Warm-ups of each configuration, not counted.")
-    seed: int = _experiment(0, "--seed N", "Seed of the random order and of sampling.", min=0)
-    until: str | None = _experiment(
-        None,
-        "--until WIDTH",
-        "Stop when the fastest is known (sure), or within ±5% (or another share).",
-    )
-    minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
 
 @dataclass(frozen=True)
@@ -293,7 +285,7 @@ class ChosenPrompts:
 
 
 def chosen_prompts(
-    options: ExperimentOptions | SearchOptions, limit: int | None, progress: Progress | None = None
+    options: ComparedOptions | SearchOptions, limit: int | None, progress: Progress | None = None
 ) -> ChosenPrompts:
     """Return the prompts of ``--prompts``, and where they come from."""
     from specbench.bench.suites import choose_prompts
@@ -305,24 +297,24 @@ def chosen_prompts(
 
 
 def prompts_of_sweep(
-    experiment: ExperimentOptions, options: SweepOptions, progress: Progress | None = None
+    compared: ComparedOptions, options: SweepOptions, progress: Progress | None = None
 ) -> ChosenPrompts:
     """Return the prompts of a sweep, in an order in which it can stop early with ``--until``."""
     from specbench.bench.grid import check_batches
     from specbench.bench.prompts import interleave, shuffled
     from specbench.bench.suites import SUITES
 
-    limit, named = experiment.limit, experiment.prompts
+    limit, named = compared.limit, compared.prompts
     replays = any(isinstance(at.workload, Replay) for at in options.conditions)
     if replays:
         limit = None  # it is one of the trace's requests, which take the prompts in turn
-    elif limit is None and experiment.until is None and (not named or not SUITES.keys().isdisjoint(named)):
+    elif limit is None and compared.until is None and (not named or not SUITES.keys().isdisjoint(named)):
         limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
-    chosen = chosen_prompts(experiment, limit, progress)
+    chosen = chosen_prompts(compared, limit, progress)
     if replays:
-        chosen.sources["limit"] = experiment.limit
-    if experiment.until is not None:  # the first ones have to stand for all
-        chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, experiment.seed))))
+        chosen.sources["limit"] = compared.limit
+    if compared.until is not None:  # the first ones have to stand for all
+        chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, compared.seed))))
     check_batches(options, len(chosen.prompts))
     return chosen
 
@@ -344,7 +336,6 @@ def answer_limit(ctx: typer.Context, compared: ComparedOptions, decoding: Decodi
 
 def fitted_prompts(
     compared: ComparedOptions,
-    experiment: ExperimentOptions,
     chosen: ChosenPrompts,
     options: SweepOptions,
     count: Callable[[Prompt], int],
@@ -356,5 +347,5 @@ def fitted_prompts(
     trace = compared.requests
     if trace is None:
         return fitting(chosen.prompts, options.contexts, count)
-    asked = replace(trace, requests=trace.requests[: experiment.limit])
+    asked = replace(trace, requests=trace.requests[: compared.limit])
     return asked.prompts(chosen.prompts, load_context_text(), count, limit)

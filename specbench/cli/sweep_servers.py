@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import typer
 
     from specbench.base.load import LoadSnapshot
-    from specbench.cli.sweep_options import ComparedOptions, ExperimentOptions, ResultsOptions, ServerOptions
+    from specbench.cli.sweep_options import ComparedOptions, ResultsOptions, ServerOptions
     from specbench.specs.servers import ServerSpec
 
 
@@ -34,7 +34,6 @@ def sweep_servers(
     compared: ComparedOptions,
     servers: ServerOptions,
     target: str,
-    experiment: ExperimentOptions,
     template: TemplateOptions,
     decoding: DecodingOptions,
     results: ResultsOptions,
@@ -45,7 +44,7 @@ def sweep_servers(
 
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
-    axes = compared.axes(experiment, template, served=True)
+    axes = compared.axes(template, served=True)
     decoding = answer_limit(ctx, compared, decoding)
     if axes["turns"] is None and servers.prompt_cache != "keep":
         axes["turns"] = 1
@@ -53,14 +52,14 @@ def sweep_servers(
         gammas=(),
         policies=(),
         decoding=decoding,
-        warmup=experiment.warmup,
+        warmup=compared.warmup,
         servers=tuple(spec.name for spec in specs),
         api=servers.api,
         prompt_cache=servers.prompt_cache,
         **axes,
     )
     with StageProgress(results.quiet) as progress:
-        chosen = prompts_of_sweep(experiment, options, progress)
+        chosen = prompts_of_sweep(compared, options, progress)
     text = context_text(compared)
     keys = server_keys(specs)
     spoken = parse_model(target)
@@ -84,7 +83,7 @@ def sweep_servers(
             salt=engine.salt,
             context_text=None if text is None else text_name(text),
         )
-        prompts, notes = fitted_prompts(compared, experiment, chosen, options, engine.count_tokens)
+        prompts, notes = fitted_prompts(compared, chosen, options, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
             "tokenizer": str(spoken) if known else None,
@@ -94,7 +93,7 @@ def sweep_servers(
         configs = tuple(server_rows(options, [(spec.name, None) for spec in specs]))
         sweep = Sweep(options, prompts, configs, text=text, suites=chosen.suites)
         RunStore.check_writable(folder)
-        job = SweepJob(sweep, engine, folder, results, minutes=experiment.minutes)
+        job = SweepJob(sweep, engine, folder, results, minutes=compared.minutes)
         job.run(sources, start, [*_server_notes(engine), *notes])
     finally:
         engine.close()
