@@ -18,7 +18,7 @@ import pytest
 from stored_runs import DRAFTERS, write_run
 from tiny import save_tiny
 
-from specbench.bench.prompts import prompt_sets
+from specbench.bench.prompts import load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "examples", "notes", "prompts", "specbench", "tests")
@@ -134,25 +134,25 @@ def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel, request):
     assert not [name for name in metadata.get_all("Classifier") if name.startswith("License")]
 
 
-LIST_SETS = """
+LIST_PROMPTS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import specbench, specbench.bench.prompts as prompts
 assert specbench.__file__.startswith(sys.argv[1]), specbench.__file__
-assert len(prompts.load_prompts(["all"])) == sum(prompts.prompt_sets().values())
+found = [prompt.id for prompt in prompts.load_prompts(["all"])]
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-print(json.dumps(prompts.prompt_sets()))
+print(json.dumps(found))
 """
 
 
-def sets_seen_from(folder: Path, cwd: Path) -> dict[str, int]:
-    """``prompt_sets()`` in a fresh interpreter that imports specbench from ``folder``."""
-    return dict(json.loads(output([sys.executable, "-c", LIST_SETS, str(folder)], cwd)))
+def prompts_seen_from(folder: Path, cwd: Path) -> list[str]:
+    """The ids of all built-in prompts in a fresh interpreter that imports specbench from ``folder``."""
+    return list(json.loads(output([sys.executable, "-c", LIST_PROMPTS, str(folder)], cwd)))
 
 
 def test_the_prompts_are_found_in_a_checkout_and_in_a_wheel_zipped_and_installed(wheel, installed, tmp_path):
     for folder in (ROOT, wheel, installed):
-        assert sets_seen_from(folder, tmp_path) == prompt_sets()
+        assert prompts_seen_from(folder, tmp_path) == [prompt.id for prompt in load_prompts(["all"])]
 
 
 RUN = """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specbench.base.errors import UsageError
 from specbench.bench import prompts as module
-from specbench.bench.prompts import Prompt, load_prompts, prompt_sets, read_prompt_text
+from specbench.bench.prompts import Prompt, load_prompts, read_prompt_text
 
 SINGLE_TURN = {*["chat", "code", "code-editing", "mathematics", "question-answering", "retrieval"]}
 SINGLE_TURN |= {"structured-output", "summarisation", "translation"}
@@ -46,7 +46,7 @@ def ids(prompts: list[Prompt]) -> list[str]:
 
 
 def test_every_promised_set_exists_and_has_at_least_eight_prompts():
-    sets = prompt_sets()
+    sets = Counter(prompt.category for prompt in load_prompts(["all"]))
     assert set(sets) == SINGLE_TURN | MULTI_TURN
     assert min(sets.values()) >= 8
     assert list(sets) == sorted(sets)
@@ -132,7 +132,7 @@ def test_a_name_means_the_set_and_a_path_the_file(tmp_path, monkeypatch):
     write(tmp_path / "chat", row())
     write(tmp_path / "all", row(id="b"))
     write(tmp_path / "plain", row(id="c"))
-    assert len(load_prompts(["chat"])) == prompt_sets()["chat"]
+    assert ids(load_prompts(["chat"]))[:2] == ["chat-01", "chat-02"]
     assert ids(load_prompts(["./chat"])) == ids(load_prompts([Path("chat")])) == ["a"]
     assert ids(load_prompts([Path("all")])) == ["b"]
     assert ids(load_prompts(["plain"])) == ["c"]

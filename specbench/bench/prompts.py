@@ -78,11 +78,6 @@ class Prompt:
         return replace(self, template=template.over(self.template))
 
 
-def prompt_sets() -> dict[str, int]:
-    """Return the built-in sets by name, in alphabetical order, with their numbers of prompts."""
-    return {name: len(_read(file, name)) for name, file in _built_in().items()}
-
-
 def set_names() -> list[str]:
     """Return the names of built-in prompts: the sets, ``"all"`` of them, and those that are not part of all."""
     return [*_built_in(), ALL_SETS, TRAINING_SET, AGENT_SET]
