@@ -29,7 +29,7 @@ from specbench.specs.policies import Fixed
 from specbench.tune.break_even import GAMMAS, Drafts, break_even_parts, measure, pretending
 
 if TYPE_CHECKING:
-    from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
+    from specbench.cli.sweep_options import SearchOptions, ServerOptions
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
 _Ready: TypeAlias = tuple[Any, Sequence[Row], Mapping[str, Drafts], bool]
@@ -43,7 +43,6 @@ def break_even(
     servers: ServerOptions,
     models: ModelOptions,
     decoding: DecodingOptions,
-    results: TuneResultsOptions,
     arguments: Sequence[str],
 ) -> None:
     """Measure and print what drafts need to pay; for the arguments see ``specbench.cli.tune``."""
@@ -56,11 +55,11 @@ def break_even(
     options = SweepOptions(
         tuple(at for each in conditions for at in each), GAMMAS, decoding=decoding, turns=1
     )
-    with starting(results.quiet) as progress, quiet_transformers():
+    with starting(search.quiet) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
         check_batches(options, len(chosen.prompts))
     prompts = [each.told(template) for each in interleave(chosen.prompts)]
-    with StageProgress(results.quiet, animated=False) as progress:
+    with StageProgress(search.quiet, animated=False) as progress:
         made = (
             _own(target, search, models, options, progress)
             if servers.engine is None
@@ -77,7 +76,7 @@ def break_even(
         raise RunError(
             " ".join(["Nothing could be compared.", *notes]), "Give more --minutes, or other prompts."
         )
-    if results.json_output:
+    if search.json_output:
         listed = [{**to_dict(each), "speedup_if_perfect": each.most} for each in found]
         write_json(finite({"rows": listed, "notes": notes}))
         return

@@ -214,28 +214,8 @@ MINUTES, ENGINE_MINUTES = 1.0, 20.0
 
 
 @dataclass(frozen=True)
-class TuneResultsOptions:
-    """Where the answer and the measurements go."""
-
-    out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
-    overwrite: bool = _output(False, "--overwrite", "Overwrite --out.")
-    results: Path | None = _output(
-        None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
-    )
-    resume: bool = _output(
-        False,
-        "--resume",
-        "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
-        " results/.",
-    )
-    json_output: bool = _output(False, "--json", "Print one JSON object.")
-    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
-    quiet: bool = _output(False, "--quiet -q", "No progress.")
-
-
-@dataclass(frozen=True)
 class SearchOptions:
-    """What is tried, on which prompts, and for how long."""
+    """What is tried, on which prompts and for how long, and where the answer and the measurements go."""
 
     drafter: tuple[str, ...] = drafters_field(
         MODELS,
@@ -267,6 +247,20 @@ class SearchOptions:
         f" --engine {ENGINE_MINUTES:g}.",
     )
     seed: int = _option(0, "--seed N", "Seed of the random order and of sampling.", min=0)
+    out: Path = _output(Path("specbench.toml"), "--out -o FILE", "File to write the configuration found to.")
+    overwrite: bool = _output(False, "--overwrite", "Overwrite --out.")
+    results: Path | None = _output(
+        None, "--results FOLDER", "Folder of the run. Default: results/DATE-TARGET-tune."
+    )
+    resume: bool = _output(
+        False,
+        "--resume",
+        "Continue the run in --results. Without --results: the newest unfinished one of `specbench tune` in"
+        " results/.",
+    )
+    json_output: bool = _output(False, "--json", "Print one JSON object.")
+    verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
+    quiet: bool = _output(False, "--quiet -q", "No progress.")
 
 
 @dataclass(frozen=True)

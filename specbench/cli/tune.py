@@ -12,7 +12,6 @@ from specbench.cli.sweep_options import (
     SearchOptions,
     ServerOptions,
     StartedArguments,
-    TuneResultsOptions,
 )
 from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 
@@ -20,12 +19,11 @@ from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
 def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    search: SearchOptions,
     template: TemplateOptions,
     servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api")],
     models: ModelOptions,
     decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
-    results: TuneResultsOptions,
+    search: SearchOptions,
     arguments: StartedArguments = None,
 ) -> None:
     """Find the fastest drafter and draft policy for a target on this machine, and write specbench.toml.
@@ -42,14 +40,14 @@ def tune(
     if search.break_even:
         from specbench.cli.break_even import break_even
 
-        break_even(target, search, template, servers, models, decoding, results, arguments or ())
+        break_even(target, search, template, servers, models, decoding, arguments or ())
         return
     if servers.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 
         search = replace(search, minutes=search.minutes or ENGINE_MINUTES)
-        tune_engine(target, search, template, servers, decoding, results, arguments or ())
+        tune_engine(target, search, template, servers, decoding, arguments or ())
         return
     from specbench.cli.tune_run import run_tune
 
-    run_tune(target, search, template, models, decoding, results)
+    run_tune(target, search, template, models, decoding)

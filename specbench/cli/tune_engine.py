@@ -29,7 +29,7 @@ from specbench.results.store import RunStore
 from specbench.rows import conditions_of
 
 if TYPE_CHECKING:
-    from specbench.cli.sweep_options import SearchOptions, ServerOptions, TuneResultsOptions
+    from specbench.cli.sweep_options import SearchOptions, ServerOptions
     from specbench.options import DecodingOptions, TemplateOptions
     from specbench.results.run import TuningAnswer
     from specbench.tune.engine_search import EngineSearch
@@ -46,12 +46,11 @@ def tune_engine(
     template: TemplateOptions,
     servers: ServerOptions,
     decoding: DecodingOptions,
-    results: TuneResultsOptions,
     arguments: Sequence[str],
 ) -> None:
     """Find an engine's fastest setting and print its command line; for the arguments see ``specbench.cli.tune``."""
     assert search.minutes is not None
-    clock, start, quiet = WallClock(), load_snapshot(), results.quiet
+    clock, start, quiet = WallClock(), load_snapshot(), search.quiet
     began, seconds = clock.now(), 60 * search.minutes
     with starting(quiet) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
@@ -73,7 +72,7 @@ def tune_engine(
         check_batches(options, len(prompts))
         configs += engine_configs(options, [*planned.settings, EngineSetting(SCHEDULE, "", 0, {})])
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
-    folder = tune_folder(results, planned.name)
+    folder = tune_folder(search, planned.name)
     RunStore.check_writable(folder)
     with (
         StageProgress(quiet, animated=False) as progress,
@@ -83,7 +82,7 @@ def tune_engine(
         alone = [config.id for config in configs if config.condition.batch is None]
         settings = dict(zip(alone, planned.settings, strict=True))
         with job.open_store({**planned.sources(chosen), "tune": True}) as store:
-            job.say_at_start(start, (), "" if results.resume else None)
+            job.say_at_start(start, (), "" if search.resume else None)
             from specbench.tune.engine_search import EngineSearch
 
             until = began + seconds - _ENDING_S
@@ -101,7 +100,7 @@ def tune_engine(
             job.watch(searching, progress)
             answer = job.answer(searching, store)
         said = made.summary()
-    _show(job, planned, settings, answer, searching, said, results)
+    _show(job, planned, settings, answer, searching, said, search)
     if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
@@ -113,7 +112,7 @@ def _show(
     answer: TuningAnswer,
     search: EngineSearch,
     starts: str,
-    asked: TuneResultsOptions,
+    asked: SearchOptions,
 ) -> None:
     """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
     from specbench.show.document import to_text

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specbench.bench.engines.own import ModelEngine
-    from specbench.cli.sweep_options import SearchOptions, TuneResultsOptions
+    from specbench.cli.sweep_options import SearchOptions
     from specbench.decoding.theory import PassCosts
     from specbench.options import DecodingOptions, ModelOptions, TemplateOptions
     from specbench.predict.here import Report
@@ -62,24 +62,23 @@ def run_tune(
     template: TemplateOptions,
     models: ModelOptions,
     decoding: DecodingOptions,
-    results: TuneResultsOptions,
 ) -> None:
     """Find the fastest configuration, write and print it; for the arguments see ``specbench.cli.tune``."""
-    quiet, minutes = results.quiet, search.minutes or MINUTES
+    quiet, minutes = search.quiet, search.minutes or MINUTES
     clock, start = WallClock(), load_snapshot()
     began = clock.now()
-    if results.out.exists() and not results.overwrite:
-        raise UsageError(f"{str(results.out)!r} exists already.", "Add --overwrite, or give another --out.")
-    with file_errors(f"{str(results.out)!r} cannot be written", "Give another --out.", kind=UsageError):
-        require_writable(results.out.parent)
+    if search.out.exists() and not search.overwrite:
+        raise UsageError(f"{str(search.out)!r} exists already.", "Add --overwrite, or give another --out.")
+    with file_errors(f"{str(search.out)!r} cannot be written", "Give another --out.", kind=UsageError):
+        require_writable(search.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
     with starting(quiet) as progress:
         chosen = chosen_prompts(search, None, progress)
     prompts = tuple(interleave(chosen.prompts))
     base = Recipe(parse_model(target), models=models, decoding=decoding, template=template)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
-    folder = tune_folder(results, sources["target"])
-    stored = read_run(folder) if results.resume and RunStore.exists(folder) else None
+    folder = tune_folder(search, sources["target"])
+    stored = read_run(folder) if search.resume and RunStore.exists(folder) else None
     kind: Any = search.cache if stored is None else stored.configs[0].cache
     policies = parse_policies(
         rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
@@ -105,7 +104,7 @@ def run_tune(
         try:
             RunStore.check_writable(folder)
         except UsageError as error:  # whose advice is that of a sweep
-            raise UsageError(error.message, "Give other --results.") from error
+            raise UsageError(error.message, "Give other --search.") from error
         engine, cache, notes = load_candidates(
             base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
         )
@@ -135,18 +134,18 @@ def run_tune(
         )
         job.watch(searching, progress)
         answer = job.answer(searching, store)
-    _show(job, answer, searching, results, search.cache)
+    _show(job, answer, searching, search)
     if searching.race.ending == "interrupted":
         raise typer.Exit(exit_code_of_interrupt())
 
 
-def tune_folder(results: TuneResultsOptions, target: str) -> Path:
+def tune_folder(search: SearchOptions, target: str) -> Path:
     """Return the folder of the run: the given one, with ``--resume`` the newest unfinished one, or a new one."""
-    if results.results is not None:
-        if not results.resume:
-            RunStore.check_empty(results.results, "other --results")
-        return results.results
-    if not results.resume:
+    if search.results is not None:
+        if not search.resume:
+            RunStore.check_empty(search.results, "other --results")
+        return search.results
+    if not search.resume:
         return new_folder(target, "-tune")
     for path, run in stored_runs(FOLDER):
         if run.options.get("tune") and not run.finished:
@@ -241,16 +240,15 @@ def _show(
     job: TuneJob,
     answer: TuningAnswer,
     search: StoredSearch[Any],
-    shown: TuneResultsOptions,
-    cache: str | None,
+    asked: SearchOptions,
 ) -> None:
     """Write and print the answer."""
     from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
 
-    results, out = job.write_answer(answer, search), shown.out
-    written = _write_configuration(job, answer, out, cache)
+    results, out = job.write_answer(answer, search), asked.out
+    written = _write_configuration(job, answer, out, asked.cache)
     exported = exports(results, job.folder, job.recipes) if search.race.verdict == "faster" else None
-    if shown.json_output:
+    if asked.json_output:
         facts = {
             **as_json(answer, search),
             "configuration": str(out) if written else None,
@@ -261,7 +259,7 @@ def _show(
     else:
         command = _command(job, results)
         text = short_text(answer, command, exported)
-        if shown.verbose:
+        if asked.verbose:
             text = full_text(answer, search, command, exported)
         write_out(broken(terminal_safe(text), sys.stdout))
     provisional = " (provisional)" if answer.provisional else ""
