@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from scripted import Ticking
@@ -210,6 +211,24 @@ def test_costs_are_times_of_single_passes(engine):
     assert {line.passes for line in costs if isinstance(line, DrafterTimes)} == {1, 4}
     # Nothing is left behind.
     assert run(engine, grid()[0]).token_ids == plainly(engine)
+
+
+def test_a_drafter_with_several_names_is_timed_once(engine):
+    small = engine.drafters[-1]
+    engine.drafters = (small, replace(small, name="lookup+small"))
+    engine._clock = Ticking()
+    costs = engine.measure_costs(PROMPT, [1], (2,))
+    asked = engine._clock.time
+    named = {
+        name: [line for line in costs if getattr(line, "drafter", "") == name]
+        for name in ("small", "lookup+small")
+    }
+    assert [msgspec.structs.replace(line, drafter="small") for line in named["lookup+small"]] == named[
+        "small"
+    ]
+    engine.drafters, engine._clock = (small,), Ticking()
+    engine.measure_costs(PROMPT, [1], (2,))
+    assert engine._clock.time == asked
 
 
 def test_drafters_are_timed_with_several_nodes_abreast(engine):

@@ -143,7 +143,7 @@ def time_passes(
     cache is left empty.
 
     Args:
-        scorer, drafters: The target's scorer, and drafters by name.
+        scorer, drafters: The target's scorer, and drafters by name; one with several names is timed once.
         prompt: Tokens, repeated to fill the context.
         widths: Numbers of tokens in a forward pass of the target.
         clock: Clock of the target's device.
@@ -199,7 +199,7 @@ def time_passes(
 
     scorer.begin()
     target_pass(1)  # reads the context
-    for drafter in drafters.values():
+    for drafter in dict.fromkeys(drafters.values()):
         if drafter.traits.layers:
             scorer.begin()
         _begin(drafter, scorer, text)
@@ -207,11 +207,11 @@ def time_passes(
     jobs: dict[Any, Callable[[], float]] = {
         n: partial(target_pass, n) if n > 1 else plain_pass for n in widths
     }
-    for name, drafter in drafters.items():
-        jobs[name, "one"] = partial(drafting, drafter)
-        jobs[name, "several"] = partial(drafting, drafter, tokens=_DRAFTED)
+    for drafter in drafters.values():
+        jobs[drafter, "one"] = partial(drafting, drafter)
+        jobs[drafter, "several"] = partial(drafting, drafter, tokens=_DRAFTED)
         for nodes in tree_nodes if drafter.traits.trees else ():
-            jobs[name, nodes] = partial(drafting, drafter, nodes=nodes)
+            jobs[drafter, nodes] = partial(drafting, drafter, nodes=nodes)
     with without_guesses(drafters.values()):
         times = time_in_turn(jobs, rounds, order)
     scorer.begin()
@@ -220,13 +220,13 @@ def time_passes(
         at: dict[str, Any] = {"drafter": name, "context_tokens": length}
         count, read_s = passes[drafter.traits.name], reading[drafter.traits.name]
         # A pass that drafts several tokens takes longer than one that drafts one.
-        lines.append(DrafterTimes(seconds=times[name, "several" if count == 1 else "one"], **at))
+        lines.append(DrafterTimes(seconds=times[drafter, "several" if count == 1 else "one"], **at))
         if count > 1:
-            lines.append(DrafterTimes(seconds=times[name, "several"], passes=count, **at))
+            lines.append(DrafterTimes(seconds=times[drafter, "several"], passes=count, **at))
         if read_s > 0:
             lines.append(ReadingTimes(seconds=[read_s], **at))
         lines += [
-            TreeTimes(nodes=nodes, seconds=times[name, nodes], **at)
+            TreeTimes(nodes=nodes, seconds=times[drafter, nodes], **at)
             for nodes in tree_nodes
             if drafter.traits.trees
         ]
