@@ -161,7 +161,7 @@ CASES = {
     "suffix": setting("suffix:n=10"),
     "layers": setting("self:layers=3"),
     "MTP layer": setting("mtp"),
-    "MTP layer, sampled": setting("mtp", temperature=0.7),
+    "MTP layer, sampled": setting("mtp", "fixed:gamma=4,verification=block", temperature=0.7),
     "MTP layer in a cascade": setting("lookup+mtp"),
     "MTP layer, trained here": setting("org/head", head=TrainingMetadata(kind="mtp")),
     "cascade": setting("lookup+org/small"),

@@ -12,7 +12,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.export.setting import Setting, is_found, location, refuse_adapter
 from specbench.recipe import Recipe
-from specbench.specs.drafters import Cascade, DrafterSpec, SelfForm, SmallModel
+from specbench.specs.drafters import Cascade, DrafterSpec, Mtp, SelfForm, SmallModel
 from specbench.specs.models import BUILTIN_MODELS, ModelSpec
 from specbench.specs.policies import Fixed
 
@@ -36,7 +36,6 @@ HEAD_KINDS: Mapping[str, str] = {
 """Kinds of trained heads as results store them, with their names; ``eagle`` is EAGLE-3 from ``specbench train``."""
 
 NO_SPECULATORS = "it does not support heads in the `speculators` format, which `specbench train` writes"
-NO_TRAINED_MTP = "it reads MTP layers only from the target's checkpoint"
 NO_EAGLE_1 = "EAGLE-3 is the only kind of EAGLE head that it supports"
 
 
@@ -151,6 +150,8 @@ class ExportEngine(ABC):
         """Return how a kind of trained head is loaded, or why it is not."""
         if kind == "assistant":
             return "Gemma 4's assistant is not exported"
+        if kind == "mtp" and Mtp in self.drafters:
+            return "it reads MTP layers only from the target's checkpoint"
         if kind == "pard":  # a whole model
             return self.heads.get(kind, "it does not draft as PARD does")
         return self.heads.get(kind, self.no_heads or f"it has no {HEAD_KINDS.get(kind, kind)} heads")
@@ -257,6 +258,6 @@ def revision(model: ModelSpec, name: str) -> dict[str, str]:
 
 
 def command(words: Sequence[str], options: Mapping[str, Any]) -> str:
-    """Return a command line with one option per line."""
-    lines = [shlex.join(words), *(f"    {name} {shlex.quote(str(value))}" for name, value in options.items())]
-    return " \\\n".join(lines) + "\n"
+    """Return a command line with one option per line; ``None`` stands for an option without a value."""
+    lines = [words, *([name] if value is None else [name, str(value)] for name, value in options.items())]
+    return " \\\n    ".join(shlex.join(line) for line in lines) + "\n"

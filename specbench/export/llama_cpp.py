@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_EAGLE_1, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import NO_EAGLE_1, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting, location, stem
 from specbench.export.start import GAMMA, StartedEngine
 from specbench.specs.drafters import Cascade, DrafterSpec, Lookup, Mtp, SmallModel
@@ -21,7 +21,7 @@ def _block(kind: str, method: str) -> HeadSupport:
 
 
 class LlamaCpp(StartedEngine):
-    """llama.cpp's server. Heads were read in its pull requests 18039, 22105 and 25173."""
+    """llama.cpp's server. Heads were read in its pull requests 18039, 22105, 25173 and 27342."""
 
     name = "llama.cpp"
     title = "llama.cpp"
@@ -36,8 +36,8 @@ class LlamaCpp(StartedEngine):
         ),
         "eagle-1": NO_EAGLE_1,
         "dflash": _block("DFlash", "draft-dflash"),
+        "dflash2": _block("DFlash 2", "draft-dflash"),
         "dspark": _block("DSpark", "draft-dspark"),
-        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("llama-server",)

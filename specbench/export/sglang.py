@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_SPECULATORS, NO_TRAINED_MTP, Heads, HeadSupport, in_format_of_authors
+from specbench.export.engine import NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -22,6 +22,7 @@ class SGLang(StartedEngine):
     title = "SGLang"
     version = "0.5.23"
     drafters = (Lookup, Suffix, SmallModel, Mtp)
+    verifications = ("block",)
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
         "eagle3": HeadSupport("EAGLE3", in_format_of_authors("EAGLE-3"), speculators=False),
@@ -31,7 +32,6 @@ class SGLang(StartedEngine):
         "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
         "lilicorr": HeadSupport("DFLASH"),
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
-        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("python", "-m", "sglang.launch_server")
@@ -84,7 +84,6 @@ class SGLang(StartedEngine):
                 "--speculative-eagle-topk": 1,
                 "--speculative-num-draft-tokens": width,
             }
-            export.differs.append(engine.GREEDY_DRAFTS)
         else:
             steps: Json = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
             if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "lilicorr", "dspark"):
@@ -102,8 +101,8 @@ class SGLang(StartedEngine):
             export.differs += [
                 "Without --speculative-draft-model-quantization the drafter inherits the target's quantization; with"
                 " unquant it runs as its checkpoint is stored.",
-                engine.GREEDY_DRAFTS,
             ]
+        _sample(setting, export)
         export.text = engine.command(self.server, export.options)
         export.differs += [
             f"--speculative-num-draft-tokens counts verified tokens: γ = {setting.gamma} and the token before them.",
@@ -114,3 +113,19 @@ class SGLang(StartedEngine):
             "meta_info of an answer of /generate has spec_verify_ct and spec_accept_length, the tokens per step; 1.0"
             " means that no draft was accepted. /server_info has the server's average."
         )
+
+
+def _sample(setting: Setting, export: engine.Export) -> None:
+    """Let drafts be sampled and tested as specbench does, where the engine can (``arg_groups/speculative_hook.py``)."""
+    algorithm = export.options["--speculative-algorithm"]
+    always = setting.head is not None and setting.head.kind in ("dflash2", "lilicorr", "dspark")
+    can = always or algorithm in ("EAGLE3", "NEXTN")
+    if setting.temperature and can and not always:
+        export.options["--speculative-use-rejection-sampling"] = None
+    elif not can and algorithm != "NGRAM":
+        export.differs.append(engine.GREEDY_DRAFTS)
+    if setting.temperature and setting.policy.verification == "block":
+        if can:
+            export.options["--speculative-use-block-verification"] = None
+        else:
+            export.missing.append("Verification method block.")

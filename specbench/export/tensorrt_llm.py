@@ -10,7 +10,7 @@ from specbench.base.record import Json
 from specbench.export import engine
 from specbench.export.engine import NO_EAGLE_1, NO_SPECULATORS, Heads, HeadSupport, in_format_of_authors
 from specbench.export.setting import Setting, location
-from specbench.specs.drafters import Lookup, SmallModel
+from specbench.specs.drafters import Lookup, Mtp, SmallModel
 
 _FILE = "speculation.yaml"
 
@@ -21,7 +21,7 @@ class TensorRTLLM(engine.ExportEngine):
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
     version = "1.2.1"
-    drafters = (Lookup, SmallModel)
+    drafters = (Lookup, SmallModel, Mtp)
     heads: ClassVar[Heads] = {
         "eagle": NO_SPECULATORS,
         "eagle3": HeadSupport("Eagle3", in_format_of_authors("EAGLE-3"), speculators=False),
@@ -41,6 +41,9 @@ class TensorRTLLM(engine.ExportEngine):
                 "is_public_pool": False,
             }
             export.missing += [f"min={drafter.min}: shorter matches count too."] if drafter.min > 1 else []
+        elif isinstance(drafter, Mtp):
+            speculative = {"decoding_type": "MTP", "num_nextn_predict_layers": setting.gamma}
+            export.differs.append(engine.GREEDY_DRAFTS)
         else:
             # The documentation writes DraftTarget, which the parser of this version does not take.
             speculative |= {
@@ -53,6 +56,7 @@ class TensorRTLLM(engine.ExportEngine):
             for model in setting.models
             if model.revision is not None
         ]
+        gamma = "num_nextn_predict_layers" if isinstance(drafter, Mtp) else "max_draft_len"
         export.options = {
             **engine.floating(setting.dtype, "dtype"),
             "disable_overlap_scheduler": True,
@@ -63,8 +67,8 @@ class TensorRTLLM(engine.ExportEngine):
             f"trtllm-serve {shlex.quote(location(setting.target))} --config {_FILE}\n"
         )
         export.differs += [
-            "γ is max_draft_len, without the bonus token, at every batch size; max_concurrency switches drafts off"
-            " above the batch size where they stop paying.",
+            f"γ is {gamma}, without the bonus token, at every batch size; max_concurrency switches drafts off above the"
+            " batch size where they stop paying.",
             *engine.request_notes(setting),
         ]
         export.check = (

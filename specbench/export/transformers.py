@@ -34,7 +34,6 @@ class Transformers(engine.ExportEngine):
             " layer_types at the top; encoder.fc and encoder.output_norm_enc in place of fc and hidden_norm.",
             speculators=False,
         ),
-        "mtp": engine.NO_TRAINED_MTP,
     }
     no_heads = "its assistant has to be a whole model"
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from specbench.base.record import Json
 from specbench.export import engine
-from specbench.export.engine import NO_TRAINED_MTP, Heads, HeadSupport
+from specbench.export.engine import Heads, HeadSupport
 from specbench.export.setting import Setting, location
 from specbench.export.start import StartedEngine
 from specbench.specs.drafters import Lookup, Mtp, SmallModel, Suffix
@@ -35,7 +35,6 @@ class VLLM(StartedEngine):
         "lilicorr": HeadSupport("dflash"),
         "pard": HeadSupport("draft_model"),
         "medusa": "0.32 was the last version with Medusa heads",
-        "mtp": NO_TRAINED_MTP,
     }
 
     server = ("vllm", "serve")
@@ -94,6 +93,9 @@ class VLLM(StartedEngine):
                 )
             if setting.temperature:
                 speculative["draft_sample_method"] = "probabilistic"  # as specbench samples and tests
+                export.needs.append(
+                    "vLLM 0.29.0 or newer: with such drafts, older versions do not keep the target's distribution."
+                )
                 if setting.policy.verification == "block":
                     speculative["rejection_sample_method"] = "block"
             else:
