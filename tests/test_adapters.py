@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+import sys
+import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from test_models import change_weights, edit_config
-from tiny import save_tiny
+from test_composites import whole_model
+from tiny import save_tiny, tiny_llama
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.decoding.metrics import acceptance_rate
 from specbench.export.setting import refuse_adapter
 from specbench.generate import speculative_generate
+from specbench.models.composites import text_model
 from specbench.models.load import load_config, load_model, load_tokenizer
 from specbench.models.target import load_target
 from specbench.options import LoadOptions
@@ -25,7 +32,6 @@ from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
 
 CPU = LoadOptions("float32", "cpu")
-QUERY = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
@@ -33,41 +39,120 @@ def base(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("adapters") / "base")
 
 
-def write_adapter(folder: Path, base: Path | str | None, *, rank: int = 2, **settings: Any) -> Path:
-    """Write an adapter for the query projection of the first layer."""
-    torch.manual_seed(5)
-    folder.mkdir()
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 3, "base_model_name_or_path": base and str(base)}
-    (folder / "adapter_config.json").write_text(json.dumps(told | settings))
-    name = f"base_model.model.{QUERY}"
-    tensors = {f"{name}.lora_A.weight": torch.randn(rank, 32), f"{name}.lora_B.weight": torch.randn(32, rank)}
-    save_file(tensors, folder / "adapter_model.safetensors")
+def save_adapter(
+    folder: Path, model: Any, base: Path | str | None = None, kind: Any = LoraConfig, **settings: Any
+) -> Path:
+    """Write an adapter of ``model`` with random weights, as `peft` saves it."""
+    if kind is LoraConfig:
+        settings = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]} | settings
+    config = kind(**settings)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(5)
+        tuned = PeftModel(copy.deepcopy(model), config)
+        for name, weight in tuned.named_parameters():
+            if ".default" in name or "modules_to_save" in name:
+                weight.data = weight.data.float().normal_(std=0.2)
+        tuned.save_pretrained(folder, safe_serialization=True)
+    edit_adapter(folder, base_model_name_or_path=base and str(base))
     return folder
 
 
-def weights(model: str) -> dict[str, torch.Tensor]:
-    return load_model(model, CPU, tokenizer=False).model.state_dict()
+def write_adapter(folder: Path, base: Path | str | None, **settings: Any) -> Path:
+    return save_adapter(folder, tiny_llama(), base, **settings)
 
 
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[1, 2, 3, 4]])).logits
+    return found
+
+
+def peft_logits(model: Any, folder: Path) -> torch.Tensor:
+    """Logits of a model with an adapter that is not merged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return logits(PeftModel.from_pretrained(copy.deepcopy(model), folder, torch_device="cpu").eval())
+
+
+ALL = {"target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("settings", "factor"),
+    "settings",
     [
-        ({}, 3 / 2),
-        ({"use_rslora": True}, 3 / 2**0.5),
-        ({"alpha_pattern": {"q_proj": 8}, "rank_pattern": {"q_proj": 2}, "r": 16}, 8 / 2),
-        ({"alpha_pattern": {"layers.1.self_attn.q_proj": 8}}, 3 / 2),
+        {},
+        {"use_rslora": True, "rank_pattern": {"v_proj": 4}},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"alpha_pattern": {"^q_proj": 99}},  # matches no layer
+        {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"kind": IA3Config, "target_modules": ["v_proj"], "feedforward_modules": []},
     ],
+    ids=lambda settings: ",".join(settings) or "plain",
 )
-def test_the_weights_are_those_of_base_and_adapter(base, tmp_path, settings, factor):
-    folder = write_adapter(tmp_path / "lora", base, **settings)
-    up, down = (
-        load_file(folder / "adapter_model.safetensors")[f"base_model.model.{QUERY}.lora_{x}.weight"]
-        for x in "BA"
+def test_merged_logits_are_those_of_peft(tmp_path, settings, tied):
+    model = tiny_llama()
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "lora", model, tmp_path / "base", **settings)
+    merged = logits(load_model(str(folder), CPU, tokenizer=False).model)
+    assert torch.allclose(merged, peft_logits(model, folder), atol=1e-4)
+    assert not torch.allclose(merged, logits(model), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+def test_of_a_model_that_also_sees_the_text_part_is_merged(tmp_path, kind):
+    """The layers of both parts have names and shapes alike."""
+    model = whole_model(kind)
+    model.save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "both", model, tmp_path / "base", **ALL)
+    loaded = load_model(str(folder), CPU, tokenizer=False)
+    assert torch.allclose(logits(loaded.model), peft_logits(model, folder), atol=1e-4)
+    assert "for other parts than the text part" in loaded.notes[0]
+    text = save_adapter(tmp_path / "text", text_model(whole_model(kind)), tmp_path / "base", **ALL)
+    plain = load_model(str(tmp_path / "base"), CPU, tokenizer=False).model
+    merged = load_model(str(text), CPU, tokenizer=False)
+    assert torch.allclose(logits(merged.model), peft_logits(plain, text), atol=1e-4)
+    whole = type(merged.model).__name__ == type(model).__name__  # its text part has no class of its own
+    assert ("other parts" in merged.notes[0]) == whole
+    sight = save_adapter(
+        tmp_path / "sight", model, tmp_path / "base", target_modules=".*(vision_tower|visual).*proj"
     )
-    plain, merged = weights(str(base)), weights(str(folder))
-    changed = plain.pop(f"{QUERY}.weight") + factor * up @ down
-    assert torch.allclose(merged.pop(f"{QUERY}.weight"), changed, atol=1e-6)
-    assert all(torch.equal(plain[name], merged[name]) for name in plain)
+    with pytest.raises(UsageError, match="cannot be merged into base: peft says"):
+        load_model(str(sight), CPU, tokenizer=False)
+
+
+def test_adapters_for_each_expert(tmp_path):
+    """As older versions of `transformers` had the experts, each with linear layers."""
+    config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=2)  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "lora", model, tmp_path / "base")
+    edit_adapter(folder, target_modules=["w1", "w2", "w3"])
+    shapes = {"w1": (16, 32), "w2": (32, 16), "w3": (16, 32)}
+    place = "base_model.model.model.layers.0.block_sparse_moe.experts"
+    deltas, tensors = {}, {}
+    for expert, (name, (rows, columns)) in product(range(2), shapes.items()):
+        down, up = torch.randn(2, columns), torch.randn(rows, 2)
+        tensors[f"{place}.{expert}.{name}.lora_A.weight"] = down
+        tensors[f"{place}.{expert}.{name}.lora_B.weight"] = up
+        deltas[expert, name] = 3 / 2 * up @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    found = load_model(str(folder), CPU, tokenizer=False).model.model.layers[0].mlp.experts
+    own = model.model.layers[0].mlp.experts
+    for expert in range(2):
+        gate_up = torch.cat((deltas[expert, "w1"], deltas[expert, "w3"]))
+        assert torch.allclose(found.gate_up_proj[expert] - own.gate_up_proj[expert], gate_up, atol=1e-4)
+        assert torch.allclose(
+            found.down_proj[expert] - own.down_proj[expert], deltas[expert, "w2"], atol=1e-4
+        )
 
 
 @pytest.mark.smoke
@@ -75,7 +160,7 @@ def test_a_target_and_a_drafter_have_adapters_of_their_own(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
     target = load_target(str(folder), CPU)
     assert target.name == "base:adapter=lora"
-    assert target.language_model.notes == ["The adapter lora (LoRA of rank 2) was merged into base."]
+    assert target.language_model.notes == ["The adapter lora (LORA) was merged into base."]
     plain = speculative_generate([1, 2, 3], target, "none", max_new_tokens=12, ignore_eos=True)
     for drafter in (str(base), f"{base}:adapter={folder},dtype=float32", "self:int8"):
         found = speculative_generate([1, 2, 3], target, drafter, max_new_tokens=12, ignore_eos=True)
@@ -84,6 +169,13 @@ def test_a_target_and_a_drafter_have_adapters_of_their_own(base, tmp_path):
         [1, 2, 3], target, f"{folder}:dtype=float32", gamma=3, max_new_tokens=12, ignore_eos=True
     )
     assert acceptance_rate(same.steps) == 1
+    shutil.copytree(base, tmp_path / "merged")
+    load_model(str(folder), CPU).model.save_pretrained(tmp_path / "merged")
+    for dtype in ("int8", "int4"):
+        found, whole = (
+            load_target(str(each), LoadOptions(dtype, "cpu")) for each in (folder, tmp_path / "merged")
+        )
+        assert torch.equal(logits(found.language_model.model), logits(whole.language_model.model))
 
 
 def test_an_adapted_model_is_another_model(base, tmp_path):
@@ -131,75 +223,49 @@ def edit_adapter(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"peft_type": "PROMPT_TUNING"}, "PROMPT_TUNING"),
-        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "PROMPT_TUNING"}, "do not change weights"),
         ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
-        ({"bias": "all"}, "biases"),
-        ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
-        ({"some_new_option": 1}, "some_new_option"),
-        ({"alpha_pattern": {"(a+)+": 1}}, "alpha_pattern"),
+        ({"peft_type": "SOMETHING"}, "into base: peft says .*SOMETHING"),
+        ({"some_new_option": 1}, "into base: peft says .*some_new_option"),
+        ({"target_modules": ["other"]}, "into base: peft says .*other"),
+        ({"target_modules": ["o_proj"]}, "into base: it has no weights for model.layers.0.self_attn.o_proj"),
+        ({"target_modules": ["q_proj"]}, "into base: there is no model.layers.0.self_attn.v_proj"),
+        ({"r": 3}, "into base: model.layers.*q_proj.lora_A.weight has another shape"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "into base: "),
+        ({"lora_alpha": "much"}, "into base: peft says"),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(base, tmp_path, settings, says):
-    folder = write_adapter(tmp_path / "lora", base, **settings)
-    with pytest.raises(UsageError, match=f"adapter lora cannot be merged: .*{says}"):
-        load_model(str(folder), CPU)
-
-
-NAME = f"base_model.model.{QUERY}"
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({f"{NAME}.lora_A.weight": torch.ones(2, 32)}, "it has only lora_A"),
-        (
-            {f"{NAME}.lora_A.weight": torch.ones(2, 48), f"{NAME}.lora_B.weight": torch.ones(32, 2)},
-            "another shape",
-        ),
-        (
-            {"model.layers.9.x.lora_A": torch.ones(2, 2), "model.layers.9.x.lora_B": torch.ones(2, 2)},
-            "layers.9.x",
-        ),
-        ({"lm_head.weight": torch.ones(3, 32)}, "lm_head.weight has another shape"),
-        ({f"{NAME}.lora_magnitude_vector": torch.ones(2)}, "of no known kind"),
-    ],
-)
-def test_tensors_that_do_not_fit_the_base_are_refused(base, tmp_path, tensors, says):
+def test_adapters_that_do_not_fit_are_refused(base, tmp_path, settings, says):
     folder = write_adapter(tmp_path / "lora", base)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match=says):
+    edit_adapter(folder, **settings)
+    with pytest.raises(UsageError, match=f"adapter lora cannot be merged.*{says}"):
         load_model(str(folder), CPU)
+    assert all("peft" not in str(type(each)) for each in load_model(str(base), CPU).model.modules())
 
 
-def test_layers_that_were_trained_as_a_whole_are_replaced_unless_they_are_shared(base, tmp_path):
-    folder = write_adapter(tmp_path / "lora", base, modules_to_save=["lm_head"])
-    head = torch.randn_like(weights(str(base))["lm_head.weight"])
-    save_file({"base_model.model.lm_head.weight": head}, folder / "adapter_model.safetensors")
-    assert torch.equal(weights(str(folder))["lm_head.weight"], head)
-    tied = save_tiny(tmp_path / "tied")
-    change_weights(tied, {}, without="lm_head.weight")
-    edit_config(tied, tie_word_embeddings=True)
-    with pytest.raises(UsageError, match="uses in two places"):
-        load_model(f"{tied}:adapter={folder}", CPU)
+def test_a_sentence_says_how_to_install_peft(base, tmp_path, monkeypatch):
+    folder = write_adapter(tmp_path / "lora", base)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        UsageError, match=r"need the package peft\. Install it: pip install 'specbench-llm\[lora\]'"
+    ):
+        load_model(str(folder), CPU)
 
 
 def test_files_that_are_damaged_or_pickled(base, tmp_path):
     folder = write_adapter(tmp_path / "lora", base)
     path = folder / "adapter_model.safetensors"
     torch.save(load_file(path), folder / "adapter_model.bin")
-    merged = weights(str(folder))[f"{QUERY}.weight"]
+    merged = logits(load_model(str(folder), CPU).model)
     path.unlink()
     with pytest.raises(UsageError, match="is pickled"):
         load_model(str(folder), CPU)
-    loaded = load_model(str(folder), CPU, allow_pickle=True).model
-    assert torch.equal(loaded.state_dict()[f"{QUERY}.weight"], merged)
+    assert torch.equal(logits(load_model(str(folder), CPU, allow_pickle=True).model), merged)
     path.write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"weights of the adapter lora in '.*' are damaged"):
         load_model(str(folder), CPU)
-    edit_adapter(folder, lora_alpha="much")
-    with pytest.raises(RunError, match="lora_alpha has an invalid value"):
+    edit_adapter(folder, revision=3)
+    with pytest.raises(RunError, match="revision has an invalid value"):
         load_model(str(folder), CPU)
     with pytest.raises(UsageError, match=r"no adapter: it has no adapter_config\.json"):
         load_model(f"{base}:adapter={base}", CPU)

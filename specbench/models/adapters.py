@@ -1,69 +1,46 @@
-"""LoRA adapters, in the folders that `peft` writes: they are merged into their base model when it is loaded.
-
-A weight W becomes W + (alpha / r) B A, computed in float32. Everything that an adapter asks for is done or refused.
-"""
+"""Adapters in the folders that `peft` writes: it merges them into their base model when this is loaded."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import re
-from collections.abc import Mapping
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
-from torch import Tensor, nn
+import torch
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from specbench.base.errors import RunError, UsageError
+from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import ADAPTER, fingerprint, pickled, read_tensors
+from specbench.models.composites import text_model
 from specbench.specs.models import ModelSpec, parse_model
 
-_WEIGHTS = "adapter_model.safetensors"
-_MERGE = "Merge it into its base model with peft, and name the merged model."
-
-_IGNORED = re.compile(
-    "task_type|auto_mapping|peft_(type|version)|base_model_(name_or_path|class)|revision|inference_mode|r|target_modules"
-    "|exclude_modules|lora_(alpha|dropout)|fan_in_fan_out|bias|use_rslora|modules_to_save|init_lora_weights"
-    "|layers_(to_transform|pattern)|(rank|alpha)_pattern|megatron_(config|core)|eva_config|qalora_group_size"
-    "|runtime_config|ensure_weight_tying|parent_library|unsloth_fixed"
-)
-"""Settings that are read, or say only how it was trained; others must be off."""
-
-_PARTS = re.compile(
-    r"(?:base_model\.model\.)?(.+?)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.weight)?"
-)
-_SAVED = re.compile(
-    r"(?:base_model\.model\.)?(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)"
-)
-
-Factor = Annotated[float, Meta(gt=-1e6, lt=1e6)]
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_NO_WEIGHTS = re.compile(".*PROMPT.*|P_TUNING|PREFIX_TUNING|CPT|XLORA")
+"""Kinds that change something else than the weights of a model."""
+_PREFIX = "base_model.model."
 
 
 class _Settings(Record):
-    """What is read of an adapter_config.json."""
+    """What is read of an adapter_config.json here; `peft` reads the rest."""
 
     peft_type: str
     task_type: str | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
-    lora_alpha: Factor = 8.0
-    use_rslora: bool = False
-    alpha_pattern: dict[str, Factor] | None = None
-    fan_in_fan_out: bool = False
-    bias: str = "none"
-    init_lora_weights: bool | str = True
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter in a folder.
+    """An adapter in a folder.
 
     Attributes:
         base: The base model that its configuration names; ``None`` if it names none.
@@ -72,114 +49,84 @@ class Adapter:
     folder: Path
     name: str
     settings: _Settings
+    raw: dict[str, Any]
 
     @property
     def base(self) -> str | None:
         return self.settings.base_model_name_or_path or None
 
-    def merge(self, model: PreTrainedModel, base: str, *, allow_pickle: bool) -> tuple[str, str]:
-        """Merge it into its base model's weights; return a hash of it, and a sentence for the user.
+    def merge(self, model: Any, base: str, *, allow_pickle: bool) -> tuple[PreTrainedModel, str, str]:
+        """Merge it into its base model; return the merged model, a hash of the adapter, and a sentence for the user.
+
+        Args:
+            model: As it was loaded; of a model with several parts all of it (``text_only``).
 
         Raises:
-            UsageError: It does not fit this model, or has parts that cannot be merged.
+            UsageError: It does not fit this model, has parts that cannot be merged, or `peft` is not installed.
             RunError: Its weights are damaged.
         """
-        tensors = self._read(allow_pickle)
-        pairs: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            if part := _PARTS.fullmatch(key):
-                pairs.setdefault(part[1], {})[part[2]] = tensor.float()
-            elif saved := _SAVED.fullmatch(key):
-                self._restore(model, base, saved[1], saved[2], tensor)
-            else:
-                raise self._refused(f"its tensor {excerpt(key)} is of no known kind")
-        for path, parts in pairs.items():
-            self._add(model, base, path, parts)
-        ranks = sorted({len(parts[kind]) for parts in pairs.values() for kind in parts if kind.endswith("A")})
-        content = fingerprint(repr(self.settings), tensors.items())
-        rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        note = f"The adapter {self.name} (LoRA of {rank}) was merged into {base}."
-        if self.base and Path(self.base).name != base.partition("@")[0].rpartition("/")[2]:
-            note += f" It names another base, {excerpt(self.base)}."
-        return content, note
-
-    def _add(self, model: PreTrainedModel, base: str, path: str, parts: Mapping[str, Tensor]) -> None:
-        """Add an adapter's product to a layer's weight."""
-        kinds = sorted(parts)
-        if kinds not in (["lora_A", "lora_B"], ["lora_embedding_A", "lora_embedding_B"]):
-            raise self._refused(f"of {excerpt(path)} it has only {kinds[0]}")
-        down, up = (parts[kind] for kind in kinds)
-        layer = self._layer(model, base, path)
-        if not isinstance(layer, nn.Linear | nn.Embedding | Conv1D):
-            raise self._refused(f"it changes {excerpt(path)}, which is no linear layer")
-        if down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1]:
-            raise self._refused(f"its matrices for {excerpt(path)} do not fit each other")
-        rank = len(down)
-        alpha = self._alpha(path)
-        # Embeddings are stored by token; Conv1D, GPT-2's linear layer, by input.
-        turned = kinds[0] == "lora_embedding_A" or isinstance(layer, Conv1D)
-        weight = layer.weight
-        if (up.shape[0], down.shape[1]) != tuple(weight.shape[::-1] if turned else weight.shape):
-            raise self._other_base(base, f"{excerpt(path)} has another shape there")
-        delta = up.to(weight.device) @ down.to(weight.device)
-        delta *= alpha / (math.sqrt(rank) if self.settings.use_rslora else rank)
-        weight.data = (weight.data.float() + (delta.t() if turned else delta)).to(weight.dtype)
-
-    def _alpha(self, path: str) -> float:
-        for key, value in (self.settings.alpha_pattern or {}).items():
-            name = key.replace("\\.", ".").strip("^$")
-            if not re.fullmatch(r"[\w.]+", name):
-                raise self._refused(f"its alpha_pattern {excerpt(key)} is no name of layers")
-            if path == name or path.endswith(f".{name}"):
-                return value
-        return self.settings.lora_alpha
-
-    def _restore(self, model: PreTrainedModel, base: str, path: str, kind: str, tensor: Tensor) -> None:
-        """Replace a weight that was trained as a whole (``modules_to_save``)."""
-        layer = self._layer(model, base, path)
-        weight: Any = getattr(layer, kind, None)
-        if weight is None or weight.shape != tensor.shape:
-            raise self._other_base(base, f"{excerpt(path)}.{kind} has another shape there")
-        weight.data = tensor.to(weight.device, weight.dtype)
-
-    def _layer(self, model: PreTrainedModel, base: str, path: str) -> Any:
-        """Return the layer that the adapter calls so; a model with several parts may have been stripped of some."""
-        named = dict(model.named_modules())
-        tail = path[path.index("layers.") :] if "layers." in path else path
-        ends = [name for name in named if name == tail or name.endswith(f".{tail}")]
-        layer = named.get(path) or (named[ends[0]] if len(ends) == 1 else None)
-        if layer is None:
-            raise self._other_base(base, f"there is no {excerpt(path)}")
-        if sum(layer.weight is each for module in named.values() for each in module._parameters.values()) > 1:
-            raise self._refused(f"it changes {excerpt(path)}, whose weights {base} uses in two places")
-        if layer.weight.is_meta:
-            raise self._refused("a device map keeps layers of its base out of memory")
-        return layer
-
-    def _read(self, allow_pickle: bool) -> dict[str, Tensor]:
-        paths = [self.folder / name for name in (_WEIGHTS, "adapter_model.bin")]
-        path = next((each for each in paths if each.is_file()), None)
+        try:
+            from peft import PeftConfig, PeftModel
+        except ImportError as error:
+            raise UsageError(
+                "Adapters need the package peft.", "Install it: pip install 'specbench-llm[lora]'."
+            ) from error
+        path = next((self.folder / name for name in _WEIGHTS if (self.folder / name).is_file()), None)
         if path is None:
-            raise UsageError(f"The adapter {self.name} has no {_WEIGHTS}.")
+            raise UsageError(f"The adapter {self.name} has no {_WEIGHTS[0]}.")
         if path.suffix == ".bin" and not allow_pickle:
             raise pickled(f"The adapter {self.name} is")
-        return read_tensors(path, f"the adapter {self.name}")
+        tensors = read_tensors(path, f"the adapter {self.name}")
+        if any(weight.is_meta for weight in model.parameters()):
+            raise self.refused("a device map keeps layers of its base out of memory")
+        causal = text_model(model)
+        alone = tuple(f"{_PREFIX}{name}." for name in _names(causal) - _names(model))
+        if any(key.startswith(alone) for key in tensors):
+            model = causal  # it was trained for the text part alone
+        ends = embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        try:
+            with quiet_transformers(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                config = PeftConfig.from_pretrained(str(self.folder))
+                known = {field.name for field in dataclasses.fields(config)} | {"unsloth_fixed"}
+                if strange := [key for key, value in self.raw.items() if value and key not in known]:
+                    raise ValueError(f"it does not know {strange[0]}")
+                tuned: Any = PeftModel(model, config)
+                keys = tuned.load_adapter(str(self.folder), "default", torch_device="cpu")
+                same = ends == (model.get_input_embeddings(), model.get_output_embeddings())
+                if not same and head is not None and head.weight is embeddings.weight:
+                    head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+                if not keys.missing_keys and not keys.unexpected_keys:
+                    model = tuned.merge_and_unload()
+        except Exception as error:  # what peft says of odd configurations and shapes
+            other = re.search("size mismatch for ([^:]+):", str(error))
+            reason = (
+                f"{_path(other[1])} has another shape there" if other else f"peft says {excerpt(error)!r}"
+            )
+            raise self.refused(reason, base) from error
+        if keys.missing_keys:
+            raise self.refused(f"it has no weights for {_path(min(keys.missing_keys))}", base)
+        if keys.unexpected_keys:
+            raise self.refused(f"there is no {_path(min(keys.unexpected_keys))}", base)
+        note = f"The adapter {self.name} ({excerpt(self.settings.peft_type)}) was merged into {base}."
+        parts = {name for module in model.modules() for name, part in module._modules.items() if part is None}
+        if left_out := sum(not parts.isdisjoint(key.split(".")) for key in tensors):
+            note += f" Its weights for other parts than the text part ({left_out} tensors) are not needed."
+        if self.base and Path(self.base).name != base.partition("@")[0].rpartition("/")[2]:
+            note += f" It names another base, {excerpt(self.base)}."
+        return model, fingerprint(json.dumps(self.raw, sort_keys=True), tensors.items()), note
 
-    def _refused(self, reason: str) -> UsageError:
-        return UsageError(f"The adapter {self.name} cannot be merged: {reason}.", _MERGE)
-
-    def _other_base(self, base: str, reason: str) -> UsageError:
-        return UsageError(
-            f"The adapter {self.name} was not trained for {base}: {reason}.",
-            f"Its base is {excerpt(self.base)}." if self.base else "Name its base model.",
-        )
+    def refused(self, reason: str, base: str | None = None) -> UsageError:
+        into = f" into {base}" if base else ""
+        named = f"Its base is {excerpt(self.base)}." if self.base and base else None
+        return UsageError(f"The adapter {self.name} cannot be merged{into}: {reason}.", named)
 
 
 def with_base(spec: ModelSpec) -> tuple[ModelSpec, Adapter | None]:
     """Return the model to load, and the adapter to merge into it, of a model that has an adapter or is one.
 
     Raises:
-        UsageError: The adapter is none, is of another kind than LoRA, or its base model is not to be found.
+        UsageError: The adapter is none, changes no weights, or its base model is not to be found.
     """
     if spec.adapter is not None:
         return replace(spec, adapter=None), read_adapter(Path(spec.adapter).expanduser())
@@ -226,17 +173,17 @@ def read_adapter(folder: Path) -> Adapter:
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
-    made = Adapter(folder, name, settings)
-    if settings.peft_type != "LORA":
-        raise made._refused(f"it is of the kind {excerpt(settings.peft_type)}, and only LoRA is")
+    made = Adapter(folder, name, settings, raw)
+    if _NO_WEIGHTS.fullmatch(settings.peft_type):
+        raise made.refused(f"adapters of the kind {excerpt(settings.peft_type)} do not change weights")
     if settings.task_type not in (None, "", "CAUSAL_LM"):
-        raise made._refused(f"it was trained for another task ({excerpt(settings.task_type)})")
-    if settings.bias != "none":
-        raise made._refused("it was trained with biases")
-    start = settings.init_lora_weights
-    if isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal"):
-        raise made._refused(f"it began with a change of the base model's weights ({excerpt(start)})")
-    asked = next((key for key, value in raw.items() if value and not _IGNORED.fullmatch(key)), None)
-    if asked is not None:
-        raise made._refused(f"it is more than plain LoRA ({excerpt(asked)})")
+        raise made.refused(f"it was trained for another task ({excerpt(settings.task_type)})")
     return made
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_modules()}
+
+
+def _path(key: str) -> str:
+    return excerpt(key.removeprefix(_PREFIX).replace(".default", ""))

@@ -162,6 +162,7 @@ def load_model(
         _load_folder,
         gguf=Path(spec.source) if spec.kind == "gguf" else None,
         name=spec.name,
+        named=named.name,
         adapter=adapter,
         options=options,
         progress=progress,
@@ -194,24 +195,7 @@ def load_model(
             if spec.kind == "folder" or not discard_if_damaged(folder):
                 raise
             loaded = load(_local_folder(spec, progress), None)
-    if adapter is not None:
-        _merge(loaded, adapter, named.name, allow_pickle=allow_pickle)
     return loaded
-
-
-def _merge(loaded: LanguageModel, adapter: Adapter, name: str, *, allow_pickle: bool) -> None:
-    """Merge an adapter into a model just loaded, which is another one from then on."""
-    content, note = adapter.merge(loaded.model, loaded.name, allow_pickle=allow_pickle)
-
-    def with_adapter(digest: str) -> str:
-        return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
-
-    loaded.name = name if ADAPTED in name else f"{loaded.name}{ADAPTED}{adapter.name}"
-    loaded.notes.append(note)
-    loaded.fingerprint, loaded.identity = with_adapter(loaded.fingerprint), with_adapter(loaded.identity)
-    if loaded.files is not None:
-        place, digest, numbers = loaded.files
-        loaded.files = WeightFiles(with_adapter(place), with_adapter(digest), numbers)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
@@ -300,6 +284,7 @@ def _load_folder(
     *,
     gguf: Path | None,
     name: str,
+    named: str,
     adapter: Adapter | None,
     options: LoadOptions,
     progress: Progress | None,
@@ -311,7 +296,8 @@ def _load_folder(
 
     Args:
         gguf: The file that it was converted from.
-        adapter: Will be merged into it; the tokenizer is the adapter's if it has one.
+        named: What the model was called in the spec; with an adapter its own name says which.
+        adapter: Is merged into it; the tokenizer is the adapter's if it has one.
     """
     words = adapter.folder if adapter and has_tokenizer(adapter.folder) else None
     config = read_config(folder, name)
@@ -340,9 +326,13 @@ def _load_folder(
     read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
     packs = packs and placement is None and gguf is None
     model, weights = read(packs=packs)
+    if adapter is not None:
+        plain = [_fingerprint(model, kind) for kind in (None, torch.bfloat16)]
+        model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
+    model = text_model(model)
     layers = StoredLayers.of(model, weights, packed) if packed is not None and packs else None
     if packs and layers is None:
-        model, _ = read(packs=False)
+        model = text_model(read(packs=False)[0])
     if packed is not None and gguf is not None and adapter is None and placement is None:
         layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
     model.config.name_or_path = name
@@ -355,6 +345,17 @@ def _load_folder(
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         loaded.files = WeightFiles(where, headers_digest(folder, files), sum(counts.values()))
+    if adapter is not None:  # it is another model from now on, which is told from others by its parts
+
+        def adapted(digest: str) -> str:
+            return hashlib.sha256(f"{digest} {content}".encode()).hexdigest()[: len(digest)]
+
+        loaded.name = named if ADAPTED in named else f"{name}{ADAPTED}{adapter.name}"
+        loaded.notes.append(note)
+        loaded.fingerprint, loaded.identity = map(adapted, plain)
+        if loaded.files is not None:
+            place, digest, numbers = loaded.files
+            loaded.files = WeightFiles(adapted(place), adapted(digest), numbers)
     return loaded
 
 
@@ -417,7 +418,7 @@ def _read_weights(
     for parameter in model.parameters():  # what was unpacked may have another dtype, some layers keep float32
         if parameter.itemsize > 1 and parameter.dtype not in (dtype, torch.float32):
             parameter.data = parameter.data.to(dtype)
-    return model if whole is None else text_model(model), weights.values()
+    return model, weights.values()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
