@@ -368,12 +368,10 @@ def test_a_truncated_gguf_wherever_it_ends(tmp_path, tiny_gguf, own_cache):
     path = tmp_path / "model.gguf"
     for kept in [4, 8, 23, 24, 30, 200, 1000, 5000, 8000, len(content) // 2, len(content) - 1]:
         path.write_bytes(content[:kept])
-        message = refusal(load_model, str(path), CPU, kind=RunError)
-        assert f"{str(path)!r} is damaged or truncated" in message
+        assert f"{str(path)!r} is no GGUF file, or" in refusal(load_model, str(path), CPU, kind=RunError)
     for other in (b"", b"GG", b"safetensors, renamed"):
         path.write_bytes(other)
-        message = refusal(load_model, str(path), CPU, kind=RunError)
-        assert f"{str(path)!r} is no GGUF file, or is damaged" in message
+        assert f"{str(path)!r} is no GGUF file, or" in refusal(load_model, str(path), CPU, kind=RunError)
     assert left_in(own_cache) == []
 
 
@@ -391,7 +389,7 @@ def test_a_gguf_with_impossible_numbers(tmp_path, tiny_gguf):
         path.write_bytes(each)
         assert "damaged or truncated" in refusal(read_gguf_header, path, kind=RunError)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    assert "of version 1" in refusal(read_gguf_header, path, kind=UsageError)
+    assert "version 1" in refusal(read_gguf_header, path, kind=RunError)
 
 
 def test_one_part_of_a_gguf(tmp_path):

@@ -87,7 +87,7 @@ class Adapter:
         try:
             with quiet_transformers(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
-                config = PeftConfig.from_pretrained(str(self.folder))
+                config = PeftConfig.from_peft_type(**self.raw | {"inference_mode": True})
                 known = {field.name for field in dataclasses.fields(config)} | {"unsloth_fixed"}
                 if strange := [key for key, value in self.raw.items() if value and key not in known]:
                     raise ValueError(f"it does not know {strange[0]}")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import mmap
 import shutil
-import struct
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
@@ -25,9 +24,6 @@ from specbench.models.gguf_blocks import keep_places
 from specbench.models.gguf_facts import read_config
 from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4  # of a tensor; ggml's GGML_MAX_DIMS
 _FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
 
 
@@ -60,6 +56,15 @@ class GgufHeader:
         return 4 if self.dtype == "float32" else 2
 
 
+class _Reader(GGUFReader):
+    """The package's reader takes what lies beyond the end of a file for nothing, however often."""
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it reaches beyond its end")
+        return super()._get(offset, dtype, count, override_order)
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read a GGUF file's metadata and tensor table, and check that the file contains all tensors.
 
@@ -67,87 +72,34 @@ def read_gguf_header(path: Path) -> GgufHeader:
         RunError: The file cannot be read, is not a GGUF, or is damaged or truncated.
         UsageError: The file is one part of several.
     """
-    try:
-        with file_errors(f"The file {str(path)!r} cannot be read"), path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise RunError(
-                    f"The file {str(path)!r} is no GGUF file, or is damaged: it does not start with GGUF."
+    with file_errors(f"The file {str(path)!r} cannot be read"):
+        try:
+            read = _Reader(path)
+            keys = {name: field.contents() for name, field in read.fields.items()}
+            if (keys.get("split.count") or 0) > 1:
+                raise UsageError(
+                    f"The GGUF file {str(path)!r} is one part of several.", "Merge the parts first."
                 )
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse_gguf(path, data)
-    except (struct.error, ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise RunError(f"The GGUF file {str(path)!r} is damaged or truncated.", "Fetch it again.") from error
-
-
-def _parse_gguf(path: Path, data: mmap.mmap) -> GgufHeader:
-    at = 4
-
-    def take(form: str) -> Any:
-        nonlocal at
-        (value,) = struct.unpack_from(f"<{form}", data, at)
-        at += struct.calcsize(f"<{form}")
-        return value
-
-    def take_bytes() -> bytes:
-        nonlocal at
-        length: int = take("Q")
-        if at + length > len(data):
-            raise ValueError("a string reaches beyond the end")
-        at += length
-        return data[at - length : at]
-
-    def take_value(kind: int) -> Any:
-        nonlocal at
-        if kind == _STRING:
-            return take_bytes().decode("utf-8", "replace")
-        if kind != _ARRAY:
-            return take(_SCALARS[kind])
-        element, count = take("I"), take("Q")
-        if element not in _SCALARS:
-            return [take_value(element) for _ in range(count)]
-        begin, at = at, at + count * struct.calcsize(f"<{_SCALARS[element]}")
-        if at > len(data):
-            raise ValueError("an array reaches beyond the end")
-        return list(struct.unpack(f"<{count}{_SCALARS[element]}", data[begin:at]))
-
-    version, tensor_count, key_count = take("I"), take("Q"), take("Q")
-    if version not in (2, 3):
-        raise UsageError(
-            f"The GGUF file {str(path)!r} is of version {version}; versions 2 and 3 can be read."
-        )
-    keys: dict[str, Any] = {}
-    for _ in range(key_count):
-        key = take_bytes().decode("utf-8")
-        keys[key] = take_value(take("I"))
-    if keys.get("split.count", 0) > 1:
-        raise UsageError(f"The GGUF file {str(path)!r} is one part of several.", "Merge the parts first.")
-
-    tensors: dict[str, Tensor] = {}
-    elements, end = 0, 0
-    for _ in range(tensor_count):
-        tensor, dimensions = take_bytes().decode("utf-8"), take("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise ValueError("a tensor has more dimensions than there can be")
-        shape = tuple(take("Q") for _ in range(dimensions))[::-1]
-        kind, offset = GGMLQuantizationType(take("I")), take("Q")
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        elements += math.prod(shape)
-        end = max(end, offset + math.prod(shape) // block * block_bytes)
-        tensors[tensor] = Tensor(shape, int(kind), offset)
-    alignment = keys.get("general.alignment", 32)
-    start = -(-at // alignment) * alignment
-    if start + end > len(data):
-        raise ValueError("tensors reach beyond the end")
-    tensors = {name: tensor._replace(begin=start + tensor.begin) for name, tensor in tensors.items()}
+            architecture = str(keys["general.architecture"])
+            if keys.get(f"{architecture}.block_count", 0) > len(
+                read.tensors
+            ):  # modules would be made for all of them
+                raise ValueError("there are more layers than tensors")
+        except (ArithmeticError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            why = excerpt(error).rstrip(".")
+            raise RunError(
+                f"The file {str(path)!r} is no GGUF file, or is damaged or truncated: {why}.",
+                "Fetch it again.",
+            ) from error
+    tensors = {
+        each.name: Tensor(tuple(each.shape.tolist()[::-1]), int(each.tensor_type), each.data_offset)
+        for each in read.tensors
+    }
     kinds = {tensor.kind for tensor in tensors.values()}
-
-    architecture = str(keys["general.architecture"])
-    if keys.get(f"{architecture}.block_count", 0) > tensor_count:  # modules would be made for all of them
-        raise ValueError("there are more layers than tensors")
-
     floats = [_FLOATS[kind] for kind in kinds if kind in _FLOATS]
     # Half-precision files keep their norms in float32: the narrower dtype is the model's.
     dtype = min(floats, key=lambda known: known[1])[0] if len(floats) == len(kinds) else "bfloat16"
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return GgufHeader(architecture, keys, tensors, elements, dtype)
 
 
@@ -234,9 +186,8 @@ def _floats(gguf: Path, tensor: Tensor) -> list[float]:
         raise UsageError(
             f"The GGUF file {gguf.name!r} has rotation factors that are not float32.", SAFETENSORS
         )
-    with gguf.open("rb") as file:
-        file.seek(tensor.begin)
-        return list(struct.unpack(f"<{count}f", file.read(4 * count)))
+    numbers: list[float] = np.fromfile(gguf, "<f4", count, offset=tensor.begin).tolist()
+    return numbers
 
 
 def _unread(header: GgufHeader, tensors: list[str], model: Any) -> int:
