@@ -37,26 +37,15 @@ class Family:
     model: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def with_bias(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The weights of linear layers and norms, each with its bias."""
-    return {
-        f"{name}.{part}": shape if part == "weight" else shape[:1]
-        for name, shape in tensors.items()
-        for part in ("weight", "bias")
-    }
-
-
 def weights(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": shape for name, shape in tensors.items()}
 
 
 NORM = (HIDDEN,)
 RMS = {"attention.layer_norm_rms_epsilon": 1e-5}
-LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
 ROPE = {"rope.freq_base": 10000.0, "rope.dimension_count": HEAD}
 HEADED = weights(attn_q=(Q, HIDDEN), attn_k=(KV, HIDDEN), attn_v=(KV, HIDDEN), attn_output=(HIDDEN, Q))
 GATED = weights(ffn_gate=(INNER, HIDDEN), ffn_up=(INNER, HIDDEN), ffn_down=(HIDDEN, INNER))
-PLAIN_MLP = {"ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
 NORMS = weights(attn_norm=NORM, ffn_norm=NORM)
 QK_NORMS = weights(attn_q_norm=(HEAD,), attn_k_norm=(HEAD,))
 QKV_BIAS = {"attn_q.bias": (Q,), "attn_k.bias": (KV,), "attn_v.bias": (KV,)}
@@ -69,13 +58,8 @@ MIXED = weights(
 EXPERT_KEYS = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER}
 LENGTHS = {"attention.key_length": HEAD, "attention.value_length": HEAD}
 LAST = weights(output_norm=NORM)
-LAST_BIASED = with_bias(output_norm=NORM)
 HEAD_TENSOR = weights(output=(SIZE, HIDDEN))
 POST_NORMS = weights(post_attention_norm=NORM, post_ffw_norm=NORM)
-FUSED = {"attn_qkv": (3 * HIDDEN, HIDDEN), "attn_output": (HIDDEN, HIDDEN)}
-GPT = with_bias(
-    attn_norm=NORM, ffn_norm=NORM, **FUSED, ffn_up=(4 * HIDDEN, HIDDEN), ffn_down=(HIDDEN, 4 * HIDDEN)
-)
 DELTA = {
     **weights(attn_qkv=(64, HIDDEN), attn_gate=(32, HIDDEN), ssm_alpha=(4, HIDDEN), ssm_beta=(4, HIDDEN)),
     **weights(ssm_conv1d=(64, 4), ssm_norm=(8,), ssm_out=(HIDDEN, 32)),
@@ -126,47 +110,6 @@ FAMILIES = {
         {**NORMS, **weights(attn_qkv=(Q + 2 * KV, HIDDEN), attn_output=(HIDDEN, Q), ffn_up=(2 * INNER, HIDDEN),
                             ffn_down=(HIDDEN, INNER))},
         LAST | HEAD_TENSOR,
-    ),
-    "falcon": Family(
-        LAYER_NORM | {"attention.head_count_kv": 1, "feed_forward_length": 4 * HIDDEN, "tensor_data_layout": "jploski"},
-        with_bias(attn_norm=NORM)
-        | weights(attn_qkv=(Q + 2 * HEAD, HIDDEN), attn_output=(HIDDEN, Q), ffn_up=(4 * HIDDEN, HIDDEN),
-                  ffn_down=(HIDDEN, 4 * HIDDEN)),
-        LAST_BIASED,
-    ),
-    "bloom": Family(
-        LAYER_NORM | {"attention.head_count_kv": HEADS, "feed_forward_length": 4 * HIDDEN},
-        GPT,
-        LAST_BIASED | with_bias(token_embd_norm=NORM),
-    ),
-    "gpt2": Family(
-        LAYER_NORM | {"attention.head_count_kv": HEADS, "feed_forward_length": 4 * HIDDEN},
-        GPT,
-        LAST_BIASED | weights(position_embd=(CONTEXT, HIDDEN)),
-    ),
-    "stablelm": Family(
-        LAYER_NORM | {"rope.dimension_count": 4, "use_parallel_residual": True},
-        {**with_bias(attn_norm=NORM, ffn_norm=NORM), **HEADED, **GATED},
-        LAST_BIASED | HEAD_TENSOR,
-    ),
-    "starcoder2": Family(
-        LAYER_NORM | {"rope.freq_base": 100000.0},
-        with_bias(attn_norm=NORM, ffn_norm=NORM, attn_q=(Q, HIDDEN), attn_k=(KV, HIDDEN), attn_v=(KV, HIDDEN),
-                  attn_output=(HIDDEN, Q), **PLAIN_MLP),
-        LAST_BIASED,
-    ),
-    "nemotron": Family(
-        LAYER_NORM | {"rope.dimension_count": 4, "rope.freq_base": 10000.0},
-        {**with_bias(attn_norm=NORM, ffn_norm=NORM), **HEADED, **weights(**PLAIN_MLP)},
-        LAST_BIASED | HEAD_TENSOR,
-    ),
-    "mamba": Family(
-        RMS | {"attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": 4, "ssm.inner_size": 64,
-               "ssm.state_size": 16, "ssm.time_step_rank": 2},
-        weights(attn_norm=NORM, ssm_in=(128, HIDDEN), ssm_x=(34, 64), ssm_out=(HIDDEN, 64))
-        | {"ssm_conv1d.weight": (64, 4), "ssm_conv1d.bias": (64,), "ssm_dt.weight": (64, 2), "ssm_dt.bias": (64,),
-           "ssm_a": (64, 16), "ssm_d": (64,)},
-        LAST,
     ),
     "gemma2": Family(
         {**RMS, **LENGTHS, "attention.sliding_window": 64, "attn_logit_softcapping": 50.0,
@@ -256,14 +199,14 @@ _SCALE, _NO_NORM = {"expert_weights_scale": 2.0}, {"expert_weights_norm": True}
 FACTS = [
     *(Fact(architecture, "its usual keys") for architecture in FAMILIES if architecture != "gpt-oss"),
     *(Fact(each, "`rope.scaling`: linear", _LINEAR) for each in
-      ("llama", "qwen2", "qwen3", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
+      ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "lfm2")),
     *(Fact(each, "`rope.scaling`: YaRN", _YARN) for each in
-      ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "falcon", "nemotron", "gemma3", "minimax-m2")),
+      ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen35", "gemma3", "minimax-m2")),
     *(Fact(each, "`rope.freq_base`", _BASE) for each in
-      ("llama", "falcon", "stablelm", "starcoder2", "nemotron", "gemma2", "gemma3", "lfm2")),
-    *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "starcoder2", "gemma3")),
+      ("llama", "gemma2", "gemma3", "lfm2")),
+    *(Fact(each, "no `rope.freq_base`", {"rope.freq_base": None}) for each in ("llama", "gemma3")),
     *(Fact(each, "`output.weight`", tensors=_OUTPUT) for each in
-      ("qwen2", "falcon", "bloom", "gpt2", "starcoder2", "mamba", "gemma3", "lfm2")),
+      ("qwen2", "gemma3", "lfm2")),
     *(Fact(each, "no `output.weight`", tensors=_TIED) for each in ("llama", "qwen3", "phi3")),
     Fact("llama", "`rope_freqs.weight`", tensors={"rope_freqs.weight": (4,)}),
     Fact("llama", "`rope_freqs.weight` of Llama 3.1", _BASE, {"rope_freqs.weight": llama3_factors(500000.0)}),
@@ -303,17 +246,6 @@ FACTS = [
     Fact("phi3", "`rope_factors_short`", {"rope.scaling.attn_factor": 1.2}, _FACTORS),
     Fact("phi3", "`rope.dimension_count`", {"rope.dimension_count": 4}),
     Fact("phi3", "`rope.scaling`: linear", _LINEAR, refused="rope.scaling.factor"),
-    Fact("falcon", "several key heads", {"attention.head_count_kv": 2}, {"blk.*.attn_qkv.weight": (64, HIDDEN)},
-         refused="head_count_kv"),
-    Fact("falcon", "two norms a layer", tensors={"blk.*.attn_norm_2.weight": (HIDDEN,)}, refused="attn_norm_2"),
-    Fact("stablelm", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
-    Fact("stablelm", "biases", tensors=_BIASES),
-    Fact("stablelm", "parallel layers", tensors={f"blk.{at}.ffn_norm.{part}": None for at in range(LAYERS)
-                                                 for part in ("weight", "bias")}),
-    Fact("stablelm", "norms of heads", tensors={"blk.*.attn_q_norm.weight": (HEADS, HEAD)}, refused="attn_q_norm"),
-    Fact("starcoder2", "`attention.sliding_window`", {"attention.sliding_window": 16}, refused="sliding_window"),
-    Fact("nemotron", "`rope.dimension_count`", {"rope.dimension_count": HEAD}),
-    Fact("mamba", "`ssm.dt_b_c_rms` (Falcon-Mamba)", {"ssm.dt_b_c_rms": True}, refused="ssm.dt_b_c_rms"),
     Fact("gemma2", "`attention.sliding_window`", {"attention.sliding_window": 16}),
     Fact("gemma2", "`attn_logit_softcapping`", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     Fact("gemma2", "no window and softcapping", {"attn_logit_softcapping": None, "final_logit_softcapping": None,

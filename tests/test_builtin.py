@@ -397,7 +397,7 @@ def test_one_part_of_a_gguf(tmp_path):
     assert "is one part of several" in refusal(load_model, str(path), CPU, kind=UsageError)
 
 
-@pytest.mark.parametrize("architecture", ["t5", "no-such-architecture"])
+@pytest.mark.parametrize("architecture", ["falcon", "no-such-architecture"])
 def test_ggufs_that_are_refused_unread(tmp_path, own_cache, monkeypatch, architecture):
     path = write_gguf(tmp_path / "model.gguf", architecture=architecture)
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from specbench.base.errors import UsageError
 from specbench.models.gguf_tokenizers import SAFETENSORS
 
-_RMS, _NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_RMS = "attention.layer_norm_rms_epsilon"
 _WINDOW = "attention.sliding_window"
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
@@ -33,7 +33,7 @@ class Family:
         fixed: Settings that all files of the architecture share.
         defaults: What llama.cpp takes for keys that a file does not have.
         flags: Settings that are on if a tensor is in the first layer.
-        rotated: How much of a head its positions rotate: "all", "part" (the file says how much), or "none".
+        rotated: How much of a head its positions rotate: "all", or "part" (the file says how much).
         more: Sets what else follows from the facts.
     """
 
@@ -96,31 +96,12 @@ def _phi3(settings: dict[str, Any]) -> None:
     )
 
 
-def _falcon(settings: dict[str, Any]) -> None:
-    """Falcon-7B: one key head. The fused tensors of larger ones have another order."""
-    del settings["head_dim"]
-    if settings.pop("num_key_value_heads") != 1:
-        raise _UnknownError("attention.head_count_kv")
-
-
-def _all_heads(settings: dict[str, Any]) -> None:
-    """Every query head has its own keys: no setting."""
-    if settings.pop("num_key_value_heads") != settings["num_attention_heads"]:
-        raise _UnknownError("attention.head_count_kv")
-
-
-def _no_heads(settings: dict[str, Any]) -> None:
-    for name in ("num_key_value_heads", "num_attention_heads", "head_dim"):
-        del settings[name]
-
-
 _HEADS = "attn_q attn_k attn_v attn_output"
 _BIASED_HEADS = "attn_q+ attn_k+ attn_v+ attn_output"
 _GATED = "ffn_gate ffn_up ffn_down"
 _MIXED = "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
 _SHARED = "ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp"
 _QK_NORMS = "attn_q_norm attn_k_norm"
-_GPT = "attn_norm+ attn_qkv+ attn_output+ ffn_norm+ ffn_up+ ffn_down+"
 _GEMMA = f"attn_norm post_attention_norm ffn_norm post_ffw_norm {_HEADS} {_GATED}"
 _RMS_NORM = {_RMS: "rms_norm_eps"}
 _DELTA = (
@@ -161,33 +142,6 @@ FAMILIES: Mapping[str, Family] = {
         "phi3", {**_RMS_NORM, _WINDOW: "sliding_window"}, "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
         defaults={_WINDOW: None}, rotated="part", more=_phi3,
     ),
-    "falcon": Family(
-        "falcon", {_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"},
-        "attn_norm+ attn_qkv attn_output ffn_up ffn_down", "output_norm+ output",
-        fixed={"alibi": False, "parallel_attn": True, "bias": False, "multi_query": True}, more=_falcon,
-    ),
-    "bloom": Family(
-        "bloom", {_NORM: "layer_norm_epsilon"}, _GPT, "token_embd_norm+ output_norm+ output",
-        rotated="none", more=_all_heads,
-    ),
-    "gpt2": Family(
-        "gpt2", {_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, _GPT,
-        "position_embd output_norm+ output",
-        rotated="none", more=_all_heads,
-    ),
-    "stablelm": Family(
-        "stablelm", {_NORM: "layer_norm_eps"}, f"attn_norm+ {_HEADS} attn_q? attn_k? attn_v? ffn_norm+ {_GATED}",
-        "output_norm+ output", flags={"use_qkv_bias": "attn_q.bias", "use_parallel_residual": "!ffn_norm.weight"},
-        rotated="part",
-    ),
-    "starcoder2": Family(
-        "starcoder2", {_NORM: "norm_epsilon"},
-        "attn_norm+ attn_q+ attn_k+ attn_v+ attn_output+ ffn_norm+ ffn_up+ ffn_down+", "output_norm+ output",
-    ),
-    "nemotron": Family(
-        "nemotron", {_NORM: "norm_eps"}, f"attn_norm+ {_HEADS} ffn_norm+ ffn_up ffn_down", "output_norm+ output",
-        rotated="part",
-    ),
     "qwen35": Family(
         "qwen3_5_text", _QWEN35, f"{_DELTA} {_GATED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
     ),
@@ -207,12 +161,6 @@ FAMILIES: Mapping[str, Family] = {
                        "expert_feed_forward_length": "intermediate_size", "expert_gating_func": "scoring_func"},
         f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED} exp_probs_b?", fixed={"use_routing_bias": True},
         rotated="part", more=_minimax,
-    ),
-    "mamba": Family(
-        "mamba",
-        {_RMS: "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.inner_size": "intermediate_size",
-         "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank"},
-        "attn_norm ssm_in ssm_conv1d+ ssm_x ssm_dt+ ssm_a ssm_d ssm_out", rotated="none", more=_no_heads,
     ),
     "gemma2": Family(
         "gemma2",
@@ -246,17 +194,10 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "feed_forward_length": (0,),
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
-    "ssm.dt_b_c_rms": (False,),
 }
 """Keys that are not read here, with the values at which they change nothing; other values are refused."""
 
-_MEANINGLESS = {
-    "vocab_size",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-    "use_parallel_residual",
-    "rope.dimension_count",
-}
+_MEANINGLESS = {"vocab_size", "rope.scaling.finetuned", "rope.dimension_count"}
 """Keys that llama.cpp ignores, or that only repeat what the tensors' shapes say."""
 
 
@@ -361,10 +302,9 @@ def _settings(
     window = facts.take(_WINDOW, 0)
     if _WINDOW not in family.keys and 0 < window < settings["max_position_embeddings"]:
         raise _UnknownError(_WINDOW)
-    if family.rotated != "none":
-        settings["rope_parameters"] = _rotation(family, facts, settings, shapes, numbers)
+    settings["rope_parameters"] = _rotation(family, facts, settings, shapes, numbers)
     for name, tensor in family.flags.items():
-        settings[name] = (f"blk.0.{tensor.lstrip('!')}" in shapes) != tensor.startswith("!")
+        settings[name] = f"blk.0.{tensor}" in shapes
     settings["vocab_size"] = shapes["token_embd.weight"][0]
     settings["tie_word_embeddings"] = "output.weight" not in shapes
     settings |= family.fixed
@@ -438,14 +378,12 @@ def _llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
 
 def _known_tensors(family: Family, settings: Mapping[str, Any]) -> re.Pattern[str]:
     """The names of the tensors that a file has, whose layers have the biases of ``settings``."""
-    biased = any(
-        settings.get(flag, True) for flag in ("attention_bias", "use_qkv_bias") if flag in family.flags
-    )
-    parts = {"+": "(weight|bias)", "?": "bias" if biased or not family.flags else "-"}
+    biased = settings["attention_bias"] if family.flags else True
+    parts = {"+": "(weight|bias)", "?": "bias" if biased else "-"}
 
     def names(words: str) -> str:
         return "|".join(
-            word if word in ("ssm_a", "ssm_d") else rf"{word.rstrip('+?')}\.{parts.get(word[-1], 'weight')}"
+            word if word == "ssm_a" else rf"{word.rstrip('+?')}\.{parts.get(word[-1], 'weight')}"
             for word in words.split()
         )
 
