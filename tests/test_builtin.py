@@ -182,7 +182,7 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, own_cache,
     assert loaded.name == "tiny"
     assert progress.stages[0].startswith("fetching tiny")
     assert {"dequantizing tiny", "loading tiny"} <= {*progress.stages}
-    assert left_in(own_cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}"]
+    assert left_in(own_cache) == [f"tiny-{tiny_builtin.gguf_sha256[:16]}-v{builtin.MANIFEST_FORMAT}"]
     folder = own_cache / "models" / left_in(own_cache)[0]
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {path.name for path in folder.iterdir()} - {"manifest.json"}
@@ -196,6 +196,9 @@ def test_a_built_in_model_is_fetched_and_converted_once(tiny_builtin, own_cache,
     assert again.stages == ["loading tiny"]
     assert load_config("tiny").num_hidden_layers == 2
     assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(builtin, "MANIFEST_FORMAT", 99)  # another version has a copy of its own
+    assert "could not be fetched" in refusal(load_config, "tiny", kind=RunError)
+    assert folder.is_dir()
 
 
 def test_without_network_or_cache(tiny_builtin, own_cache, monkeypatch, tmp_path):
@@ -430,7 +433,11 @@ def test_the_real_built_in_model(monkeypatch):
     tokenizer: Any = loaded.tokenizer
     assert (loaded.name, loaded.layers, loaded.context_limit) == ("smollm2-135m", 30, 8192)
     assert loaded.vocab_size == 49152
-    assert [tokenizer.convert_ids_to_tokens(number) for number in loaded.end_ids] == ["<|im_end|>"]
+    assert [tokenizer.convert_ids_to_tokens(number) for number in loaded.end_ids] == [
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<reponame>",
+    ]
     assert len(tokenizer) == loaded.vocab_size
     for text in ("def f(x):\n\treturn x ** 2\n\n", "naïve café 你好 🎉 שלום\r\n", "  <|im_end|>  "):
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -17,8 +17,10 @@ from gguf_files import (
     FAMILIES,
     LAYERS,
     PROMPT,
+    SIZE,
     TEXTS,
     TOKENIZERS,
+    VOCABULARY,
     Fact,
     byte_level,
     tokenizer_file,
@@ -258,6 +260,34 @@ def test_a_text_becomes_the_tokens_of_llama_cpp(tmp_path, name):
     for text, each in zip(TEXTS, ids, strict=True):
         shown = str(tokenizer.decode(each, skip_special_tokens=True))
         assert "<" in text or "  " in text or shown.strip() == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        (["<|im_start|>", "<|im_end|>", "<|endoftext|>"], ["<|im_end|>", "<|endoftext|>"]),
+        (["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>"], ["<|eot_id|>", "<|eom_id|>"]),
+        (["<|start|>", "<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<bos>", "<end_of_turn>", "</s>"], ["<end_of_turn>", "</s>"]),
+        (["<turn|>", "<|tool_response>", "</s>"], ["<turn|>", "<|tool_response>"]),
+        (["<a>", "<b>", "<c>"], ["<a>", "<c>"]),
+    ],
+)
+def test_an_output_ends_where_it_does_in_llama_cpp(tmp_path, given, ends):
+    """Its end tokens have these names, or the file says which they are."""
+    tokens = [*VOCABULARY[: -len(given)], *given]
+    ids = {token: i for i, token in enumerate(tokens)}
+    tokenizer = byte_level("gpt-2", tokens=tokens, token_type=[1] * SIZE, merges=["1 2"], eos_token_id=0)
+    if "<a>" in given:
+        tokenizer |= {
+            "ggml.eot_token_id": ids["<a>"],
+            "ggml.eom_token_id": ids["<c>"],
+            "ggml.eos_token_id": None,
+        }
+        tokenizer |= {"ggml.bos_token_id": None}
+    path = write_tiny(tmp_path / "tiny.gguf", "llama", tokenizer=tokenizer)
+    expected = {ids[token] for token in ends} | {tokenizer["ggml.eos_token_id"]} - {None}
+    assert {*load_model(str(path), LoadOptions("float32", "cpu")).end_ids} == expected
 
 
 def test_tables_of_the_documentation_are_up_to_date():

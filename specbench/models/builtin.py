@@ -27,7 +27,7 @@ from specbench.base.textsafe import excerpt
 from specbench.models.gguf import convert_gguf, read_gguf_header
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
-MANIFEST_FORMAT = 2  # 1: first release; 2: tokenizers split as llama.cpp does
+MANIFEST_FORMAT = 3  # 1: first release; 2: tokenizers split as llama.cpp does; 3: its end tokens
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -97,6 +97,7 @@ def _prepare(
 ) -> Path:
     """Return a cache entry; a missing one is made by ``build(folder, work)``, where ``work`` is a temporary folder."""
     label, parent = source["name"], cache_folder() / "models"
+    entry += f"-v{MANIFEST_FORMAT}"  # so that versions that share the cache leave each other's copies alone
     folder = parent / entry
     if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):
         return folder

@@ -22,7 +22,7 @@ from specbench.base.textsafe import excerpt
 from specbench.models.checkpoints import check_config, check_memory
 from specbench.models.gguf_blocks import keep_places
 from specbench.models.gguf_facts import read_config
-from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer
+from specbench.models.gguf_tokenizers import SAFETENSORS, build_tokenizer, end_ids
 
 _FLOATS = {0: ("float32", 4), 1: ("float16", 2), 30: ("bfloat16", 2)}
 
@@ -171,6 +171,7 @@ def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | No
             if hasattr(model.config, trace):
                 delattr(model.config, trace)
         model.config.name_or_path = tokenizer.name_or_path = name
+        model.generation_config.eos_token_id = end_ids(header.keys) or None
         keep_places(gguf, header.tensors.values(), model, folder)
         announce(progress, f"writing the copy of {name}")
         model.save_pretrained(folder)

@@ -63,13 +63,32 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens by the names that `transformers` uses, and what llama.cpp calls them."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's types of tokens
-_ALWAYS_CONTROL = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
-    "[EOT]", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eom_id|>", "<|fim_prefix|>", "<fim-prefix>",
-    "<fim_prefix>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<|fim_middle|>", "<fim-middle>", "<fim_middle>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<|file_sep|>",
+_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>",
+    "<end_of_utterance>", "<|tool_response>", "<｜end▁of▁sentence｜>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+}  # fmt: skip
+"""Tokens that end an output in llama.cpp, whatever the file says of them."""
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_ALWAYS_CONTROL = _ENDS | {
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<|fim_middle|>", "<fim-middle>", "<fim_middle>",
 }  # fmt: skip
 """Tokens that llama.cpp treats as special even if the file does not mark them so."""
+
+
+def end_ids(keys: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the tokens with which llama.cpp ends an output of a file with this header."""
+    ids = {token: i for i, token in enumerate(keys["tokenizer.ggml.tokens"])}
+    ends = _ENDS & ids.keys()
+    if {"<|return|>", "<|call|>"} <= ends or ("<|flush|>" in ends and ends & {"<|call|>", "<|calls|>"}):
+        ends.discard("<|end|>")  # there it ends a message, and others follow
+    if "<|tool_response>" in ends:
+        ends.discard("</s>")
+    given = {keys.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS} & set(range(len(ids)))
+    return sorted(given | {ids[token] for token in ends})
 
 
 def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFast:
