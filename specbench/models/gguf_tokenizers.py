@@ -87,8 +87,8 @@ def end_ids(keys: Mapping[str, Any]) -> list[int]:
         ends.discard("<|end|>")  # there it ends a message, and others follow
     if "<|tool_response>" in ends:
         ends.discard("</s>")
-    given = {keys.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS} & set(range(len(ids)))
-    return sorted(given | {ids[token] for token in ends})
+    given = (keys.get(f"tokenizer.ggml.{key}_token_id", -1) for key in _END_KEYS)
+    return sorted({each for each in given if 0 <= each < len(ids)} | {ids[token] for token in ends})
 
 
 def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFast:
