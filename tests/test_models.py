@@ -591,16 +591,15 @@ def test_a_hub_out_of_reach_is_told_at_once(hub_cache, monkeypatch, capfd, offli
     assert "".join(capfd.readouterr()) == ""
 
 
-def hub_answers(monkeypatch: pytest.MonkeyPatch, answers: Any) -> None:
+def hub_answers(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     import huggingface_hub
 
-    def download(repository: str, file: str, **_: Any) -> str:
-        answer = answers(file)
+    def download(repository: str, **_: Any) -> str:
         if isinstance(answer, Exception):
             raise answer
         return str(answer)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
 
 def hub_error(name: str) -> Exception:
@@ -616,18 +615,21 @@ def hub_error(name: str) -> Exception:
         ("RepositoryNotFoundError", UsageError, "There is no model 'org/name@v1' on the hub"),
         ("GatedRepoError", RunError, "is gated"),
         ("RevisionNotFoundError", UsageError, "no revision 'v1'"),
-        ("RemoteEntryNotFoundError", UsageError, "has no config.json"),
         ("HfHubHTTPError", RunError, "cannot be fetched: Refused."),
         ("", RunError, "No space is left in the hub's cache"),
     ],
 )
 def test_what_the_hub_may_answer(monkeypatch, name, kind, says):
     error = hub_error(name) if name else OSError(28, "No space left on device")
-    hub_answers(monkeypatch, lambda file: error)
+    hub_answers(monkeypatch, error)
     assert says in refusal(load_model, "org/name@v1", CPU, kind=kind)
 
 
-def test_a_hub_model_with_only_pickled_weights(monkeypatch, folder):
-    missing = hub_error("RemoteEntryNotFoundError")
-    hub_answers(monkeypatch, lambda file: folder / file if file == "config.json" else missing)
+def test_a_hub_model_without_what_it_must_have(monkeypatch, folder):
+    monkeypatch.setattr("specbench.models.hub._why_unreachable", str)
+    hub_answers(monkeypatch, folder)
+    assert load_model("org/name", CPU).name == "org/name"
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "no safetensors weights" in refusal(load_model, "org/name", CPU, kind=UsageError)
+    (folder / "config.json").unlink()
+    assert "has no config.json" in refusal(load_model, "org/name", CPU, kind=UsageError)

@@ -286,24 +286,23 @@ def default_for(target: str) -> str:
 
 def test_layers_of_a_hub_model_are_found_before_its_weights_are_fetched(folder, tmp_path, monkeypatch):
     made, asked = checkpoint("deepseek", folder), []
-    fetched = tmp_path / "config.json"
-    fetched.write_bytes((made.folder / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((made.folder / "config.json").read_bytes())
 
-    def config(repository: str, file: str, *, revision: str | None, **_: Any) -> str:
-        asked.append((repository, file, revision))
-        return str(fetched)
+    def fetch(repository: str, *, revision: str | None, **_: Any) -> str:
+        asked.append((repository, revision))
+        return str(tmp_path)
 
     def headers(repository: str, *, revision: str | None) -> Any:
         tensors = load_file(made.folder / "model.safetensors")
         known = {name: SimpleNamespace(dtype="F32", shape=[*each.shape]) for name, each in tensors.items()}
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=known)})
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", config)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", headers)
     assert default_for("org/model@1") == "mtp"
-    assert asked == [("org/model", "config.json", "1")]
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(made.folder / "missing"))
+    assert asked == [("org/model", "1")]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(made.folder / "missing"))
     assert default_for("org/model@1") == "lookup"
     monkeypatch.delattr(huggingface_hub, "get_safetensors_metadata")  # the weights are in the cache
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, file, **__: str(made.folder / file))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(made.folder))
     assert default_for("org/model@1") == "mtp"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import hashlib
 import html.parser
 import json
 import os
@@ -28,7 +27,6 @@ from stored_runs import write_exact
 from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
-import specbench.models.hub
 from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.bench.prompts import load_prompts
 from specbench.cli import run
@@ -370,60 +368,6 @@ def test_no_name_of_an_unfinished_file_can_be_prepared(theirs):
             assert run(["report", str(theirs)]) == 0
     assert mine.read_text() == "mine"
     assert len(set(opened)) == len(opened) > 4
-
-
-# -- hashes of the hub's cache ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub_model(tmp_path, monkeypatch) -> Callable[[str], Path]:
-    """A tiny model in the hub's cache as the hub client lays it out, without a network; gives where a file lies."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    home = tmp_path / "hub" / "models--org--name"
-    snapshot, blobs = home / "snapshots" / ("0" * 40), home / "blobs"
-    for folder in (snapshot, blobs, home / "refs"):
-        folder.mkdir(parents=True)
-    (home / "refs" / "main").write_text("0" * 40)
-    for path in sorted(save_tiny(tmp_path / "source").iterdir()):
-        content = path.read_bytes()
-        name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's choice
-        if path.suffix == ".safetensors":
-            name = hashlib.sha256(content).hexdigest()
-        (blobs / name).write_bytes(content)
-        (snapshot / path.name).symlink_to(blobs / name)
-    return lambda name: (snapshot / name).resolve()
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_changed_file_of_the_hubs_cache_is_not_used(hub_model, name):
-    assert load_model("org/name", CPU).fingerprint
-    content = hub_model(name).read_bytes()
-    middle = len(content) // 2
-    changed = b"8" if content[middle : middle + 1] != b"8" else b"9"
-    hub_model(name).write_bytes(content[:middle] + changed + content[middle + 1 :])
-    with pytest.raises(RunError, match=f"held a damaged '{name}' of org/name"):
-        load_model("org/name", CPU)
-
-
-def test_large_weights_of_the_hubs_cache_must_have_the_size_their_header_says(hub_model, monkeypatch):
-    monkeypatch.setattr(specbench.models.hub, "SMALL_FILE", 0)
-    assert load_model("org/name", CPU).fingerprint
-    weights = hub_model("model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(RunError, match=r"held a damaged 'model\.safetensors' of org/name"):
-        load_model("org/name", CPU)
-
-
-def test_a_file_of_a_hub_that_names_files_otherwise_is_used(hub_model):
-    """A mirror's own names tell nothing of the content."""
-    config = hub_model("config.json")
-    link = config.parents[1] / "snapshots" / ("0" * 40) / "config.json"
-    link.unlink()
-    link.symlink_to(config.rename(config.with_name("etag-of-a-mirror")))
-    assert load_model("org/name", CPU).fingerprint
 
 
 # -- files of any content --------------------------------------------------------------------------

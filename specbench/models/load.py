@@ -185,16 +185,16 @@ def load_model(
                 _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
 
         hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        loaded = load(hub.folder, hub)
+        loaded = load(hub.folder)
     else:
         folder = _local_folder(spec, progress)
         try:
-            loaded = load(folder, None)
+            loaded = load(folder)
         except RunError:
             # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
             if spec.kind == "folder" or not discard_if_damaged(folder):
                 raise
-            loaded = load(_local_folder(spec, progress), None)
+            loaded = load(_local_folder(spec, progress))
     return loaded
 
 
@@ -263,11 +263,10 @@ def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -
     """Load only a model's tokenizer, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
     spec, adapter = with_base(parse_model(spec) if isinstance(spec, str) else spec)
     if adapter is not None and has_tokenizer(adapter.folder):
-        return make_tokenizer(adapter.folder, None, adapter.name)
+        return make_tokenizer(adapter.folder, adapter.name)
     if spec.kind == "hub":
-        hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        return make_tokenizer(hub.folder, hub, spec.name)
-    return make_tokenizer(_local_folder(spec, progress), None, spec.name)
+        return make_tokenizer(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
+    return make_tokenizer(_local_folder(spec, progress), spec.name)
 
 
 def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
@@ -280,7 +279,6 @@ def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
 
 def _load_folder(
     folder: Path,
-    hub: HubModel | None,
     *,
     gguf: Path | None,
     name: str,
@@ -292,7 +290,7 @@ def _load_folder(
     with_tokenizer: bool,
     share_with: LanguageModel | None,
 ) -> LanguageModel:
-    """Load the model in ``folder``, and the tokenizer from ``hub`` (``None``: from the folder as well).
+    """Load the model and the tokenizer in ``folder``.
 
     Args:
         gguf: The file that it was converted from.
@@ -322,7 +320,7 @@ def _load_folder(
     if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
         tokenizer = share_with.tokenizer
     if tokenizer is None and with_tokenizer:
-        tokenizer = make_tokenizer(words or folder, None if words else hub, name)
+        tokenizer = make_tokenizer(words or folder, name)
     read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
     packs = packs and placement is None and gguf is None
     model, weights = read(packs=packs)

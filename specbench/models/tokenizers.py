@@ -17,7 +17,6 @@ from specbench.base.textsafe import excerpt
 from specbench.decoding.stops import special_tokens
 from specbench.models.chat_templates import TemplateError, render_chat, start_renderer
 from specbench.models.checkpoints import custom_code, text_config
-from specbench.models.hub import HubModel
 
 
 def same_tokenizer(first: Path, second: Path) -> bool:
@@ -30,14 +29,11 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer_config.json").is_file()
 
 
-def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder, or from the hub's files."""
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
-    if hub is not None:
-        where = {"pretrained_model_name_or_path": hub.repository, "revision": hub.revision}
+def make_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder."""
     with quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **where)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizer files can be absent, odd or damaged in many ways
             if "trust_remote_code" in str(error):
                 raise custom_code(f"The tokenizer of {name}") from error
@@ -50,17 +46,16 @@ def make_tokenizer(folder: Path, hub: HubModel | None, name: str) -> PreTrainedT
     if not isinstance(tokenizer.model_max_length, int | float):
         raise RunError(f"The tokenizer of {name} is damaged: its model_max_length is no number.")
     tokenizer.name_or_path = name
-    tokenizer.chat_template = tokenizer.chat_template or _processor_template(folder, hub)
+    tokenizer.chat_template = tokenizer.chat_template or _processor_template(folder)
     if tokenizer.chat_template:
         start_renderer()
     return tokenizer
 
 
-def _processor_template(folder: Path, hub: HubModel | None) -> str | None:
+def _processor_template(folder: Path) -> str | None:
     """Return the chat template that some models with pictures have beside their tokenizer."""
-    path = folder / "chat_template.json" if hub is None else hub.optional_file("chat_template.json")
     try:
-        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"] if path else None
+        template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return template if isinstance(template, str) else None

@@ -86,7 +86,7 @@ def _claims_llama(files: HeadFiles, named: str | None) -> bool:
     if "bias" in settings:
         return True
     if files.hub is not None:
-        return not files.hub.has_tokenizer()
+        return not any(files.folder.glob("tokenizer*"))
     with suppress(OSError, SafetensorError), safe_open(files.folder / "model.safetensors", "pt") as file:
         return "fc.weight" in file.keys()  # noqa: SIM118 - it is no dict
     return (files.folder / "pytorch_model.bin").is_file() and not any(files.folder.glob("tokenizer*"))
