@@ -356,7 +356,9 @@ def safetensors_elements(path: Path) -> dict[str, tuple[torch.dtype, int]]:
     except OSError as error:
         raise RunError(f"The file {str(path)!r} cannot be read ({reason(error)}).") from error
     except SafetensorError as error:
-        raise RunError(f"The file {str(path)!r} is damaged or truncated.", "Remove it, and fetch it again.") from error
+        raise RunError(
+            f"The file {str(path)!r} is damaged or truncated.", "Remove it, and fetch it again."
+        ) from error
     return found
 
 
