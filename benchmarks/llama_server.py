@@ -27,7 +27,6 @@ FIELDS = {
     "--spec-draft-n-min": "speculative.draft.n_min",
     "--spec-draft-p-min": "speculative.draft.p_min",
     "--spec-draft-sampling": "speculative.draft.probabilistic",
-    "--spec-synth-len": "speculative.synth_len",
     "--spec-ngram-mod-n-match": "speculative.ngram_mod.n_match",
     "--spec-ngram-mod-n-min": "speculative.ngram_mod.n_min",
     "--spec-ngram-mod-n-max": "speculative.ngram_mod.n_max",

@@ -4,8 +4,7 @@
 
 It imports only what comes with Python, so it is up in a moment. It starts a child process, as servers do. Tokens are
 those of a fixed text. A step takes ``STEP_S`` and ``DRAFT_S`` for each draft token; of the draft tokens of a step, the
-first ``--good N`` (4) are accepted; those of n-grams never are. With ``--spec-synth-len``
-as many tokens per step come out.
+first ``--good N`` (4) are accepted; those of n-grams never are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--spec-type", default="")
 parser.add_argument("--spec-draft-n-max", type=int)
 parser.add_argument("--spec-draft-p-min", type=float, default=0.0)
-parser.add_argument("--spec-synth-len", type=float)
 parser.add_argument("--spec-ngram-simple-size-m", type=int)
 parser.add_argument("--spec-ngram-mod-n-max", type=int)
 parser.add_argument("--good", type=int, default=4)
@@ -68,13 +66,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        done, wanted, owed = 0, int(body["max_tokens"]), 0.0
+        done, wanted = 0, int(body["max_tokens"])
         while done < wanted:
-            kept = good
-            if asked.spec_synth_len is not None:
-                kept = int(owed + asked.spec_synth_len - 1.0)
-                owed += asked.spec_synth_len - 1.0 - kept
-            tokens = min(1 + (kept if done else 0), wanted - done)
+            tokens = min(1 + (good if done else 0), wanted - done)
             time.sleep(STEP_S + (DRAFT_S * gamma if done else 0.0))
             if done and gamma:
                 counters["drafts"] += 1

@@ -530,21 +530,6 @@ def test_tune_ends_with_the_command_line(cli, models, monkeypatch):
     tuned(cli, models, "--results", "run").refused(2, "holds results already")
 
 
-def test_break_even_of_servers_that_pretend(cli, models):
-    result = tuned(cli, models, "--break-even", "--json", minutes=5)
-    assert result.code == 0, result.err
-    rows = result.json()["rows"]
-    assert [row["gamma"] for row in rows] == [2, 4, 8]
-    for row in rows:
-        lengths = [*map(float, row["steps"])]
-        assert lengths == pytest.approx([1 + 0.25 * row["gamma"], 1 + 0.75 * row["gamma"]], rel=0.2)
-        assert 0.7 < row["tokens"]["value"] < 2.5  # about 1 + γ/20, on a machine that others use
-    assert marked() == []
-    tuned(cli, models, "--break-even", "--drafter", "ngram-simple").refused(
-        2, "ngram-simple costs almost nothing"
-    )
-
-
 def test_sweep_measures_a_grid_in_groups(cli, models):
     target, small = models
     result = cli(

@@ -24,7 +24,6 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
     ("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine", "it is for specbench's own decoding"),
-    ("tune", ("out", "overwrite", "results", "resume"), "break_even", "it stores nothing"),
     ("predict", ("target_pass_ms",), "target_config", "the target's time is measured"),
 )  # fmt: skip
 """Commands, options (names of parameters, or classes whose fields are) that cannot be combined with another one, that
@@ -40,8 +39,7 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("sweep", ("api", "timeout"), "server engine", "it is for servers"),
     ("sweep", ("prompt_cache",), "server", "it is for servers"),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
-    ("tune", ("engine_command", "arguments", "api"), "engine", ""),
-    ("tune", ("batch",), "engine break_even", ""),
+    ("tune", ("engine_command", "arguments", "api", "batch"), "engine", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""
 

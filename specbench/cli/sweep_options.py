@@ -233,12 +233,7 @@ class SearchOptions:
     batch: str | None = _option(
         None,
         "--batch RANGE",
-        "With --engine: batch sizes to measure at the end, for a schedule of draft lengths; or those of --break-even.",
-    )
-    break_even: bool = _option(
-        False,
-        "--break-even",
-        "Instead: how many tokens per step --drafter needs to pay, by γ and batch size, whatever it gets accepted.",
+        "With --engine: batch sizes to measure at the end, for a schedule of draft lengths.",
     )
     minutes: float | None = _option(
         None,

@@ -37,11 +37,6 @@ def tune(
     """
     if search.minutes is not None and not search.minutes > 0:
         raise UsageError(f"--minutes is {search.minutes:g}.", "Give more than 0.")
-    if search.break_even:
-        from specbench.cli.break_even import break_even
-
-        break_even(target, search, template, servers, models, decoding, arguments or ())
-        return
     if servers.engine is not None:
         from specbench.cli.tune_engine import tune_engine
 

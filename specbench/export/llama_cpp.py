@@ -67,9 +67,6 @@ class LlamaCpp(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"--model": _file(target)}
 
-    def pretending(self, options: Json, length: float) -> Json:
-        return {**options, "--spec-synth-len": f"{length:g}"}
-
     def supports(self, drafter: DrafterSpec) -> bool:
         if isinstance(drafter, Cascade):
             return isinstance(drafter.front, Lookup) and type(drafter.back) in (SmallModel, Mtp)

@@ -54,11 +54,6 @@ class SGLang(StartedEngine):
             {file: steps},
         )
 
-    def pretending(self, options: Json, length: float) -> Json:
-        # Its usual method draws lengths that are cut at γ; this one draws those next to the mean.
-        simulated = {"SGLANG_SIMULATE_ACC_LEN": f"{length:g}", "SGLANG_SIMULATE_ACC_METHOD": "match-expected"}
-        return {**options, **simulated}
-
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, width = setting.drafter, setting.gamma + 1
         export.options = {**self.target_options(setting.target), **engine.floating(setting.dtype, "--dtype")}

@@ -105,10 +105,6 @@ class StartedEngine(ExportEngine):
         needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
         return options, needs, {}
 
-    @abstractmethod
-    def pretending(self, options: Json, length: float) -> Json:
-        """Return the options of a server that pretends to accept so many tokens per step, the target's own included."""
-
     def command_line(
         self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""
     ) -> list[str]:

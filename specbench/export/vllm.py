@@ -51,10 +51,6 @@ class VLLM(StartedEngine):
         speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
         return {**options, "--speculative-config": speculative}, "", {}
 
-    def pretending(self, options: Json, length: float) -> Json:
-        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-        return {**options, "--speculative-config": options["--speculative-config"] | synthetic}
-
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, gamma = setting.drafter, setting.gamma
         speculative: Json
