@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
 from cli_runs import Cli, Result, refusal, write_prompts
+from scripted import Replay, ScriptedScorer, enumerate_outcomes, random_table, sequences, tokens_of
 from tiny import tiny_llama, tiny_tokenizer
 
 import specbench.specs.drafters
@@ -22,18 +25,21 @@ from specbench import (
     speculative_generate_many,
     wrap_target,
 )
+from specbench.base.errors import RunError
 from specbench.config import Config
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.sampling import Sampling
+from specbench.policies import build_policy
 from specbench.recipe import Recipe, drafter_argument
 from specbench.serve.server import Server
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
 
 MINE = '''
-import random
 import numpy as np
 import torch
 from specbench import FreeDrafter, Guess
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, Draws, GrowingTree
 
 class Last(FreeDrafter):
     """The last token again."""
@@ -49,21 +55,25 @@ WRONG = {
     "guess: return Guess(99999, 0.5)": "drafts the token 99999, and the target's are 0 to ",
     "guess: return Guess(-1, 0.5)": "drafts the token -1",
     "guess: return Guess(0, 0.5, torch.ones(self.target.vocab_size))": "not to 1",
-    "guess: return Guess(0, 0.5, torch.tensor([1.0]))": "q is no tensor with the shape [",
+    "guess: return Guess(0, 0.5, torch.tensor([1.0]))": "q is no float tensor with the shape [",
+    "guess: raise SystemExit(0)": "SystemExit: 0",
+    "guess: raise AssertionError": "): AssertionError.",
+    "guess: context[-1] = 0": "'tuple' object does not support item assignment",
+    "guess: drafted.append(0)": "'tuple' object has no attribute 'append'",
+    "take_in: context.append(0)": "'tuple' object has no attribute 'append'",
+    "propose: yield from (); return Draft([0], logits=[])": "1 tokens are drafted, and logits has less",
+    "propose: yield from (); return Draft([0], passes='1')": "prefill_s or passes of its Draft is no number",
     "guess: return 7": "guess returns 7, which is neither a Guess nor None",
     "guess: return Guess('x', 0.5)": "drafts the token 'x'",
     "guess: return Guess(0, 'high')": "the match_confidence is 'high'",
-    "guess: return Guess(0, 0.5, [1.0])": "q is no tensor with the shape [",
+    "guess: return Guess(0, 0.5, [1.0])": "q is no float tensor with the shape [",
     "guess: return {}[3]": "KeyError: 3",
-    "guess: return Guess(random.randrange(50), 0.5)": "after a roll-back",
-    "guess: self.n = getattr(self, 'n', 0) + 1; return Guess(self.n, 0.5)": "after a roll-back",
     "begin: pass": "does not call super().begin(prompt)",
     "take_in: return 1 / 0": "ZeroDivisionError: division by zero",
     "update: return outcome.nothing": "AttributeError: 'StepOutcome' object has no attribute 'nothing'",
     "propose: yield from (); return Draft([1] * 99)": "drafts 99 tokens where ",
     "propose: yield from (); return Draft([1.5])": "drafts the token 1.5",
     "propose: yield from (); return [1]": "proposes [1] in place of a Draft",
-    "propose: yield from (); context.append(1); return Draft()": "changes the context",
     "propose: yield from (); return Draft([1], parents=[-1])": "proposes a tree, and fixed:gamma=4 wants a chain",
     "propose: yield from (); return Draft([1], torch.eye(self.target.vocab_size)[:1])": "q gives no probability",
     "__init__: raise OSError('no file')": "OSError: no file",
@@ -73,6 +83,51 @@ TAKEN = {
     "guess": "context, drafted, sampling", "begin": "prompt, cached_tokens=0", "take_in": "context, first",
     "update": "outcome", "propose": "context, plan", "__init__": "name, target",
 }  # fmt: skip
+
+
+LACKING = """
+from specbench import FreeDrafter
+from specbench.drafters.free import CandidateDrafter
+class A(FreeDrafter):
+    def guess(self, context, drafted, sampling): pass
+class B(FreeDrafter):
+    def take_in(self, context, first): pass
+class C(CandidateDrafter):
+    def take_in(self, context, first): pass
+"""
+SILENT = {
+    """guess:
+        self.q = getattr(self, "q", torch.empty(3)).copy_(torch.rand(3, generator=torch.Generator().manual_seed(
+            len(context) + len(drafted))).softmax(0))
+        return Guess(0, 0.5, self.q)""": None,
+    """propose:
+        yield from ()
+        self.q = getattr(self, "q", torch.empty(1, 3))
+        self.q[0] = torch.tensor([0.7, 0.2, 0.1]).roll(len(context))
+        return Draft([plan.random.draw(self.q[0])], self.q) if plan.budget else Draft()
+    def update(self, outcome):
+        if hasattr(self, "q"): self.q.fill_(0.3)
+        outcome.logits.zero_()""": None,
+    """propose:
+        yield from ()
+        return Draft([0], torch.tensor([[0.2, 0.3, 0.5]])) if plan.budget else Draft()""": "was not drawn from its q",
+    """propose:
+        yield from ()
+        q = torch.tensor([0.2, 0.3, 0.5])
+        return Draft([max(plan.random.draw(q) for _ in range(2))], q[None]) if plan.budget else Draft()""": "discarded",
+    """propose:
+        yield from ()
+        tree, q = GrowingTree(), torch.tensor([0.2, 0.3, 0.5])
+        if plan.budget: tree.add(-1, [Draws([plan.random.draw(q)], q), Draws([0], q)])
+        return tree""": "1 tokens were drawn for 2 candidates",
+    """propose:
+        yield from ()
+        tree, q = GrowingTree(), torch.tensor([0.2, 0.3, 0.5])
+        token = plan.random.draw(q)
+        if plan.budget: tree.add(-1, [Draws([(token + 1) % 3]), Draws([token], q)])
+        return tree""": "a certain candidate comes before one that is drawn",
+}  # fmt: skip
+"""Methods that would change the distribution in silence, and why each is refused; ``None`` if it cannot do harm."""
 
 
 @pytest.fixture
@@ -164,6 +219,35 @@ def test_a_broken_promise_is_told_with_file_and_line(wrong, run):
     assert any(f"(mine.py, line {line})" in said.err for line in (first, first + 1)), said.err
 
 
+@pytest.mark.parametrize("silent", SILENT)
+def test_no_drafter_changes_the_distribution(silent, folder):
+    method, _, body = silent.partition(":")
+    trees = "GrowingTree" in body
+    text = (
+        f"{MINE}\nclass Silent(Last):\n    trees = {trees}\n    def {method}(self, {TAKEN[method]}):{body}\n"
+    )
+    Path("mine.py").write_text(text, encoding="utf-8")
+    policy = build_policy("static-tree:nodes=2,depth=1,verification=recursive" if trees else "fixed:gamma=2")
+    table, of = random_table(3, 3), SimpleNamespace(vocab_size=3, scorer=SimpleNamespace(device="cpu"))
+
+    def run(random: Replay) -> tuple[int, ...]:
+        drafter = load_drafter("./mine.py:Silent", of)  # type: ignore[arg-type]
+        records = decode_steps(
+            [0, 1], ScriptedScorer(table, 3), drafter,
+            policy=policy, sampling=Sampling(1.0), random=random, max_new_tokens=4,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return tuple(tokens_of(records))
+
+    if SILENT[silent] is not None:
+        assert SILENT[silent] in refusal(enumerate_outcomes, run, kind=RunError)
+        return
+    found = enumerate_outcomes(run, 4)
+    for tokens in sequences(3, 4):
+        rows = [table([0, 1, *tokens[:i]]).softmax(0) for i in range(4)]
+        right = math.prod(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+        assert found.get(tokens, 0.0) == pytest.approx(right, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("text", "drafter", "code", "said"),
     [
@@ -171,6 +255,15 @@ def test_a_broken_promise_is_told_with_file_and_line(wrong, run):
         ("import specbench\n\nspecbench.nothing\n", "./mine.py:A", 1, "(mine.py, line 3): AttributeError"),
         (MINE, "./mine.py:Absent", 2, "The drafter mine.py:Absent is missing. Name a class there"),
         ("A = 3\n", "./mine.py:A", 2, "The drafter mine.py:A is 3."),
+        (
+            "raise SystemExit(0)\n",
+            "./mine.py:A",
+            1,
+            "mine.py cannot be imported (mine.py, line 1): SystemExit: 0.",
+        ),
+        (LACKING, "./mine.py:A", 2, "The drafter mine.py:A lacks the method take_in. Define it"),
+        (LACKING, "./mine.py:B", 2, "The drafter mine.py:B lacks the method guess."),
+        (LACKING, "./mine.py:C", 2, "The drafter mine.py:C lacks the method candidates."),
         (MINE, "./other.py:Last", 2, "There is no file './other.py'"),
         (
             MINE,
@@ -185,6 +278,23 @@ def test_a_broken_promise_is_told_with_file_and_line(wrong, run):
 def test_what_is_no_drafter_is_refused_before_the_target_is_loaded(run, text, drafter, code, said):
     Path("mine.py").write_text(text, encoding="utf-8")
     run("generate", "the thing", "--drafter", drafter, "--quiet").refused(code, said)
+
+
+def test_trees_are_refused_before_the_target_is_loaded_where_the_class_drafts_chains(run):
+    tree, chain = ("--draft-policy", "dynamic-tree"), ("--drafter", "./mine.py:Last")
+    for command in (("generate", "the thing"), ("sweep", "--prompts", "./p.jsonl"), ("check", "--quiet")):
+        run(*command, *chain, *tree).refused(
+            2, "The drafter mine.py:Last drafts only chains, but dynamic-tree needs"
+        )
+    few = ("--drafter", "suffix", "--prompts", "./p.jsonl", "--limit", 1)
+    done = run("check", *chain, *tree, "--draft-policy", "fixed", *few)
+    assert "dynamic-tree is left out with mine.py:Last: it drafts trees, and only chains can be" in done.err
+
+
+def test_check_calls_an_honest_q_lossless(run):
+    for sampling in ((), ("--temperature", 1)):
+        done = run("check", "--drafter", "./mine.py:Drawn", "--prompts", "./p.jsonl", "--gamma", 2, *sampling)
+        assert done.out.startswith("Lossless in this check: mine.py:Drawn γ=2 keeps"), done.out
 
 
 def test_a_changed_file_runs_again(folder):

@@ -11,14 +11,13 @@ from typing import Literal
 
 import torch
 
-from specbench.check.exact import total_variation
-from specbench.check.observe import DrawEvent, Observation, observe
-from specbench.decoding.drafts import Draft
+from specbench.check.observe import Observation, observe
 from specbench.decoding.records import FinishReason, Prefill, Step, depth_of
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.stops import special_tokens
 from specbench.decoding.verify import acceptance_probabilities
+from specbench.drafters.drawn import DrawEvent, find_undrawn
 
 Invariant = Literal["position", "draft", "pass", "cache", "count", "choice", "chance", "stop"]
 
@@ -157,53 +156,12 @@ def _check_draft(seen: Observation, rules: RunRules) -> Complaints:
         yield "draft", f"{depth} tokens were drafted, more than {limit}"
     if draft.q is not None and len(draft.q) != len(draft.tokens):
         yield "draft", f"{len(draft.tokens)} tokens were drafted from {len(draft.q)} distributions"
-    elif (complaint := _compare_draws(seen)) is not None:
-        yield "chance", complaint
-
-
-def _compare_draws(seen: Observation) -> str | None:
-    """Check that the draft consists of the drawn tokens, in order, and that none was discarded, since that would change
-    q.
-
-    A token with probability 1 in q need not have been drawn.
-    """
-    draft = seen.draft
+        return
     draws = [event for event in seen.drafting if isinstance(event, DrawEvent)]
     if len(draws) != len(seen.drafting):
-        return "something was tested while drafting"
-    if draft.candidates is not None:
-        return _compare_candidates(draft, draws)
-    at = 0
-    for i, token in enumerate(draft.tokens):
-        q = None if draft.q is None else draft.q[i]
-        drawn = at < len(draws) and draws[at].token == token
-        if drawn and q is not None and torch.equal(draws[at].distribution, q):
-            at += 1
-        elif q is not None and float(q[token]) != float(q.sum()):
-            return f"drafted token {i} was not drawn from its q"
-    return f"{len(draws) - at} drawn tokens were discarded" if at < len(draws) else None
-
-
-def _compare_candidates(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
-    """Check that each candidate of a tree was drawn from what was left of its q, unless its probability was 1."""
-    assert draft.candidates is not None
-    places = draft.candidates.items()
-    drawn = [(node, tokens, q) for node, groups in places for tokens, q in groups if q is not None]
-    if (count := sum(len(tokens) for _, tokens, _ in drawn)) != len(draws):
-        return f"{len(draws)} tokens were drawn for {count} candidates"
-    unused = list(draws)
-    for node, tokens, q in drawn:
-        left = q.double()
-        for token in tokens:
-            # Several drafters may draw candidates after one node, one after the other.
-            same = (i for i, each in enumerate(unused) if each.token == token)
-            fits = (i for i in same if total_variation(unused[i].distribution, left) < _SAME)
-            at = next(fits, None)
-            if at is None:
-                return f"node {draft.child(node, token)} was not drawn from its q"
-            del unused[at]
-            left[token] = 0.0
-    return None
+        yield "chance", "something was tested while drafting"
+    elif not rules.sampling.greedy and (complaint := find_undrawn(draft, draws)) is not None:
+        yield "chance", complaint
 
 
 def _check_forward(seen: Observation) -> Complaints:
@@ -253,7 +211,7 @@ def _closing(step: Step, has_children: bool) -> str:
 
 def _check_choices(seen: Observation, rules: RunRules) -> Complaints:
     """Check greedy decoding: every token has the largest logit of its row, and there are no random events."""
-    if seen.events or seen.drafting:
+    if seen.events:
         yield "choice", "greedy decoding drew a random number"
     for i, (token, row) in enumerate(zip(seen.tokens, seen.decision_logits, strict=False)):
         scores = rules.sampling.scores(row.unsqueeze(0), [*seen.context, *seen.tokens[:i]])[0]

@@ -22,6 +22,7 @@ from specbench.decoding.records import Prefill, Step
 from specbench.decoding.request import Request
 from specbench.decoding.sampling import Randomness
 from specbench.decoding.stops import StopRules
+from specbench.drafters.drawn import DrawEvent
 from specbench.drafters.parts import models_of
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.translate import TranslatingDrafter
@@ -41,14 +42,6 @@ def plainly(request: Request) -> Request:
 def scorer_of(request: Request) -> Scorer:
     """Return the target of a request."""
     return cast("Scorer", request.target)
-
-
-@dataclass(frozen=True, slots=True)
-class DrawEvent:
-    """A token drawn from a distribution, [vocab], not necessarily of sum 1."""
-
-    distribution: torch.Tensor
-    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +171,7 @@ class _Recorder(Randomness):
 
     def draw(self, probabilities: torch.Tensor) -> int:
         token = super().draw(probabilities)
-        self._note(DrawEvent(probabilities, token))
+        self._note(DrawEvent(probabilities.clone(), token))
         return token
 
     def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:

@@ -229,12 +229,17 @@ class MixedDraft:
         return len(draft.tokens) - len(draft.forced) < limit and len(draft.tokens) < self.plan.budget
 
     def add_guess(self, guess: Guess) -> None:
-        """Add a guess; one with a distribution is drawn now."""
-        draft, token = self.draft, int(guess.token) if guess.q is None else self.plan.random.draw(guess.q)
+        """Add a guess; one with a distribution is drawn now, and in greedy decoding its likeliest token is taken."""
+        draft, token, q = self.draft, int(guess.token), guess.q
+        if q is not None and self.plan.sampling.greedy:
+            token, q = int(q.argmax()), None
+        elif q is not None:
+            q = q.clone()  # its owner may write the next one into it
+            token = self.plan.random.draw(q)
         if draft.logits:
-            draft.logits.append(_as_logits(token, guess.q))
+            draft.logits.append(_as_logits(token, q))
         draft.tokens.append(token)
-        self._q.append(guess.q)
+        self._q.append(q)
 
     def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
         draft = self.draft

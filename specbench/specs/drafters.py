@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from specbench.base.errors import UsageError
 from specbench.specs.models import ADAPTED, BUILTIN_MODELS, CHECKPOINT_MTP, ModelSpec, parse_model
 from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
+from specbench.specs.own_code import names_in, told
 
 GROUP = "specbench.drafters"
 """The entry points by which installed packages name their drafters."""
@@ -164,7 +165,7 @@ class Grammar(FreeSpec, word="grammar", drafter="grammar:GrammarDrafter"):
 
 
 @dataclass(frozen=True)
-class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside", trees=True):
+class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside"):
     """A drafter of your own, such as ./mine.py:MyDrafter (docs/write-a-drafter.md), or one of an installed package.
 
     Attributes:
@@ -184,6 +185,18 @@ class Outside(FreeSpec, word="FILE.py", drafter="outside:make_outside", trees=Tr
         if named := _CLASS_IN_FILE.fullmatch(text):
             return cls(named[2], ModelSpec("python", named[1]))
         return cls(text) if text not in _WORDS and text in installed_drafters() else None
+
+    def load(self) -> Any:
+        """Import its module, and return what has its name there; ``None`` if nothing has."""
+        if self.file is not None:
+            return names_in(self.file.source).get(self.cls)
+        with told(f"The drafter {self} cannot be imported"):
+            return installed_drafters()[self.cls].load()
+
+    @property
+    def trees(self) -> bool:  # type: ignore[override]
+        """Whether its class drafts trees: this imports the module."""
+        return bool(getattr(self.load(), "trees", False))
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,11 @@ def parse_policy(text: str) -> PolicySpec:
         UsageError: There is no such policy or option, or a value has the wrong type or is outside its range.
     """
     word = text.partition(":")[0].strip()
+    if word.endswith(".py"):
+        raise UsageError(
+            f"{word!r} is a Python file, and a draft policy of your own works only in Python.",
+            "Pass it to speculative_generate(..., policy=...), as in examples/custom_policy.py.",
+        )
     kind = next((policy for policy in POLICIES if policy.word == word), None)
     if kind is None:
         raise unknown("draft policy", word, (each.word for each in POLICIES))
