@@ -134,14 +134,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
         "hybrid_override_pattern": "M*", "time_step_min": 0.1,
     },
-    "jamba": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "mamba_d_state": 8,
-    },
-    "minimax": {"sliding_window": ...},
-    "recurrent_gemma": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "time_step_min": 0.1},
     "mamba2": {"num_heads": 8, "head_dim": 8},
 }  # fmt: skip

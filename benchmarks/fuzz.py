@@ -71,9 +71,8 @@ OTHERS = (
     "stablelm", "granite", "bloom", "opt", "glm4", "smollm3", "gpt_oss", "lfm2",
 )  # fmt: skip
 RECURRENT = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "zamba", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h",
+    "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 )  # fmt: skip
 RULES = (
     "auto", "egag", "egag:max=6,beta=0.5", "confidence", "confidence:adapt", "entropy-bound", "svip",
@@ -256,10 +255,6 @@ def draw(number: int, models: str | None = None) -> Case:
         length = r.choice((1, 2, 5, 9, 17, 30, 40))
         if r.random() < 0.1 and case.kind in LLAMAS and case.shape["max_position_embeddings"] > 600:
             length = r.randrange(500, 515) if r.random() < 0.7 else r.randrange(55, 70)
-        if (
-            case.kind == "recurrent_gemma"
-        ):  # given one token, `generate` goes on from the states of its last call
-            length = max(2, length)
         if recurrent and r.random() < 0.1:  # read in two passes in a batch, and in an output's blocks
             length = r.choice((70, 540))
         known = range(3, VOCABULARY - 4) if composite else range(vocabulary - 3)

@@ -272,6 +272,12 @@ def test_a_context_that_yarn_has_lengthened(cache):
 
 REFUSED: list[tuple[Any, str, str]] = [
     (hf.RwkvConfig(), "RwkvForCausalLM", "recurrent state"),
+    *(
+        (kind(), "", "recurrent state")
+        for kind in (hf.MambaConfig, hf.FalconMambaConfig, hf.JambaConfig, hf.ZambaConfig)
+    ),
+    (hf.RecurrentGemmaConfig(), "", "recurrent state"),
+    (hf.MiniMaxConfig(), "", "lightning attention"),
     (hf.T5Config(), "T5ForConditionalGeneration", "encoder-decoder"),
     (hf.BartConfig(), "BartForCausalLM", "encoder-decoder"),
     (hf.BertConfig(), "BertForMaskedLM", "no causal language model"),

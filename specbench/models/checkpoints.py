@@ -201,6 +201,7 @@ UNSUITABLE = {
     "cpmant": "its cache counts positions of its own",
     "gemma4_assistant": _OF_GEMMA,
     "gemma4_unified_assistant": _OF_GEMMA,
+    "minimax": "its lightning attention keeps a state, which cannot be rolled back",
     "moshi": "it decodes frames of sound, and its cache forgets what its attention still sees",
     "diffusion_gemma": "it writes blocks by diffusion",
     "evolla": "it reads proteins",

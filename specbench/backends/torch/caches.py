@@ -34,7 +34,7 @@ from specbench.backends.torch.cache_layers import (
     zero_nonfinite,
 )
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
-from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent, takes_any_cache
+from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent
 from specbench.backends.torch.recurrent_cache import RecurrentCache, running
 from specbench.base.errors import UsageError
 from specbench.options import CacheKind as CacheKind
@@ -336,7 +336,7 @@ def cache_arguments(cache: Cache, config: PretrainedConfig) -> dict[str, Any]:
     """Return the keyword arguments of a model's forward that pass it a cache."""
     attends = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
     keyword = "past_key_values" if attends else cache_argument(config)
-    return {keyword: cache, "use_cache": takes_any_cache(config)}
+    return {keyword: cache, "use_cache": True}
 
 
 def _crop_attention(layer: Any, surplus: int) -> None:

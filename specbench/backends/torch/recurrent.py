@@ -1,8 +1,8 @@
 """Recurrent layers (Mamba, gated delta rules and the like) of ``transformers`` over caches that can be rolled back.
 
 ``transformers`` runs a pass of several tokens in blocks (the chunked form), which gives one state at the end, other
-roundings than its passes of one token, and for Mamba 1 no regard to the state before. ``keep_states`` gives the layers
-of a model a class whose forward calls other functions in place of these. Over our caches, a pass of up to
+roundings than its passes of one token. ``keep_states`` gives the layers of a model a class whose forward calls other
+functions in place of these. Over our caches, a pass of up to
 ``LONGEST_FORWARD`` tokens on top of a state calls the function for one token for each in turn: so there is a state
 after each, and a pass of n tokens has the recurrences of n passes of one, to the bit. First passes and longer ones call
 the chunked function. In a pass over several requests, each request is computed by itself. Passes over other caches run
@@ -35,17 +35,19 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
-from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, RecurrentLayers, running
+from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, running
 
 Function = Callable[..., Any]
+_MAMBA_1 = "mamba_selective_scan"
+"""A function without a state before: its layers cannot be rolled back."""
 _UNBOUNDED = (0.0, float("inf"))
 
 
 def can_keep_states(model_class: type) -> bool:
     """Whether the recurrent layers of a class of models can be rolled back."""
-    module = sys.modules[model_class.__module__]
-    names = (_CONVOLUTION, _GRIFFIN, _LIGHTNING, *(each.several for each in _RECURRENCES))
-    return any(hasattr(module, name) for name in names)
+    known = vars(sys.modules[model_class.__module__])
+    names = {_CONVOLUTION, *(each.several for each in _RECURRENCES)}
+    return not names.isdisjoint(known) and _MAMBA_1 not in known
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -70,11 +72,6 @@ def bounds_prompts(config: PreTrainedConfig) -> bool:
     return tuple(getattr(config, "time_step_limit", None) or _UNBOUNDED) != _UNBOUNDED
 
 
-def takes_any_cache(config: PreTrainedConfig) -> bool:
-    """Whether models of this configuration accept our caches with ``use_cache``; MiniMax accepts only its own class."""
-    return not any(hasattr(sys.modules[each.__module__], _LIGHTNING) for each in _classes(config))
-
-
 def _classes(config: PreTrainedConfig) -> list[type]:
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     kinds = {type(config), type(config.get_text_config(decoder=True))}
@@ -91,9 +88,6 @@ def keep_states(model: Any) -> bool:
             layer.__class__ = kind
             if "_old_forward" in vars(layer):  # `accelerate` calls it within its hooks
                 layer._old_forward = kind.forward.__get__(layer)
-    if hasattr(sys.modules[type(model).__module__], _GRIFFIN):
-        for index, layer in enumerate(model.model.layers):
-            layer.temporal_block.layer_idx = index
     return True
 
 
@@ -102,19 +96,11 @@ def _keeping(kind: Any) -> Any:
     """Return the class of layers that keep states and else are of this class; itself for other layers."""
     if hasattr(kind, "keeps_states"):
         return kind
-    changed: dict[str, Any]
-    if kind.__name__ in _OWN_FORWARDS:
-        changed = {"own_forward": kind.forward, "forward": _OWN_FORWARDS[kind.__name__]}
-    elif kind.__name__ == _GRIFFIN_SCAN:
-        scan = functools.partial(kind._rnn_scan, None)
-        changed = {"_rnn_scan": staticmethod(functools.partial(_run, scan, _SCAN, scan))}
-    else:
-        functions = _functions_in(inspect.unwrap(kind.forward))
-        if not functions:
-            return kind
-        changed = {"forward": _calling(functions, kind.forward)}
+    functions = _functions_in(inspect.unwrap(kind.forward))
+    if not functions:
+        return kind
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "keeps_states": True}
-    return type(kind.__name__, (kind,), names | changed)
+    return type(kind.__name__, (kind,), names | {"forward": _calling(functions, kind.forward)})
 
 
 def _functions_in(forward: Any) -> dict[str, Function]:
@@ -220,7 +206,7 @@ class _Recurrence:
         names: The first arguments of the former.
         rows: In which dimension each argument has the tokens.
         output: In which dimension the output has them.
-        state: Which argument is the state before; ``None`` for a function that begins without one.
+        state: Which argument is the state before.
         step: Calls the function for one token: (function, arguments, state) -> (output, state after).
         native: What does the same for several tokens; ``None`` if nothing does.
         prepare: Computes arguments in advance that depend on whether a row is of the prompt: (arguments, rows that
@@ -232,7 +218,7 @@ class _Recurrence:
     names: tuple[str, ...]
     rows: Mapping[str, int]
     output: int
-    state: str | None
+    state: str
     step: Step
     native: _Native | None = None
     prepare: Callable[[Arguments, int], Arguments] = lambda given, _: given
@@ -274,15 +260,13 @@ def _run_request(
         native = None
     turns = native is not None and native.turns
     state = history.states[-1] if history.states else None
-    if recurrence.state is None and state is not None and state.dim() == 4:  # a call for each group of heads
-        state = state[:, len(history.kept)]
     rows = history.rows
     given = recurrence.prepare(
         given, rows if history.prompt is None else history.prompt - (history.length - rows)
     )
-    if state is None or (rows > LONGEST_FORWARD and recurrence.state is not None):
+    if state is None or rows > LONGEST_FORWARD:
         before = state.mT if turns and state is not None else state
-        output, last = several(**given if recurrence.state is None else {**given, recurrence.state: before})
+        output, last = several(**{**given, recurrence.state: before})
         state = (last.mT if turns else last).contiguous()
         states = [state.float() if native is not None else state]
     elif native is not None:
@@ -290,7 +274,7 @@ def _run_request(
         output = native.run(given, state, states)
     else:
         output, states = _run_steps(recurrence, single, given, state, rows, keeps=not history.begins)
-    history.kept.append(states)
+    history.kept = states
     return output, states[-1]
 
 
@@ -414,123 +398,6 @@ def _mamba2_samples() -> list[tuple[Arguments, torch.Tensor]]:
     return [({**given, "D": skip}, before)]
 
 
-def _mamba_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba 1: hidden states, dt and z [batch, channels, tokens], B and C [batch, state size, tokens]."""
-    x, dt, a, b, c = (given[name] for name in _MAMBA)
-    state = state.clone()
-    output = single(
-        state,
-        x[..., 0],
-        dt[..., 0],
-        a,
-        b[..., 0],
-        c[..., 0],
-        given["D"],
-        z=given["z"][..., 0],
-        dt_bias=given["delta_bias"],
-        dt_softplus=given["delta_softplus"],
-    )
-    return output[..., None], state
-
-
-# -- Griffin ---------------------------------------------------------------------------------------
-
-_GRIFFIN = "RecurrentGemmaRecurrentBlock"
-"""RecurrentGemma's block, which stores its states itself, and forgets the convolution's in passes of several tokens."""
-
-_GRIFFIN_SCAN = "RecurrentGemmaRglru"
-
-
-def _griffin_block(
-    block: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """The forward of a block; of other caches than ours, its own."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in `transformers` 5.24
-    if not isinstance(cache, RecurrentLayers):
-        made: tuple[torch.Tensor, None] = block.own_forward(input_states, position_ids, *args, **kwargs)
-        return made
-    cache.get_recurrent_state(block.layer_idx)
-    inputs = block.linear_x(input_states).transpose(1, 2)
-    columns = cache.update_conv_state(inputs, block.layer_idx, conv_kernel_size=block.conv1d_width)
-    weight, bias = block.conv_1d.weight[:, 0], block.conv_1d.bias
-    inputs = _convolve(
-        lambda columns, *_: block.conv_1d(columns)[..., : columns.shape[-1]], columns, weight, bias
-    )
-    outputs = block.rg_lru(inputs.transpose(1, 2), position_ids)
-    cache.update_recurrent_state(outputs, block.layer_idx)
-    return block.linear_out(outputs * block.act_fn(block.linear_y(input_states))), None
-
-
-def _scan_step(single: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real-gated linear recurrent units: hidden states, gate and reset are [batch, tokens, width or 1]."""
-    output, after = single(**{**given, "recurrent_states": state})
-    return output, after
-
-
-_SCAN = _Recurrence(
-    "_rnn_scan", "_rnn_scan", ("hidden_states", "recurrent_gate", "reset"),
-    dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1), 1, "recurrent_states", _scan_step,
-)  # fmt: skip
-
-# -- lightning attention -----------------------------------------------------------------------------
-
-_LIGHTNING = "MiniMaxLightningAttention"
-_BLOCK = 256
-
-
-def _lightning_attention(
-    layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward of MiniMax's recurrent layer, which has no convolution; over other caches than ours, its own."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # renamed in `transformers` 5.24
-    if not isinstance(cache, RecurrentLayers):
-        made: tuple[torch.Tensor, torch.Tensor] = layer.own_forward(hidden_states, *args, **kwargs)
-        return made
-    batch, rows, _ = hidden_states.shape
-    projected = layer.act_fn(layer.qkv_proj(hidden_states)).view(batch, rows, -1, 3 * layer.head_dim)
-    cache.get_recurrent_state(layer.layer_idx)
-    cache.update_conv_state(projected.new_empty(batch, 0, rows), layer.layer_idx, conv_kernel_size=1)
-    three = projected.split(layer.head_dim, dim=-1)
-    read, state = _run(_lightning_blocks, _LINEAR, _lightning_blocks, *three, slope=layer.slope_rate)
-    cache.update_recurrent_state(state, layer.layer_idx)
-    read = layer.norm(read.reshape(batch, rows, -1))
-    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * read), state
-
-
-def _lightning_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slope: torch.Tensor,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lightning attention in blocks (Qin et al. 2024): [batch, tokens, heads, size] each, ``slope`` [heads, 1, 1]."""
-    outputs = []
-    for parts in zip(
-        *(each.transpose(1, 2).split(_BLOCK, dim=2) for each in (query, key, value)), strict=True
-    ):
-        q, k, v = parts
-        if state is None:
-            state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
-        place = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]
-        within = torch.exp(-slope * (place - place.mT).clamp(min=0)).tril()
-        outputs.append((q @ k.mT * within) @ v + (q * torch.exp(-slope * place)) @ state)
-        faded = (k * torch.exp(-slope * (len(place) - place))).mT
-        state = state * torch.exp(-slope * len(place)) + faded @ v
-    assert state is not None
-    return torch.cat(outputs, dim=2).transpose(1, 2), state
-
-
-def _lightning_step(_: Function, given: Arguments, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value = (given[name].transpose(1, 2) for name in _DELTA[:3])
-    after = torch.exp(-given["slope"]) * state + key.mT @ value
-    return (query @ after).transpose(1, 2), after
-
-
-_LINEAR = _Recurrence(
-    "", "", _DELTA[:3], dict.fromkeys(_DELTA[:3], 1), 1, "state", _lightning_step,
-)  # fmt: skip
-
 _DELTA_ROWS = dict.fromkeys(_DELTA, 1)
 _NATIVE_DELTA = _Native(_delta_native, "key", turns=False, samples=_delta_samples)
 _RECURRENCES = (
@@ -547,11 +414,4 @@ _RECURRENCES = (
         dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), 1, "initial_states", _mamba2_step,
         _Native(_mamba2_native, "B", turns=True, samples=_mamba2_samples), _mamba2_time_steps,
     ),
-    _Recurrence(
-        "mamba_selective_scan", "mamba_selective_state_update", _MAMBA,
-        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), -1), -1, None, _mamba_step,
-    ),
 )  # fmt: skip
-
-_OWN_FORWARDS = {_GRIFFIN: _griffin_block, _LIGHTNING: _lightning_attention}
-"""The forwards of layers whose code is not that of `transformers`, by the names of their classes."""

@@ -36,7 +36,7 @@ class History:
         kernel: Inputs of the convolution that one output reads.
         rows: Tokens of the pass that runs.
         prompt: How many of the first tokens are the prompt; ``None`` for all.
-        kept: For each group of heads that is computed by itself, the states of this pass.
+        kept: The states of this pass.
         spare: States that are no longer kept, whose memory is used again; ``None`` where nothing asks for it.
     """
 
@@ -47,7 +47,7 @@ class History:
     kernel: int = 0
     rows: int = 0
     prompt: int | None = None
-    kept: list[list[torch.Tensor]] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
     spare: list[torch.Tensor] | None = None
 
     @property
@@ -74,9 +74,7 @@ class History:
 
     def update(self) -> None:
         """Take over the states of this pass."""
-        made = self.kept[0]
-        if len(self.kept) > 1:
-            made = [torch.stack(groups, dim=1) for groups in zip(*self.kept, strict=True)]
+        made = self.kept
         self.states = [made[-1].contiguous()] if self.begins else [*self.states, *made]
         self.kept = []
 

@@ -27,7 +27,6 @@ from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_
 from specbench.backends.torch.kernels.attention import KEY_BLOCK, enable_ragged, is_folded
 from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, quantizes_activations
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
-from specbench.backends.torch.recurrent import takes_any_cache
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
 
@@ -231,8 +230,6 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     config = model.config.get_text_config(decoder=True)
     if rotates_by_length(model.config):
         return "Its position rotation depends on the longest context of the batch."
-    if not takes_any_cache(model.config) and getattr(config, "sliding_window", None) is not None:
-        return "Its masks have a window that its cache does not know."
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "Some of its layers attend within chunks of the context."
     attends = any(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)

@@ -453,16 +453,12 @@ def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool
     return changed
 
 
-_KEPT_LINEAR = "dt_proj"
-"""Name of the linear layers in Mamba 1 whose weight the model multiplies itself, so they keep it."""
-
-
 def _groups(parent: nn.Module) -> list[list[str]]:
     """Return the names of a module's linear layers, those that read the same input together."""
     if isinstance(parent, MergedLinear):
         return []
     # named_children() would skip a layer's second name.
-    names = [name for name, child in parent._modules.items() if _is_linear(child) and name != _KEPT_LINEAR]
+    names = [name for name, child in parent._modules.items() if _is_linear(child)]
     groups = [
         [*group]
         for group in _SAME_INPUT
