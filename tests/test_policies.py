@@ -488,13 +488,14 @@ class Sure(NamedTuple):
 def simulate(
     policy: DraftPolicy,
     alphas: Sequence[float],
-    c: float,
+    c: float | Sequence[float],
     v: Sequence[float],
     *,
     seed: int = 0,
     informative: bool = False,
 ) -> list[int]:
-    """Draft lengths of a run of ``len(alphas)`` steps in which every draft of step s passes with ``alphas[s]``.
+    """Draft lengths of a run of ``len(alphas)`` steps in which every draft of step s passes with ``alphas[s]``, at the
+    cost ``c`` or ``c[s]`` for a pass.
 
     With ``informative`` the drafter knows which drafts will pass better than by chance. Times are noisy, now and then a
     step takes three times as long.
@@ -516,7 +517,8 @@ def simulate(
         gamma = len(draft.tokens)
         accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
         step = replace(a_step(gamma, accepted, index=index), position=index)
-        times = StepTimes(draft_s=noisy(c * gamma), verify_s=noisy(v[gamma + 1]))
+        cost = c if isinstance(c, float) else c[index]
+        times = StepTimes(draft_s=noisy(cost * gamma), verify_s=noisy(v[gamma + 1]))
         policy.observe(replace(step, times=times))
         gammas.append(gamma)
     return gammas
@@ -548,6 +550,25 @@ def test_auto_comes_within_two_percent_of_the_best_fixed_length(alpha, c, v, kno
     policy = auto(GivenCosts(c, dict(enumerate(v[1:], 1))) if known else None)
     reached = [rate(simulate(policy, [alpha] * 500, c, v, seed=seed)[200:], alpha, c, v) for seed in range(3)]
     assert sum(reached) / 3 >= 0.98 * best_fixed(alpha, c, v)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "v"),
+    [
+        (0.3, (0.1,), [0.0, 1.0, *[1.6] * 40]),
+        (0.7, (0.05, 1.5), V_FLAT),
+        (0.95, (0.05, 3.0), V_STEEP),
+        (1.0, (0.02,), [0.0, *[1.0] * 4, *[3.0] * 40]),
+    ],
+    ids=["dear-second-token", "slowed", "slowed-thirtyfold", "behind-a-jump"],
+)
+def test_auto_learns_what_it_does_not_draft(alpha, c, v):
+    """Plain decoding is faster than drafts from the start or from the middle on, or longer drafts than those tried."""
+    costs = [c[0]] * 200 + [c[-1]] * 400
+    found = [
+        rate(simulate(auto(), [alpha] * 600, costs, v, seed=seed)[300:], alpha, c[-1], v) for seed in range(3)
+    ]
+    assert min(found) >= 0.95 * best_fixed(alpha, c[-1], v)
 
 
 @pytest.mark.parametrize(("alpha", "least"), [(0.7, 2.0), (0.9, 4.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from specbench.decoding.theory import expected_tokens_by_position
@@ -29,8 +30,14 @@ _DISTURBED = 2.0
 _PROBING = 0.015
 """Probing whether drafts pay again may take this share of the time of steps without drafts."""
 
-_NEIGHBOR_EVERY = 10
-"""If nearly all drafts have one length, a neighboring length is tried every this many steps until it is timed."""
+_LIKELY = 0.05
+"""The same, as a loss, where drafts pay if acceptance is a standard deviation higher than learned."""
+
+_TRIALS = 0.02
+"""Timing other draft lengths than the best known may cost this share of the output's tokens."""
+
+_TIMED = 3
+"""How many samples of a length it takes to know its time."""
 
 _NEARLY_ALL = 0.8
 
@@ -94,7 +101,7 @@ class AutoLength(ChainPolicy):
         self._steps: deque[tuple[int, int, int]] = deque(maxlen=_STEPS)  # tokens, passes, rows
         self._drawn = self._passes = _PRIOR_STEPS  # tokens of the drafter's model, and its passes for them
         self._idle = 0  # steps since its last pass
-        self._step = 0
+        self._tokens = self._forgone = 0.0  # so far, and of these those that trials may have cost
         self._has_model = True
         self._draft: Draft | None = None
         self._limit = 0
@@ -134,20 +141,44 @@ class AutoLength(ChainPolicy):
         if self._limit > 0 and not self._may_draw:
             self._too_slow = self._cannot_pay()
             self._may_draw = self._probing = not self._too_slow and self._may_probe(budget)
-        elif self._step % _NEIGHBOR_EVERY == 0 and (length := self._untimed_length()):
+        elif self._limit > 0 and (length := self._trial(min(self.gamma_max, budget))) is not None:
             self._limit, self._exact = length, True
         return self._limit
 
-    def _untimed_length(self) -> int | None:
-        """Return a draft length beside the usual one that was hardly timed; it may be faster."""
+    def _trial(self, most: int) -> int | None:
+        """Return a draft length of at most ``most`` to time, because it may be faster than those known; or ``None``.
+
+        These are no draft, whose time all others are weighed against, the lengths beside the usual one, if nearly all
+        drafts have one length, and one where the time may jump.
+        """
+        table, chance = self.table, self._estimator.next_chance()
+        tokens = expected_tokens_by_position([chance] * most)
         rows = Counter(rows for _, _, rows in self._steps)
         usual, count = max(rows.items(), key=lambda each: each[1], default=(1, 0))
-        if usual == 1 or count < _NEARLY_ALL * len(self._steps):
-            return None
-        return next(
-            (n - 1 for n in (usual + 1, usual - 1) if n <= self._limit + 1 and self.table.samples(n) < 3),
-            None,
-        )
+        beside = (usual, usual - 2) if count >= _NEARLY_ALL * len(self._steps) else ()
+        for length in (0, *beside, self._behind_a_jump(tokens)):
+            if not 0 <= length <= most or table.samples(length + 1) >= _TIMED:
+                continue
+            step_s = table.drafting_s(length) + self._verify_s[length + 1]
+            lost = max(0.0, self._rate * step_s - tokens[length])
+            if self._forgone + lost <= _TRIALS * self._tokens:
+                self._forgone += lost
+                return length
+        return None
+
+    def _behind_a_jump(self, tokens: Sequence[float]) -> int:
+        """Return a length that was not timed, and that would be the fastest if its pass took as long as the next
+        narrower one that was; -1 if there is none.
+
+        Between two timed ones it is the middle, which tells in which half a jump lies.
+        """
+        found, best, beyond = -1, self._rate / _REQUIRED, 2 * len(tokens)
+        for below, above in pairwise([*self.table.timed, beyond]):
+            for g in range(below, min(above - 1, len(tokens))):
+                rate = tokens[g] / (self.table.drafting_s(g) + self._verify_s[below])
+                if rate > best:
+                    found, best = g if above == beyond else (below + above) // 2 - 1, rate
+        return found
 
     def _pays(self, budget: int, deviations: float = 0.0, faster: float = 1.0) -> bool:
         """Return whether the model's first token is worth its time.
@@ -182,12 +213,15 @@ class AutoLength(ChainPolicy):
     def _may_probe(self, budget: int) -> bool:
         """Return whether the model drafts a token to find out if drafts pay."""
         table, v = self.table, self._verify_s
-        probe_s = table.drafting_s(1) + v[2] - v[1] + table.reading_s
+        probe_s = max(table.drafting_s(1), table.restart_s) + v[2] - v[1] + table.reading_s
         if _PROBING * self._idle * v[1] >= probe_s:
             return True
         if table.reading_s:
             return False
-        if table.timings < _FEW or self._pays(budget, deviations=1.0):
+        if table.timings < _FEW:
+            return True
+        lost_s = probe_s - self._estimator.next_chance() * v[1]
+        if _LIKELY * self._idle * v[1] >= lost_s and self._pays(budget, deviations=1.0):
             return True
         # Probes are ever further apart while the few times so far may all have been disturbed.
         due = table.timings < _ENOUGH and self._idle >= 2 ** (table.timings - _FEW)
@@ -248,7 +282,7 @@ class AutoLength(ChainPolicy):
 
     def observe(self, step: Step) -> None:
         passes, draft = passes_of(step), self._draft
-        self._step += 1
+        self._tokens += len(step.tokens)
         self.table.observe(step)
         self._estimator.learn(draft, step)
         self._steps.append((len(step.tokens), passes, step.verified))

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 LATEST = 9
 """How many of the latest samples of a kind of pass are kept."""
 
+_DRAFTS, _PASSES = 24, 500
+"""How many of the latest drafts count, and in how many of the latest steps a time has to be seen to be known."""
+
+_CHANGED = 1.5
+"""Three drafts in a row that take this many times as long as expected, or as short, make earlier ones obsolete."""
+
 ASSUMED_C = 0.2
 """The cost ratio assumed before a drafter's pass is measured."""
 
@@ -28,6 +34,9 @@ _FIRST = 3
 
 _FAR = 4
 """The assumed slope of the target's times counts like two samples: of one token, and of this many more."""
+
+_NOISE = 0.07
+"""The standard deviation of a sample, of its time: what is off the line by less is taken to lie on it."""
 
 _EQUAL = 0.1
 """The weight, in samples, of the assumption that a draft's first pass takes as long as each later one."""
@@ -45,6 +54,8 @@ class CostTable:
         first_s, later_s: The time of a draft's first pass, and of each later one.
         timings: How many drafts were timed: 0 while their time is assumed, infinite without a model.
         longest: The longest draft whose time can be estimated.
+        timed: The numbers of tokens whose passes of the target were timed, ascending; empty if that is not counted.
+        restart_s: The time of the latest draft after steps without one; it may include reading what these emitted.
         reading_s: The time in which the drafter's model reads what it has not read before it can draft.
     """
 
@@ -52,6 +63,8 @@ class CostTable:
     later_s: float
     timings: float = math.inf
     longest: float = math.inf
+    timed: Sequence[int] = ()
+    restart_s: float = 0.0
 
     @property
     def reading_s(self) -> float:
@@ -104,11 +117,11 @@ class MeasuredCosts(CostTable):
     def begin(self, prompt: NewPrompt) -> None:
         super().begin(prompt)
         self._prefill_s = 0.0  # per token
-        # By passes, of each step: seconds per pass, seconds of the rest, verified tokens.
-        self._drafts: dict[int, deque[tuple[float, float, int]]] = {}
+        # Of each step: passes, seconds per pass, seconds of the rest, verified tokens.
+        self._drafts: deque[tuple[int, float, float, int]] = deque(maxlen=_DRAFTS)
         self._drafted = True  # in the last step
         self._rest = PassTimes()
-        self.timings, self.longest = 0, _FIRST
+        self.timings, self.longest, self.timed, self.restart_s = 0, _FIRST, (), 0.0
         self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
 
     def time_prefill(self, seconds_per_token: float) -> None:
@@ -118,7 +131,7 @@ class MeasuredCosts(CostTable):
         return self._rest.seconds(n)
 
     def samples(self, n: int) -> float:
-        return len(self._rest.seen.get(n, ()))
+        return self._rest.latest.count(n)
 
     @property
     def reading_s(self) -> float:
@@ -131,18 +144,23 @@ class MeasuredCosts(CostTable):
         self._drafted = passes > 0
         super().observe(step)
         self._rest.add(step.verified, rest_s)
+        self.timed = sorted(self._rest.seen)
+        self.longest = max(_FIRST, 2 * (self.timed[-1] - 1))
         if draft_s is not None:
-            made = self._drafts.setdefault(passes, deque(maxlen=LATEST))
-            made.append((draft_s, max(rest_s, INSTANT), step.verified))
+            self._drafts.append((passes, draft_s, max(rest_s, INSTANT), step.verified))
             self.timings += 1
         if not self._drafts:
             self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
             return
-        self.longest = max(_FIRST, 2 * (max(self._rest.seen) - 1))
-        scaled = {
-            k: [k * seconds * self._rest.seconds(n) / rest for seconds, rest, n in made]
-            for k, made in self._drafts.items()
-        }
+        made = [(k, k * seconds * self._rest.seconds(n) / rest) for k, seconds, rest, n in self._drafts]
+        ratios = [seconds / max(self.drafting_s(k), INSTANT) for k, seconds in made[-3:]]
+        if draft_s is not None and len(made) > 3 and (min(ratios) > _CHANGED or max(ratios) < 1 / _CHANGED):
+            made, self.timings = made[-3:], 3
+            for _ in range(len(self._drafts) - 3):
+                self._drafts.popleft()
+        scaled: dict[int, list[float]] = {}
+        for k, seconds in made:
+            scaled.setdefault(k, []).append(seconds)
         self.first_s, self.later_s = fit_drafts(scaled)
 
     def _sample(self, step: Step, passes: int) -> tuple[float | None, float]:
@@ -154,7 +172,10 @@ class MeasuredCosts(CostTable):
             return None, rest_s
         draft_s = max(0.0, times.draft_s - times.draft_prefill_s)
         # After steps without a draft the first pass has read more than usual, and the time is only an upper bound.
+        if not self._drafted:
+            self.restart_s = draft_s
         if not self._drafted and draft_s >= self.drafting_s(passes):
+            self.timings += 1
             return None, rest_s
         return draft_s / passes, rest_s
 
@@ -163,16 +184,18 @@ class PassTimes:
     """Seconds by number of tokens, from samples.
 
     A time is the (lower) median of its latest samples, and none exceeds one with more tokens, so single disturbed
-    samples do not count. Rarely seen numbers of tokens are pulled towards a straight line through the others, and that
-    line towards a gentle slope.
+    samples do not count. It is pulled towards a straight line through all, the more the nearer it is (James and Stein
+    1961) and the fewer its samples are, and that line towards a gentle slope.
 
     Attributes:
-        seen: The numbers of tokens with samples.
+        seen: The samples by number of tokens.
+        latest: The numbers of tokens of the latest samples.
         first_s: The line's time for one token.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, deque[float]] = {}
+        self.latest: deque[int] = deque(maxlen=_PASSES)
         self.first_s, self._slope_s = 1.0, SLOPE
         self._off_line: dict[int, float] = {}
         self._least_s = 1.0
@@ -188,6 +211,7 @@ class PassTimes:
     def add(self, n: int, seconds: float) -> None:
         """Add a sample, fit a line through the medians, weighted by their samples, and keep the residuals."""
         self.seen.setdefault(n, deque(maxlen=LATEST)).append(seconds)
+        self.latest.append(n)
         weights = {n: float(len(made)) for n, made in self.seen.items()}
         medians = never_falling({n: median_low(made) for n, made in self.seen.items()})
         level = sum(w * medians[n] / (1 + SLOPE * (n - 1)) for n, w in weights.items()) / sum(
@@ -198,10 +222,10 @@ class PassTimes:
         self.first_s, self._slope_s = first, slope = fit_line(points)
         # n tokens never cost more together than separately.
         self._least_s = max(min(each / n for n, each in medians.items()), INSTANT)
-        self._off_line = {
-            n: (each - first - slope * (n - 1)) * weights[n] / (weights[n] + 1.0)
-            for n, each in medians.items()
-        }
+        self._off_line = {}
+        for n, each in medians.items():
+            off, noise = each - first - slope * (n - 1), max(_NOISE * each, INSTANT)
+            self._off_line[n] = off * weights[n] * off**2 / (weights[n] * off**2 + noise**2)
         self._known.clear()
 
 
