@@ -87,7 +87,10 @@ def test_every_option_of_every_rule_can_be_written_and_read():
         ("egag:max=2.5", "The option 'max' of egag is '2.5', which is no whole number."),
         ("egag:scale=nan", "The option 'scale' of egag is nan."),
         ("eager:scale=1", "There is no draft policy 'eager'."),
-        ("./mine.py:Doubling", "'./mine.py' is a Python file, and a draft policy of your own works only in Python."),
+        (
+            "./mine.py:Doubling",
+            "'./mine.py' is a Python file, and a draft policy of your own works only in Python.",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(spec, message):

@@ -155,7 +155,7 @@ class AutoLength(ChainPolicy):
         tokens = expected_tokens_by_position([chance] * most)
         rows = Counter(rows for _, _, rows in self._steps)
         usual, count = max(rows.items(), key=lambda each: each[1], default=(1, 0))
-        beside = (usual, usual - 2) if count >= _NEARLY_ALL * len(self._steps) else ()
+        beside: tuple[int, ...] = (usual, usual - 2) if count >= _NEARLY_ALL * len(self._steps) else ()
         for length in (0, *beside, self._behind_a_jump(tokens)):
             if not 0 <= length <= most or table.samples(length + 1) >= _TIMED:
                 continue
