@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.large_files import forget_ahead
@@ -62,7 +62,14 @@ class LoadedRecipe:
         else:
             policy = build_policy(spec)
         drafter = NoDraft() if loaded is None else loaded.drafter
-        return cls(recipe, target, drafter, policy, transforms_of(recipe, target.language_model))
+        return cls(
+            recipe,
+            target,
+            drafter,
+            policy,
+            transforms_of(recipe, target.language_model),
+            notes_on_weights(recipe, target, loaded),
+        )
 
     @property
     def models(self) -> str:
@@ -125,12 +132,15 @@ def load_recipe(
     recipe.check()
     target, (drafter,) = load_models(recipe, [recipe.drafter], progress, before_packing=before_packing)
     forget_ahead()
-    loaded = LoadedRecipe.of(recipe, target, drafter)
-    weights = {target.name: target.language_model.fingerprint, drafter.name: drafter.weights}
-    pairs = zip(weights, weights.values(), recipe.measured_with, strict=False)
-    notes = [
+    return LoadedRecipe.of(recipe, target, drafter)
+
+
+def notes_on_weights(recipe: Recipe, target: Target, drafter: LoadedDrafter | None = None) -> tuple[str, ...]:
+    """Return a sentence for each model with other weights than in the run that the recipe is from."""
+    loaded = [(target.name, target.language_model.fingerprint)]
+    loaded += [] if drafter is None else [(drafter.name, drafter.weights)]
+    return tuple(
         f"{name} has other weights than in the run, or another dtype: outputs may differ from its."
-        for name, own, measured in pairs
+        for (name, own), measured in zip(loaded, recipe.measured_with, strict=False)
         if measured not in (None, own)
-    ]
-    return replace(loaded, notes=tuple(notes))
+    )

@@ -46,6 +46,9 @@ GROUPS = {
 PLACE = "/path/to"
 """Folder of models and files in a stored recipe, which holds no paths."""
 
+_ANOTHER = f"{PLACE}/another"
+"""Folder of a drafter's model that has the target's name and is another one."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -98,8 +101,15 @@ class Recipe:
         """Return a stored recipe with the models that it names without their paths, which are in ``folder``.
 
         Raises:
-            UsageError: One is not there, or is a program, which runs only where it is named.
+            UsageError: One is not there, is a program, which runs only where it is named, or target and drafter have
+                one name.
         """
+        another = any(part.model.source.startswith(f"{_ANOTHER}/") for part in self.drafter.models)
+        if another and self.target.source.startswith(f"{PLACE}/"):
+            raise UsageError(
+                f"The run names target and drafter {self.target.name} without their paths, and they are two models.",
+                "Give --target, and run the command in the folder that holds the drafter.",
+            )
 
         def found(model: ModelSpec) -> ModelSpec:
             if model.kind == "python" and model.source.startswith(f"{PLACE}/"):
@@ -113,7 +123,7 @@ class Recipe:
         def placed(path: str) -> str:
             if not path.startswith(f"{PLACE}/"):
                 return path
-            name = path.removeprefix(f"{PLACE}/")
+            name = Path(path).name
             if not (folder / name).exists():
                 raise UsageError(
                     f"The run names {name} without its path, and it is not in this folder.",
@@ -143,18 +153,20 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as ``run.json`` stores it: paths and options at their defaults are left out."""
-        own: list[ModelSpec] = []
+        own: list[dict[str, Any]] = []
 
         def numbered(model: ModelSpec) -> ModelSpec:
             if model.kind in ("python", "mtp"):
                 return model
-            own.append(model)
+            own.append(_model_json(model))
+            if _hides(self.target, model):
+                own[-1]["another"] = True
             return ModelSpec("hub", f"MODEL{len(own)}")
 
         return {
             "target": _model_json(self.target),
             "drafter": str(with_models(self.drafter, numbered)),
-            "drafter_models": [_model_json(model) for model in own],
+            "drafter_models": own,
             "draft_policy": None if self.policy is None else str(self.policy),
             **{name: _changed(getattr(self, name)) for name in GROUPS},
         }
@@ -222,11 +234,18 @@ def _model_json(model: ModelSpec) -> dict[str, Any]:
     return {"kind": model.kind, "name": name} | ({"adapter": adapter} if adapter else {})
 
 
+def _hides(target: ModelSpec, model: ModelSpec) -> bool:
+    """Return whether a model without its path looks like the target, and is another one."""
+    own, other = (Path(each.source).resolve() for each in (target, model))
+    return target.is_path and model.is_path and own.name == other.name and own != other
+
+
 def _model_of(data: Mapping[str, Any]) -> ModelSpec:
     name, _, revision = data["name"].partition("@")
     adapter = f"{PLACE}/{data['adapter']}" if data.get("adapter") else None
     if data["kind"] in ("folder", "gguf"):
-        return ModelSpec(data["kind"], f"{PLACE}/{data['name']}", adapter=adapter)
+        folder = _ANOTHER if data.get("another") else PLACE
+        return ModelSpec(data["kind"], f"{folder}/{data['name']}", adapter=adapter)
     return ModelSpec(data["kind"], name, revision or None, adapter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from specbench.generate import encode_prompt
 from specbench.loaded import load_recipe
 from specbench.recipe import Recipe
 from specbench.results.store import read_recipe, read_run
-from specbench.specs.drafters import parse_drafter
+from specbench.specs.drafters import SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 
 PROMPT = "Count the apples in the basket: one, two, one, two"
@@ -118,6 +119,22 @@ def test_other_weights_are_named(cli, folder, tmp_path, monkeypatch):
     (elsewhere / "small").symlink_to(folder / "other")
     monkeypatch.chdir(elsewhere)
     assert cli("generate", "--recipe", row, PROMPT).err.count(said) == 1
+    check = ("check", "--recipe", row, "--prompts", "prompts.jsonl", "--limit", 1, "--quiet")
+    (elsewhere / "prompts.jsonl").symlink_to(folder / "prompts.jsonl")
+    assert said in " ".join(cli(*check).out.split())
+    assert said in cli(*check, "--json").json()["notes"][0]
+
+
+def test_target_and_drafter_of_one_name_are_asked_for(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder / "m").mkdir(parents=True)
+    drafter = SmallModel(ModelSpec("folder", str(tmp_path / "b" / "m")))
+    stored = Recipe(ModelSpec("folder", str(tmp_path / "a" / "m")), drafter).to_json()
+    again = Recipe.from_json(stored)
+    with pytest.raises(UsageError, match=r"names target and drafter m without their paths.*Give --target"):
+        again.found_in(tmp_path / "b")
+    found = replace(again, target=ModelSpec("folder", "../a/m")).found_in(tmp_path / "b")
+    assert (found.target.source, found.drafter) == ("../a/m", drafter)
 
 
 def test_a_row_with_a_program_runs_none(tmp_path):

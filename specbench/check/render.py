@@ -28,17 +28,23 @@ _count = partial(counted, form=",")
 
 
 def check_parts(
-    results: Sequence[DecodingCheck], target: str, *, dtype: str, piece: Piece | None
+    results: Sequence[DecodingCheck],
+    target: str,
+    notes: Sequence[str] = (),
+    *,
+    dtype: str,
+    piece: Piece | None,
 ) -> list[Part]:
     """Return the answer of a check, and its findings by configuration.
 
     Args:
         results: One per configuration.
         target: The target and its cache, in words.
+        notes: Sentences that limit the answer.
         dtype: Name of the dtype whose rounding is the unit of gaps.
         piece: Returns a token's text; ``None`` shows ids alone.
     """
-    parts: list[Part] = [Paragraph(_headline(results), "bold")]
+    parts: list[Part] = [Paragraph(_headline(results), "bold"), *(Paragraph(note, "bold") for note in notes)]
     if not all(result.complete for result in results):
         parts.append(_INTERRUPTED)
     parts.append(Paragraph(f"Target: {target}."))

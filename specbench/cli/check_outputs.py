@@ -14,7 +14,7 @@ from specbench.check.outputs import ExternalOutput, OutputsResult, check_output,
 from specbench.check.render import outputs_parts
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress
-from specbench.loaded import transforms_of
+from specbench.loaded import notes_on_weights, transforms_of
 from specbench.models.devices import check_options
 from specbench.models.target import load_target
 
@@ -49,6 +49,8 @@ def prepare_outputs(
         allow_pickle=models.allow_pickle,
     )
     request.note_models(target)
+    for note in notes_on_weights(request.recipe, target):
+        request.note(note)
     given, rejected = _fitting(request, target, lines)
     return partial(_check, request, target, given, OutputsResult(rejected=rejected))
 

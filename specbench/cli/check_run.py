@@ -152,6 +152,7 @@ def prepare_checks(
         "dtype": target.dtype,
         "device": str(target.scorer.device),
         "rounding": rounding_of(target),
+        "notes": list(ready.notes),
         "options": {
             "cache": request.recipe.caching.cache,
             **opt.deciding(request.recipe, ready.sampling, target.language_model),
@@ -200,7 +201,8 @@ def _check(request: CheckRequest, checks: Sequence[DecodingCheck], header: Json,
                 "configurations": [checking.to_dict(piece) for checking in begun],
             }
             target = f"{header['target']} ({header['dtype']}), cache {header['options']['cache']}"
-            request.show(header | found, check_parts(begun, target, dtype=header["rounding"], piece=piece))
+            parts = check_parts(begun, target, header["notes"], dtype=header["rounding"], piece=piece)
+            request.show(header | found, parts)
     return int(verdict in ("wrong", "nothing tested"))
 
 
