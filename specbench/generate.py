@@ -219,7 +219,6 @@ class GenerationRun:
             "max_new_tokens": decoding.max_new_tokens,
             "stops": StopRules(decoding.end_ids(target.end_ids), decoding.stop, tokenizer),
             "first_target": decoding.first_target,
-            "residual_adjustment": decoding.residual_adjustment,
             "trace": trace,
         }
         self.most_tokens = len(prompt) + decoding.max_new_tokens
@@ -341,7 +340,6 @@ class GenerationRun:
             drafter=self.drafter.traits.name,
             dtype=self.target.dtype,
             seed=self.seed,
-            lossless=self.decoding.residual_adjustment,
             policy="none" if isinstance(self.drafter, NoDraft) else self.policy.name,
         )
 

@@ -87,12 +87,9 @@ class LoadedRecipe:
         """
         recipe = self.recipe
         options = {"seed": recipe.sampling.seed, "decoding": recipe.decoding, **changed}
-        if plain:
-            options["decoding"] = options["decoding"].with_changes(residual_adjustment=True)
-        else:
-            options["policy"] = self.policy
-        drafter = None if plain else self.drafter
-        return GenerationRun(prompt, self.target, drafter, sampling=self.sampling, **options)
+        if not plain:
+            options |= {"drafter": self.drafter, "policy": self.policy}
+        return GenerationRun(prompt, self.target, sampling=self.sampling, **options)
 
     def request(self, prompt: Sequence[int]) -> Request:
         """Return what decides the output of a prompt."""

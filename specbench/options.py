@@ -230,11 +230,6 @@ class DecodingOptions:
     first_target: bool = (
         True  # for Python alone: whether the target emits the first token before anything is drafted
     )
-    residual_adjustment: bool = _decoding(
-        True,
-        "--residual-adjustment/--no-residual-adjustment",
-        "Draw corrections from p. NOT LOSSLESS, for demonstration.",
-    )
     model_defaults: bool = _decoding(
         True,
         "--model-defaults/--no-model-defaults",
@@ -294,7 +289,6 @@ class DecodingKeywords(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     first_target: bool
-    residual_adjustment: bool
     model_defaults: bool
     format: str | None
 

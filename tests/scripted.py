@@ -306,9 +306,7 @@ def judge(
     context: Sequence[int],
     sampling: Sampling,
     random: Randomness,
-    *,
-    residual_adjustment: bool = True,
 ) -> Verdict:
     """The verdict on a draft under these transforms."""
-    verification = verification_of(sampling, residual_adjustment=residual_adjustment)
+    verification = verification_of(sampling)
     return verification.judge(draft, logits, context, sampling, random)

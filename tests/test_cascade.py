@@ -139,12 +139,6 @@ def test_so_it_is_without_a_first_target_pass_and_with_end_tokens(name, new):
     assert largest_gap(found, target_distribution(Sampling(1.0), end_ids=(2, 3), new=new)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["lookup:min=2+model", "ngram:sample,min=2+self"])
-def test_without_the_residual_adjustment_it_is_not(name):
-    found = loop_distribution(CASCADES[name], Sampling(1.0), 1, first_target=False, residual_adjustment=False)
-    assert largest_gap(found, target_distribution(Sampling(1.0))) > 1e-3
-
-
 PROMPT = [7, 41, 7, 41, 19, 3, 7, 41, 19, 3, 200, 7, 41]
 
 

@@ -88,7 +88,6 @@ def test_json_is_one_object_with_every_figure(tiny):
         float: "acceptance_rate tokens_per_step tokens_per_second",
         list: "token_ids accepted_lengths gammas",
         dict: "time",
-        bool: "lossless",
     }
     for kind, names in expected.items():
         assert {name: type(figures[name]) for name in names.split()} == dict.fromkeys(names.split(), kind)
@@ -104,7 +103,6 @@ def test_json_is_one_object_with_every_figure(tiny):
     assert figures["seed"] == 3
     assert figures["options"]["temperature"] == 1
     assert figures["target"] == "tiny"
-    assert figures["lossless"] is True
     assert "plain" not in figures
 
 
@@ -185,17 +183,6 @@ def test_a_difference_is_shown_with_the_gap_of_the_logits(tiny, monkeypatch):
     assert size - 0.01 <= min(difference["logits"]) + difference["gap"] <= 2 * size
 
 
-def test_not_lossless_is_said_before_and_behind_the_text(tiny):
-    words = "the -n 8 -t 1 --no-residual-adjustment --compare --repeats 1 --drafter self:layers=1"
-    arguments = words.split()
-    result = tiny(*arguments)
-    assert result.err.count("NOT LOSSLESS") == 2
-    assert "distribution is the same" not in result.err
-    figures = tiny(*arguments, "--json").json()
-    assert figures["lossless"] is False
-    assert figures["plain"]["lossless"] is True
-
-
 SGR = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -218,7 +205,7 @@ def test_accepted_drafts_are_colored_and_the_text_stays(tiny, monkeypatch, shown
 
 
 def test_quiet_is_silent(tiny):
-    result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare", "--no-residual-adjustment")
+    result = tiny("the", "-n", 8, "--quiet", "--top-k", 3, "--compare")
     assert result.code == 0
     assert result.out
     assert result.err == ""

@@ -120,8 +120,9 @@ def test_the_answer_is_a_sentence_and_a_table(check, snapshot):
     snapshot(re.sub(r"[\d.]+(e-\d+)?%|(?<=variation )\S+", "N", result.out))
 
 
-def test_without_the_residual_adjustment_it_is_wrong(check):
-    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1", "--no-residual-adjustment")
+def test_without_the_residual_adjustment_it_is_wrong(check, monkeypatch):
+    monkeypatch.setattr(verify, "residual", lambda draft, p, i: p[i])
+    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1")
     result = check(*asked)
     assert result.code == 1
     verdicts = rows(result.out)

@@ -91,7 +91,7 @@ def generation(prefill: Prefill, steps: tuple[Step, ...], **changes: Any) -> Gen
         "prompt_tokens": prefill.prompt_tokens,
         "token_ids": (*first, *(token for step in steps for token in step.tokens)),
         "text": "Hello", "finish_reason": "eos", "prefill": prefill, "steps": steps, "target": "big",
-        "drafter": "small", "dtype": "float32", "seed": 3, "lossless": True,
+        "drafter": "small", "dtype": "float32", "seed": 3,
     }  # fmt: skip
     return Generation(**fields | changes)
 
@@ -115,7 +115,6 @@ def test_summary():
     assert figures["tokens_per_second"] == 10 / 15.5
     known = [figures[name] for name in ("target", "drafter", "dtype", "seed")]
     assert known == ["big", "small", "float32", 3]
-    assert figures["lossless"] is True
     assert json.loads(json.dumps(figures)) == figures
 
 

@@ -50,7 +50,6 @@ def generation(seconds: float, *, plain: bool = False, steps: int = 20, disturbe
         drafter="none" if plain else "d",
         dtype="float32",
         seed=0,
-        lossless=True,
     )
 
 

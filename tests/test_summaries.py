@@ -14,7 +14,7 @@ FIGURES: dict[str, Any] = {
     "target": "tiny", "dtype": "float32", "drafter": "self:layers=1", "text": "the", "new_tokens": 20,
     "finish_reason": "length", "steps": 9, "drafted": 27, "accepted": 10, "nodes": 27,
     "acceptance_rate": 10 / 27, "tokens_per_step": 19 / 9, "gammas": [3] * 9, "tokens_per_second": 19.0,
-    "time": {"ttft_s": 0.25, "decode_s": 1.0, "mask_s": 0.0, **TIMES}, "lossless": True, "draftable_share": None,
+    "time": {"ttft_s": 0.25, "decode_s": 1.0, "mask_s": 0.0, **TIMES}, "draftable_share": None,
     "options": {"gamma": 3, "draft_policy": "fixed:gamma=3", "verification": None, "temperature": 0.0},
     "explained": {"tokens": 2.0, "step": 1.25, "drafting": 0.25, "usual": 1.5, "plain_s": 0.1, "plain_steps": 9},
 }  # fmt: skip
@@ -79,7 +79,6 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interrupted": ({"finish_reason": None, "explained": None}, {}),
     "a tree": ({"nodes": 90, "options": SAMPLED["options"]}, {}),
     "an empty reply": ({"finish_reason": "eos", "text": " \n", "explained": None}, {}),
-    "not lossless": ({"lossless": False}, {}),
 }
 PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "faster": ({"transformers_tokens_per_second": 5.25}, {}),
@@ -98,7 +97,6 @@ PAIRED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "too short": ({"speedup": None, "speedup_interval": None}, {}),
     "sampled": (SAMPLED, {}),
-    "sampled, not lossless": ({**SAMPLED, "lossless": False}, {}),
     "different tokens": ({"identical": False, "difference": DIFFERENCE, "differing_repeats": 1}, {}),
     "plain decoding twice": ({"drafter": "none", "drafted": 0}, {}),
 }

@@ -56,7 +56,6 @@ def header(**changes: Any) -> Event:
         "prompt_tokens": 37,
         "prompt_tail": "Why is the sky blue?\n",
         "greedy": False,
-        "lossless": True,
     }
     return TraceHeader(**(settings | changes))
 
@@ -295,13 +294,6 @@ NOTHING = TraceEnd(
 )  # fmt: skip
 
 
-def test_adjustment_off():
-    text = shown(header(lossless=False), event(REJECTION))
-    assert "not lossless" in text
-    assert "from p₂: adjustment off" in text
-    assert "norm" not in text
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("width", [60, 72, 200])
 def test_no_line_is_wider_than_the_console(width):
@@ -321,7 +313,7 @@ def test_no_line_is_wider_than_the_console(width):
         replace(TREE, verdicts=untested, **branch),
     )
     for greedy in (False, True):
-        events = [header(greedy=greedy, lossless=False), prefill(None), *map(event, steps), SUMMARY, NOTHING]
+        events = [header(greedy=greedy), prefill(None), *map(event, steps), SUMMARY, NOTHING]
         events[4:4] = [event(GREEDY)] * greedy
         lines = shown(*events, width=width).splitlines()
         assert max(map(cell_len, lines)) <= width

@@ -184,8 +184,6 @@ def test_what_cannot_be_a_tree_is_refused():
             start(spec)
     with pytest.raises(UsageError, match="drafts only chains"):
         start("static-tree", LookupDrafter())
-    with pytest.raises(UsageError, match="no residual adjustment"):
-        start("static-tree", residual_adjustment=False)
     target.takes_trees = False
     with pytest.raises(UsageError, match="cannot verify draft trees"):
         start("static-tree")

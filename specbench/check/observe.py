@@ -36,7 +36,7 @@ def greedily(request: Request) -> Request:
 
 def plainly(request: Request) -> Request:
     """Return a request that drafts nothing."""
-    return replace(request, drafter=NoDraft(), policy=FixedLength(1), residual_adjustment=True)
+    return replace(request, drafter=NoDraft(), policy=FixedLength(1))
 
 
 def scorer_of(request: Request) -> Scorer:

@@ -73,13 +73,7 @@ def check(
     drafting: opt.PoliciesOptions,
     decoding: Annotated[
         DecodingOptions,
-        opt.Fields(
-            without=("min_new_tokens", "stop"),
-            max_new_tokens=64,
-            words={
-                "residual_adjustment": "Draw corrections from p: above temperature 0 the check must fail."
-            },
-        ),
+        opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=64),
     ],
     caching: CacheOptions,
     sampling: SamplingOptions,

@@ -36,7 +36,7 @@ def prepare_outputs(
     request.note_unused(
         "on outputs that were made elsewhere",
         "drafter", "draft_policy", "gamma",
-        "max_new_tokens", "residual_adjustment",
+        "max_new_tokens",
         "temperature", "top_k", "top_p", "min_p", "seed",
     )  # fmt: skip
     lines, models = _read_lines(file, limit), request.recipe.models

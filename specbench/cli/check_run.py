@@ -117,7 +117,7 @@ def prepare_checks(
     for recipe in recipes:
         recipe.check()
     check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
-    names = ("top_k", "top_p", "min_p", "seed", "residual_adjustment")
+    names = ("top_k", "top_p", "min_p", "seed")
     if request.recipe.sampling.temperature == 0:
         request.note_unused("at temperature 0: nothing is sampled", *names)
     rounded = quantized(request.recipe.models.dtype)
@@ -156,7 +156,6 @@ def prepare_checks(
         "options": {
             "cache": request.recipe.caching.cache,
             **opt.deciding(request.recipe, ready.sampling, target.language_model),
-            "residual_adjustment": request.recipe.decoding.residual_adjustment,
         },
     }
     return partial(_check, request, checks, header, pieces_of(target.language_model))

@@ -104,7 +104,6 @@ def _trace_header(loaded: LoadedRecipe, prompt: Sequence[int], text: str) -> Tra
         prompt_tokens=len(prompt),
         prompt_tail=text[-PROMPT_TAIL:],
         greedy=loaded.sampling.greedy,
-        lossless=loaded.recipe.decoding.residual_adjustment,
     )
 
 

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.recipe import Recipe
 
-DEMONSTRATED = ("min_new_tokens", "residual_adjustment")
-"""Options of decoding that `chat` and `serve` lack."""
-
-NOT_SWEPT = ("stop", *DEMONSTRATED)
+NOT_SWEPT = ("stop", "min_new_tokens")
 """Options of decoding that a sweep and a race lack."""
 
 DEFAULT_TARGET = "smollm2-135m"

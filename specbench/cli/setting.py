@@ -30,8 +30,6 @@ def facts(loaded: LoadedRecipe) -> list[str]:
     lines = [*loaded.notes, *model_notes(target, [drafter], decoding)]
     if "grammar" in drafter.traits.name.split("+") and decoding.format is None:
         lines.append("The drafter grammar has no effect without --format.")
-    if not decoding.residual_adjustment:
-        lines.append("NOT LOSSLESS: the residual adjustment is off.")
     if not target.packed and target.quantization is None and target.scorer.device.type == "cpu":
         lines.append(
             "Packed linear layers are not available on this machine: decoding uses the ordinary, slower ones."

@@ -94,8 +94,6 @@ def show_summary(
     headline, problem = (_comparison if compared else _prediction)(figures, advice.text)
     _line(console, "", headline, "bold" if not problem else "bold yellow", indent=0)
     lines: list[tuple[str, str]] = []
-    if not figures["lossless"]:
-        lines.append(("note", "NOT LOSSLESS: the residual adjustment was off"))
     if advice.blank and figures["finish_reason"] == "eos" and not (figures["text"] or "").strip():
         lines.append(("note", f"the reply ended before any text; {advice.blank}"))
     lines += [("note", f"{each['message']} {each['advice']}") for each in figures.get("warnings", ())]
@@ -251,8 +249,8 @@ def _tokens(figures: Mapping[str, Any]) -> tuple[str, str]:
     if figures["identical"]:
         return "tokens", "identical to plain decoding"
     if figures["identical"] is None:
-        text = "sampled, so they differ from plain decoding's by design"
-        return "tokens", f"{text}; their distribution is the same" if figures["lossless"] else text
+        text = "sampled, so they differ from plain decoding's by design; their distribution is the same"
+        return "tokens", text
     text = _difference(figures["difference"])
     differing, pairs = figures["differing_repeats"], len(figures["repeats"])
     return "tokens", text if differing == pairs else f"{text}; in {differing} of {pairs} repeats"

@@ -52,7 +52,6 @@ def decode_steps(
     max_new_tokens: int,
     stops: StopRules | None = None,
     first_target: bool = True,
-    residual_adjustment: bool = True,
     clock: Clock | None = None,
     trace: bool = False,
     cached_tokens: int = 0,
@@ -70,7 +69,6 @@ def decode_steps(
         stops: What ends the output earlier; ``None`` for nothing.
         first_target: Whether the target reads the prompt and emits the first token before anything is drafted. If not,
             the ``Prefill`` is empty, and the target reads the prompt in the first step, together with its draft.
-        residual_adjustment: False draws correction tokens from p: not lossless, for demonstration.
         clock: Times the steps; the consumer's time between two records is not counted.
         trace: Record q, p, r and the verdict of every drafted token.
         cached_tokens: How many tokens at the start of the prompt are in the caches of target and drafter already, from
@@ -90,7 +88,7 @@ def decode_steps(
     """
     request = Request(
         prompt, target, drafter, policy, sampling, random, max_new_tokens, stops or StopRules(),
-        first_target, residual_adjustment, trace, cached_tokens,
+        first_target, trace, cached_tokens,
     )  # fmt: skip
     decoding = decode(request, Stopwatch(clock))
     for each in decoding:

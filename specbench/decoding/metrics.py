@@ -96,5 +96,4 @@ def summary(generation: Generation) -> dict[str, Any]:
         "target": generation.target,
         "drafter": generation.drafter,
         "dtype": generation.dtype,
-        "lossless": generation.lossless,
     }

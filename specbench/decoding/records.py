@@ -305,12 +305,11 @@ class Generation:
         target, drafter: Their names.
         dtype: The target's dtype.
         seed: The seed of all random draws.
-        lossless: Whether the target's distribution is kept (False without residual adjustment).
         policy: The draft policy, as ``--draft-policy`` takes it; ``none`` where nothing is drafted.
 
     Examples:
-        >>> result.drafter, result.lossless
-        ('lookup', True)
+        >>> result.drafter, result.seed
+        ('lookup', 0)
     """
 
     prompt_tokens: int
@@ -323,7 +322,6 @@ class Generation:
     drafter: str
     dtype: str
     seed: int
-    lossless: bool
     policy: str = "none"
 
     def __repr__(self) -> str:

@@ -32,7 +32,6 @@ class Request:
     max_new_tokens: int
     stops: StopRules = field(default_factory=StopRules)
     first_target: bool = True
-    residual_adjustment: bool = True
     trace: bool = False
     cached_tokens: int = 0
 
@@ -57,11 +56,6 @@ class Request:
 
     def _check_tree(self) -> None:
         policy, method, several = self.policy, self.method, self.drafter.traits.several
-        if not self.residual_adjustment and (policy.branches or method != "rejection"):
-            raise UsageError(
-                f"{method} has no residual adjustment to leave out.",
-                "Use rejection and a chain to show what it is for.",
-            )
         if not policy.branches and not several:
             return
         if not self.target.takes_trees:
@@ -100,7 +94,7 @@ class Request:
 
     def verification(self, sampling: Sampling) -> Verification:
         """Return what judges the drafts, with the transforms of this output."""
-        return verification_of(sampling, self.method, residual_adjustment=self.residual_adjustment)
+        return verification_of(sampling, self.method)
 
     @property
     def requested_length(self) -> int:

@@ -69,22 +69,17 @@ class Verification:
     takes_trees: bool
 
 
-def verification_of(
-    sampling: Sampling, name: VerificationName = "rejection", *, residual_adjustment: bool = True
-) -> Verification:
+def verification_of(sampling: Sampling, name: VerificationName = "rejection") -> Verification:
     """Return the verification for these transforms.
 
     Args:
         sampling: The transforms.
         name: See ``specbench.specs.policies``; in greedy decoding all are the same.
-        residual_adjustment: False draws corrected tokens from p itself: not lossless, for demonstration.
     """
     if sampling.greedy:
         return Verification(judge_greedily, top, takes_trees=True)
     method = METHODS[name]
-    judge = (
-        partial(judge_chain, residual_adjustment) if name == "rejection" else partial(judge_tree, method.walk)
-    )
+    judge = judge_chain if name == "rejection" else partial(judge_tree, method.walk)
     return Verification(judge, method.drawing, takes_trees=not method.chains_only)
 
 
@@ -116,19 +111,18 @@ def judge_greedily(
 
 
 def judge_chain(
-    adjusts: bool,
     draft: Draft,
     logits: torch.Tensor,
     context: Sequence[int],
     sampling: Sampling,
     random: Randomness,
 ) -> Verdict:
-    """Judge a chain by rejection sampling in a few operators; for ``adjusts`` see ``verification_of``."""
+    """Judge a chain by rejection sampling in a few operators."""
     gamma = len(draft.tokens)
     p = sampling.probabilities(logits, context, draft.tokens)
     accepted, r = random.test(acceptance_probabilities(draft, p)) if gamma else (0, [])
     distribution = p[accepted]
-    if accepted < gamma and adjusts:
+    if accepted < gamma:
         distribution = residual(draft, p, accepted)
     tokens = [*draft.tokens[:accepted], random.draw(distribution)]
     return Verdict(range(accepted), tokens, p, distribution, r)

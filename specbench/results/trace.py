@@ -44,7 +44,6 @@ class TraceHeader(Record, tag_field="event", tag="header"):
         prompt_tokens: Length of the prompt.
         prompt_tail: The end of its text.
         greedy: Whether decoding is greedy, so that p and q do not affect the verdicts.
-        lossless: Whether outputs have the target's distribution; false if the residual adjustment is off.
     """
 
     trace_version: int = TRACE_VERSION
@@ -56,7 +55,6 @@ class TraceHeader(Record, tag_field="event", tag="header"):
     prompt_tokens: Count
     prompt_tail: str
     greedy: bool
-    lossless: bool
 
 
 class TracePrefill(Record, tag_field="event", tag="prefill"):

@@ -83,7 +83,7 @@ class TraceParts:
 
     def _header(self, event: TraceHeader) -> EventParts:
         method = event.options.get("verification")
-        self._greedy, self._lossless = event.greedy, event.lossless
+        self._greedy = event.greedy
         self._method = method if isinstance(method, str) and method != "rejection" else None
         self._runs: list[Span] = []  # the end of the output so far, with origins
         self._explained: set[str] = set()  # notes of the policy
@@ -102,8 +102,6 @@ class TraceParts:
             ("prompt", [(f"{event.prompt_tokens} tokens: {prompt}", "")]),
             ("verdict", [(self._one_line(self._verdict()), "")]),
         ]
-        if not event.lossless:
-            facts.append(("note", [("not lossless: the residual adjustment is off", "bold red")]))
         if event.greedy:
             note = "greedy: p and q are of the softmax without temperature and decide nothing"
             facts.append(("note", [(note, "")]))
@@ -189,7 +187,7 @@ class TraceParts:
             if step.parents or self._method is not None:
                 source = p if self._method == "naive" else f"the residual of {p}"
             else:
-                source = f"norm(max(0, {p} - {q}))" if self._lossless else f"{p}: adjustment off"
+                source = f"norm(max(0, {p} - {q}))"
         return self._origin_from(source, step.closing_probability)
 
     def _origin_from(self, source: str, probability: float | None) -> str:
