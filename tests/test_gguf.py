@@ -183,7 +183,7 @@ def rounding(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ..
     ("dtype", "kind"), [("int4", "Q4_0"), ("int8", "Q4_0"), ("int8", "Q5_0"), ("int8", "Q8_0")]
 )
 def test_packed_layers_have_the_numbers_of_the_blocks(tmp_path, monkeypatch, dtype, kind):
-    monkeypatch.setattr("specbench.models.load.has_bfloat16", lambda: False)  # keys and values are float32
+    monkeypatch.setattr("specbench.models.load.reads_bfloat16", lambda: False)  # keys and values are float32
     blocks, sizes = gguf.GGMLQuantizationType[kind], {"feed_forward_length": 64}
     mlp = {
         "blk.*.ffn_gate.weight": (64, 32),

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specbench.backends.torch.kernels import native
 from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
 from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.base.errors import RunError, SpecbenchError
@@ -442,7 +443,14 @@ def resolve_dtype(
         own = floats[0] if floats else torch.float32
     if resolve_device(options.device).type != "cpu":
         return own
-    return torch.bfloat16 if own == torch.bfloat16 and has_bfloat16() else torch.float32
+    return torch.bfloat16 if own == torch.bfloat16 and reads_bfloat16() else torch.float32
+
+
+def reads_bfloat16() -> bool:
+    """Return whether a pass on the CPU takes half as long in bfloat16 as in float32, as its weights are half as large:
+    where the processor multiplies it, and where native products convert it as they read it.
+    """
+    return has_bfloat16() or native.is_available()
 
 
 def _placement(
