@@ -2,14 +2,15 @@
 
 They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int8
 only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for one state of the
-checkpoint's files (names, sizes, times and headers), this processor and these versions. All of its files are checked
-against their checksums before any is used. A damaged or outdated entry is replaced.
+checkpoint's files (names, sizes, times and headers) and this processor. All of its files are checked against their
+checksums before any is used. A damaged or outdated entry is replaced; versions leave each other's alone.
 
 Weights are used where the file is read to, or in its own pages (``large_files``).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -38,7 +39,7 @@ from specbench.base.cache import (
     intact_content,
     write_manifest,
 )
-from specbench.base.files import sync
+from specbench.base.files import reason, sync
 from specbench.base.progress import Progress, announce
 from specbench.models.ahead import LAYERS_FILE, entry_name
 
@@ -102,16 +103,16 @@ def kept_layers(
         yield _Found(entry, found, partial(_note, model, kind, "are of no use here"))
         return
     if entry.exists() or others:
-        other = "are from other model files or another version of specbench"
-        _note(model, kind, "are damaged" if entry.exists() else other)
+        _note(model, kind, "are damaged" if entry.exists() else "are from other model files")
     for path in (entry, *others):
         shutil.rmtree(path, ignore_errors=True)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
-    except OSError:  # read-only, or full: it starts as it would without a cache
+    except OSError as error:  # read-only, or full: it starts as it would without a cache
         announce(progress, making)
         yield None
+        _note_unkept(model, kind, error)
         return
     try:
         announce(progress, making)
@@ -123,13 +124,22 @@ def kept_layers(
         made = _Made(work, parent, entry_name(model.name, kind), report)
         yield made
         made.finish(entry)
+        if made.failed is not None:
+            _note_unkept(model, kind, made.failed)
         _evict(parent, entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _note(model: LanguageModel, kind: Kind, reason: str) -> None:
-    model.notes.append(f"The {kind} layers stored for {model.name} {reason}, so they are made again.")
+def _note(model: LanguageModel, kind: Kind, why: str) -> None:
+    model.notes.append(f"The {kind} layers stored for {model.name} {why}, so they are made again.")
+
+
+def _note_unkept(model: LanguageModel, kind: Kind, error: OSError) -> None:
+    model.notes.append(
+        f"The {kind} layers of {model.name} could not be kept in the cache folder ({reason(error)}), so that each"
+        " start makes them again."
+    )
 
 
 def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
@@ -139,10 +149,10 @@ def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
-    """Return two digests: of model and layout, and of the circumstances that the entry is valid for."""
+    """Return two digests: of model, layout and versions, and of the circumstances that the entry is valid for."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
-    versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
-    named = [files.place, model.dtype, cut, form], [files.digest, *versions]
+    versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__]
+    named = [files.place, model.dtype, cut, form, *versions], [files.digest, processor_name(), has_vnni()]
     first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
     return first, second
 
@@ -200,7 +210,7 @@ class _Made:
 
     def __init__(self, work: Path, parent: Path, name: str, report: Callable[[int, bool], None]) -> None:
         self.work, self.parent, self.name, self._report = work, parent, name, report
-        self.failed = False
+        self.failed: OSError | None = None
         self._header: dict[str, dict[str, Any]] = {}
         self._end = 0
 
@@ -214,12 +224,12 @@ class _Made:
         """Do nothing: what is made now is of use."""
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        if self.failed:
+        if self.failed is not None:
             return
         tensors = {f"{place} {part}": tensor for part, tensor in _tensors(weight).items()}
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
-                raise OSError("no space")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with (self.work / LAYERS_FILE).open("ab") as file:
                 if not self._header:
                     file.write(b" " * _DATA_AT)
@@ -227,8 +237,8 @@ class _Made:
                     if gap := -self._end % _ALIGNED:
                         self._append(file, f"padding {self._end}", torch.zeros(gap, dtype=torch.uint8))
                     self._append(file, name, tensor)
-        except OSError:
-            self.failed = True
+        except OSError as error:
+            self.failed = error
 
     def _append(self, file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
         begin, self._end = self._end, self._end + tensor.nbytes
@@ -239,7 +249,7 @@ class _Made:
 
     def finish(self, entry: Path) -> None:
         header = json.dumps(self._header).encode()
-        if self.failed or not self._header or len(header) > _DATA_AT - 8:
+        if self.failed is not None or not self._header or len(header) > _DATA_AT - 8:
             return
         with suppress(OSError):  # such as another process that was quicker
             with (self.work / LAYERS_FILE).open("r+b") as file:
