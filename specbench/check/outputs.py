@@ -13,10 +13,13 @@ import msgspec
 
 from specbench.backends.torch.parity import Difference, difference_at
 from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
 from specbench.base.record import Json
 from specbench.check.deviation import clean_rows
 from specbench.check.greedy import Piece, Verdict, count_verdicts, difference_json, worst
 from specbench.decoding.sampling import Sampling
+
+_LINE = 'Write {"prompt": text or ids, "token_ids": [...]} in each line.'
 
 
 class ExternalOutput(msgspec.Struct, frozen=True):
@@ -59,11 +62,9 @@ class OutputResult:
 
 @dataclass
 class OutputsResult:
-    """The findings on a file so far; of the lines that are ``rejected`` or that ``failed``, the reasons."""
+    """The findings on a file so far."""
 
     outputs: list[OutputResult] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
     complete: bool = False
 
     @property
@@ -84,41 +85,47 @@ class OutputsResult:
             "complete": self.complete,
             "tokens": sum(each.tokens for each in self.outputs),
             "outputs": [shown(each) for each in self.outputs],
-            "rejected": [{"line": line, "reason": reason} for line, reason in self.rejected.items()],
-            "failed": [{"line": line, "reason": reason} for line, reason in self.failed.items()],
         }
 
 
-def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> dict[int, ExternalOutput | str]:
-    """Return what the lines of a file hold, or why one is invalid, by number. Empty ones are skipped."""
+def read_outputs(lines: Sequence[bytes], limit: int | None = None) -> dict[int, ExternalOutput]:
+    """Return what the lines of a file hold, by number. Empty ones are skipped.
+
+    Raises:
+        UsageError: A line does not have the format.
+    """
     given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return {number: _parse_line(line) for number, line in given[:limit]}
+    return {number: _parse_line(number, line) for number, line in given[:limit]}
 
 
-def _parse_line(line: bytes) -> ExternalOutput | str:
+def _parse_line(number: int, line: bytes) -> ExternalOutput:
     try:
         output = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=ExternalOutput)
-    except msgspec.ValidationError as error:
-        return f"The line does not have the format: {error}."
     except (ValueError, RecursionError) as error:  # syntax, encoding, thousands of nested lists
-        return f"The line is not JSON: {error}."
+        raise UsageError(f"Line {number} cannot be read: {error}.", _LINE) from None
     for name, value in (("prompt", output.prompt), ("token_ids", output.token_ids)):
         if not (value.strip() if isinstance(value, str) else value):
-            return f'"{name}" is empty.'
+            raise UsageError(f'In line {number} "{name}" is empty.', _LINE)
     return output
 
 
-def find_misfit(
-    prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None
-) -> str | None:
-    """Return why the target cannot score an output; ``None`` if it can."""
+def refuse_misfit(
+    line: int, prompt: Sequence[int], output: Sequence[int], vocab_size: int, limit: int | None
+) -> None:
+    """Raise ``UsageError`` for an output that the target cannot score."""
     for what, ids in (("prompt", prompt), ("token_ids", output)):
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
-            return f'"{what}" contains {unknown}, but the target has the tokens 0 to {vocab_size - 1}.'
+            raise UsageError(
+                f'In line {line} "{what}" contains {unknown}, but the target has the tokens 0 to {vocab_size - 1}.',
+                "Give the target that made it.",
+            )
     if limit is not None and len(prompt) + len(output) - 1 > limit:
-        return f"Prompt and output have {len(prompt) + len(output)} tokens, more than the target's context ({limit})."
-    return None
+        raise UsageError(
+            f"Prompt and output of line {line} have {len(prompt) + len(output)} tokens, more than the target's context"
+            f" ({limit}).",
+            "Leave it out.",
+        )
 
 
 def check_output(

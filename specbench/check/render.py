@@ -197,13 +197,7 @@ def outputs_parts(result: OutputsResult, *, dtype: str, piece: Piece | None) -> 
         for each in result.outputs
         if each.after_end is not None
     ]
-    rejected = [f"line {line}: {reason}" for line, reason in result.rejected.items()]
-    failed = [f"line {line}: {reason}" for line, reason in result.failed.items()]
-    parts += [
-        _list("Outputs that do not end", endless),
-        _list("Rejected lines", rejected),
-        _list("Lines whose scoring failed", failed),
-    ]
+    parts.append(_list("Outputs that do not end", endless))
     return parts
 
 

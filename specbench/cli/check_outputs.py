@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbench.base.errors import RunError, SpecbenchError, UsageError
+from specbench.base.errors import UsageError
 from specbench.base.files import reason
-from specbench.base.textsafe import counted, excerpt, visible
-from specbench.check.outputs import ExternalOutput, OutputsResult, check_output, find_misfit, read_outputs
+from specbench.base.textsafe import visible
+from specbench.check.outputs import ExternalOutput, OutputsResult, check_output, read_outputs, refuse_misfit
 from specbench.check.render import outputs_parts
 from specbench.cli.check_run import CheckRequest, pieces_of, rounding_of
 from specbench.cli.progress import StageProgress
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def prepare_outputs(
     request: CheckRequest, file: Path, limit: int | None, progress: Progress
 ) -> Callable[[], int]:
-    """Load the target, and see which lines of greedy outputs that were made elsewhere it can score.
+    """Read greedy outputs that were made elsewhere, and load the target.
 
     Returns:
         What checks them, prints what was found, and returns the exit code.
@@ -51,42 +51,30 @@ def prepare_outputs(
     request.note_models(target)
     for note in notes_on_weights(request.recipe, target):
         request.note(note)
-    given, rejected = _fitting(request, target, lines)
-    return partial(_check, request, target, given, OutputsResult(rejected=rejected))
+    return partial(_check, request, target, _fitting(request, target, lines))
 
 
 def _check(
-    request: CheckRequest,
-    target: Target,
-    given: Mapping[int, tuple[ExternalOutput, Sequence[int]]],
-    result: OutputsResult,
+    request: CheckRequest, target: Target, given: Mapping[int, tuple[ExternalOutput, Sequence[int]]]
 ) -> int:
     """Check, and print what was found; return the exit code."""
+    result = OutputsResult()
     recipe, rounding = request.recipe, rounding_of(target)
     sampling, end_ids = transforms_of(recipe, target.language_model), recipe.decoding.end_ids(target.end_ids)
     try:
         with StageProgress(request.quiet) as progress:
             for number, (line, (each, prompt)) in enumerate(given.items()):
                 progress.update("scoring outputs", number, len(given))
-                try:
-                    result.outputs.append(check_output(target.scorer, line, each, prompt, sampling, end_ids))
-                except (RunError, MemoryError, RuntimeError) as error:  # no memory for this line, say
-                    result.failed[line] = _reason(error)
+                result.outputs.append(check_output(target.scorer, line, each, prompt, sampling, end_ids))
         result.complete = True
     finally:  # an interrupt loses nothing of what is checked
         header = {"check": "outputs", "target": target.name, "dtype": target.dtype, "rounding": rounding}
         piece = pieces_of(target.language_model)
         request.show({**header, **result.to_dict(piece)}, outputs_parts(result, dtype=rounding, piece=piece))
-    if result.verdict == "wrong" or result.failed:
-        return 1
-    return 2 if result.rejected else 0
+    return int(result.verdict == "wrong")
 
 
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, SpecbenchError) else excerpt(error) or type(error).__name__
-
-
-def _read_lines(file: Path, limit: int | None) -> dict[int, ExternalOutput | str]:
+def _read_lines(file: Path, limit: int | None) -> dict[int, ExternalOutput]:
     """Return all lines, read before any model is loaded."""
     name = "standard input" if str(file) == "-" else visible(str(file))
     try:
@@ -102,30 +90,15 @@ def _read_lines(file: Path, limit: int | None) -> dict[int, ExternalOutput | str
 
 
 def _fitting(
-    request: CheckRequest, target: Target, lines: Mapping[int, ExternalOutput | str]
-) -> tuple[dict[int, tuple[ExternalOutput, Sequence[int]]], dict[int, str]]:
-    """Return the outputs that a target can score, with their prompts' token ids, and why it cannot score the others."""
+    request: CheckRequest, target: Target, lines: Mapping[int, ExternalOutput]
+) -> dict[int, tuple[ExternalOutput, Sequence[int]]]:
+    """Return the outputs with their prompts' token ids; raise ``UsageError`` for one that a target cannot score."""
     fitting: dict[int, tuple[ExternalOutput, Sequence[int]]] = {}
-    rejected: dict[int, str] = {}
     vocab = min(target.vocab_size, target.scorer.embeddings)
     for line, each in lines.items():
-        if isinstance(each, str):
-            rejected[line] = each
-            continue
         prompt: Sequence[int] | str = each.prompt
-        try:
-            if isinstance(prompt, str):
-                prompt = request.encode(target.language_model, prompt)
-        except UsageError as error:
-            rejected[line] = error.message
-            continue
-        misfit = find_misfit(prompt, each.token_ids, vocab, target.scorer.context_limit)
-        if misfit is None:
-            fitting[line] = each, prompt
-        else:
-            rejected[line] = misfit
-    if rejected:
-        listed = ", ".join(map(str, [*rejected][:5]))
-        more = f" and {len(rejected) - 5} more" if len(rejected) > 5 else ""
-        request.note(f"{counted(len(rejected), 'line')} cannot be checked ({listed}{more}); the others are.")
-    return fitting, rejected
+        if isinstance(prompt, str):
+            prompt = request.encode(target.language_model, prompt)
+        refuse_misfit(line, prompt, each.token_ids, vocab, target.scorer.context_limit)
+        fitting[line] = each, prompt
+    return fitting
