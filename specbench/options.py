@@ -222,7 +222,7 @@ class DecodingOptions:
     max_new_tokens: int = _decoding(
         256, "--max-new-tokens -n N", "Maximum length of the output, in tokens.", min=1
     )
-    min_new_tokens: int = _decoding(0, "--min-new-tokens N", "No end token before N new tokens.", min=0)
+    min_new_tokens: int = 0  # for Python and clients of `serve`: no end token before so many
     stop: tuple[str, ...] = _decoding(
         (), "--stop TEXT", "Text or special token that ends the output; repeatable."
     )

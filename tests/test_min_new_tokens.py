@@ -1,16 +1,13 @@
-"""No end token before so many new tokens, against ``generate(min_new_tokens=...)`` and in every command."""
+"""No end token before so many new tokens, against ``generate(min_new_tokens=...)``."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checked import request_of
-from cli_runs import write_prompts
-from tiny import save_tiny, tiny_llama, tiny_tokenizer
+from tiny import tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig
 
 from specbench.base.errors import UsageError
@@ -24,8 +21,6 @@ from specbench.options import DecodingOptions
 from specbench.policies import FixedLength, build_policy
 
 PROMPT, NEW, LEAST = [5, 6, 7, 5, 6, 7, 5, 6], 24, 12
-END = 3
-ALWAYS_ENDS = {"eos_token_id": END, "sequence_bias": [[[END], 99.0]]}
 
 
 def model_with(**settings: Any) -> Any:
@@ -99,32 +94,6 @@ def test_sampled_outputs_are_exact(drafter):
         )
         early, ends = result.token_ids[:LEAST], set(target.end_ids)
         assert ends.isdisjoint(early)
-
-
-# -- every command: a model that always ends, unless it may not -----------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_prompts(tmp_path / "mine.jsonl", {"chat-a": ["Hello there"], "talk-b": ["One"]})
-    save_tiny(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(ALWAYS_ENDS))
-    return tmp_path / "model"
-
-
-COMMON = ["--dtype", "float32", "-n", NEW, "--min-new-tokens", LEAST, "--drafter", "self:layers=1"]
-
-
-def test_generate(cli, folder):
-    code, out, _ = cli("generate", "the", "--target", folder, *COMMON, "--json")
-    figures = json.loads(out)
-    assert (code, len(figures["token_ids"]), figures["finish_reason"]) == (0, LEAST + 1, "eos")
-    assert figures["options"]["min_new_tokens"] == LEAST
-    code, out, _ = cli("generate", "--prompts", "mine.jsonl", "--target", folder, *COMMON, "--json")
-    assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [LEAST + 1] * 2
-    figures = json.loads(cli("generate", "the", "--target", folder, "--json").out)
-    assert (len(figures["token_ids"]), figures["options"]["min_new_tokens"]) == (1, None)
 
 
 def test_a_tokenizers_end_token_is_held_back_too():

@@ -26,7 +26,7 @@ RECIPES = {
         parse_policy("fixed:gamma=4,verification=block"),
         ModelOptions(dtype="int8", device="balanced", allow_pickle=True),
         CacheOptions(cache="bit-exact"),
-        DecodingOptions(max_new_tokens=48, min_new_tokens=3, stop=("a", "b"), model_defaults=False),
+        DecodingOptions(max_new_tokens=48, stop=("a", "b"), model_defaults=False),
         SamplingOptions(temperature=0.7, seed=3),
     ),
     "layers of the target": Recipe(
@@ -57,7 +57,7 @@ def test_words():
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
         "--target", "/secret/place/big", "--dtype", "int8",
         "--device", "balanced", "--allow-pickle",
-        "--cache", "bit-exact", "--max-new-tokens", "48", "--min-new-tokens", "3",
+        "--cache", "bit-exact", "--max-new-tokens", "48",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip
     stored = Recipe.from_json(RECIPES["folders"].to_json())

@@ -47,9 +47,7 @@ def chat(
     system: opt.SystemOption = None,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    decoding: Annotated[
-        DecodingOptions, opt.Fields(without=("min_new_tokens",), max_new_tokens=_MOST_TOKENS)
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
     template: TemplateOptions,

@@ -73,7 +73,7 @@ def check(
     drafting: opt.PoliciesOptions,
     decoding: Annotated[
         DecodingOptions,
-        opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=64),
+        opt.Fields(without=("stop",), max_new_tokens=64),
     ],
     caching: CacheOptions,
     sampling: SamplingOptions,

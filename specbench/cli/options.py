@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from specbench.models.load import LanguageModel
     from specbench.recipe import Recipe
 
-NOT_SWEPT = ("stop", "min_new_tokens")
-"""Options of decoding that a sweep and a race lack."""
-
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"
 """It needs no model of its own, and costs almost nothing where it does not help."""

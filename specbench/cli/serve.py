@@ -64,9 +64,7 @@ def serve(
     server: _ServerOptions,
     drafting: opt.DraftingOptions,
     models: ModelOptions,
-    decoding: Annotated[
-        DecodingOptions, opt.Fields(without=("min_new_tokens",), max_new_tokens=_MOST_TOKENS)
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
     sampling: SamplingOptions,
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,

@@ -51,7 +51,7 @@ def sweep(
         ),
     ],
     template: Annotated[TemplateOptions, opt.Fields(without=("thinking",))],
-    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
+    decoding: Annotated[DecodingOptions, opt.Fields(without=("stop",), max_new_tokens=48)],
     caching: CacheOptions,
     results: ResultsOptions,
     arguments: StartedArguments = None,

@@ -22,7 +22,7 @@ def tune(
     template: TemplateOptions,
     servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api")],
     models: ModelOptions,
-    decoding: Annotated[DecodingOptions, opt.Fields(without=opt.NOT_SWEPT, max_new_tokens=48)],
+    decoding: Annotated[DecodingOptions, opt.Fields(without=("stop",), max_new_tokens=48)],
     search: SearchOptions,
     arguments: StartedArguments = None,
 ) -> None:
