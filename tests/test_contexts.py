@@ -178,7 +178,7 @@ def test_times_at_several_contexts_become_a_line_for_each_width():
     assert costs.context_s == {1: pytest.approx(0.001), 2: pytest.approx(0.004)}
     assert costs.at(300).target_pass_s(2) == pytest.approx(2.0)
     assert costs.at(300).drafter_s["d"] == pytest.approx(0.3)
-    assert costs.at(0).target_s[1] == pytest.approx(0.9)
+    assert costs.at(50).target_s == {1: pytest.approx(0.95), 2: pytest.approx(1.0)}
     assert costs.at(0).drafter_s["d"] == pytest.approx(0.01), "not below a tenth, or 0"
     assert msgspec.json.decode(msgspec.json.encode(costs), type=PassCosts) == costs
     longer = [

@@ -258,7 +258,8 @@ def test_every_drafter_is_predicted_to_take_the_steps_that_it_takes(name, ends, 
         records = decoded(DRAFTERS[name](), f"fixed:gamma={gamma}", sampling, ends, limit)
         expected = of_records(records)
         (each,) = row.counts
-        drafted = expected[1] if "pass of" in name else each.drafted  # behind a wrong token it may draft less
+        drafted = expected[1] if "pass of" in name else each.drafted  # behind a wrong token it is estimated
+        assert each.drafted == pytest.approx(expected[1], rel=0.1)
         assert counts(each.steps, drafted, each.tested, each.accepted).tolist() == expected.tolist(), gamma
         passes = sum(step.passes or 0 for step in records[1:])
         _, per_step = row.per_step()

@@ -95,7 +95,7 @@ class PassCosts(
     Passes timed at several lengths of context are fitted by f(n) + k(n) · context, see ``fit_context``.
 
     Attributes:
-        target_s: Of the target, by number of tokens, ascending.
+        target_s: Of the target, by number of tokens, ascending; none longer than one with more tokens.
         drafter_s: Of drafting one token, by drafter: of the first pass of a draft.
         context: Tokens of context they were timed at, of several lengths the shortest; ``None`` if unknown.
         rows_s: Of one pass that drafts after several nodes of a tree, by drafter and number of nodes, ascending.
@@ -118,7 +118,7 @@ class PassCosts(
     later_s: Mapping[str, Seconds] = {}
 
     def __post_init__(self) -> None:
-        force_setattr(self, "target_s", _ascending(self.target_s))
+        force_setattr(self, "target_s", never_falling(self.target_s))
         force_setattr(self, "context_s", _ascending(self.context_s))
         force_setattr(self, "rows_s", {name: _ascending(rows) for name, rows in self.rows_s.items()})
 

@@ -66,7 +66,8 @@ def chances_of(
     if read is not None and not isinstance(drafter, CascadeDrafter):
         drafts = np.clip(read.readable - np.arange(len(answer.tokens)), 0, longest)
         return Chances.by_position(read.chances, drafts, longest)
-    along = _AlongAnswer(answer, longest, certain=isinstance(drafter, FreeDrafter))
+    most = drafter.max_passes if isinstance(drafter, CascadeDrafter) else None
+    along = _AlongAnswer(answer, longest, certain=isinstance(drafter, FreeDrafter), most_passes=most)
     with known_passes(drafter, answer, read):
         for i, context in _contexts(drafter, answer, states):
             along.first = i
@@ -219,6 +220,7 @@ class _AlongAnswer(FixedLength):
         answer: The answer.
         longest: The longest draft.
         certain: Whether nothing is gained by ending a draft, so that its length is known too.
+        most_passes: The most passes of a draft; ``None`` for any number.
 
     Attributes:
         first: After how many tokens the draft begins.
@@ -227,8 +229,11 @@ class _AlongAnswer(FixedLength):
     unconditional = False
     first = 0
 
-    def __init__(self, answer: Answer, longest: int, *, certain: bool) -> None:
+    def __init__(
+        self, answer: Answer, longest: int, *, certain: bool, most_passes: int | None = None
+    ) -> None:
         super().__init__(longest)
+        self._most_passes = longest if most_passes is None else most_passes
         n = len(answer.tokens)
         self._answer, self._certain = answer, certain
         self._accept, self._drafts = np.zeros((n, longest)), np.zeros(n, np.int64)
@@ -276,7 +281,9 @@ class _AlongAnswer(FixedLength):
             min(count, len(self._answer.tokens) - i),
         )
         self._accept[i, :right] = [self._drawn.get(j, 1.0) for j in range(right)]
-        self._drafts[i] = self._limit if self._ended else count
+        # Behind a wrong token each pass that is left gives one more.
+        left = max(0, self._most_passes - (draft.passes or 0))
+        self._drafts[i] = min(self._limit, count + left) if self._ended else count
         self._passes[i, :count] = np.diff([*self._before[:count], draft.passes or 0])
 
     def chances(self) -> Chances:

@@ -12,7 +12,6 @@ import msgspec
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate, ratio
 from specbench.bench.contexts import ContextPrompts
-from specbench.decoding.theory import never_falling
 from specbench.loaded import transforms_of
 from specbench.predict.answers import Answer, ReadAnswer
 from specbench.predict.chances import model_of, target_probabilities
@@ -99,7 +98,6 @@ def predict_rows(
     answers = list(_answers(engine, sweep, plain, outputs))
     if not answers:
         return Predictions()
-    costs = msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
     predictor = _Predictor(engine, sweep, plain, costs, report, on_cache=not least)
     few = answers[:_FEW]
     if least and len(answers) > len(few):

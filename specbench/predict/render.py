@@ -57,12 +57,12 @@ def _facts(
             yield f"{what} not used for {each.drafter}: it needs their logprobs."
         if seconds := costs.drafter_s.get(each.drafter):
             where = "measured here" if each.drafter in here else "measured in the stored run"
-            yield f"A pass of {each.drafter} takes {1000 * seconds:.3g} ms, {where}."
+            yield f"A pass of {each.drafter} takes {stats.decimals(1000 * seconds)} ms, {where}."
     if not costs.target_s:
         yield "Speedups need the target's time: --target-pass-ms or --target-config."
     else:
         grows = f"; each further token is taken to add {SLOPE:.0%}" if len(costs.target_s) == 1 else ""
-        yield f"A pass of the target takes {1000 * costs.target_s[1]:.3g} ms, {source}{grows}."
+        yield f"A pass of the target takes {stats.decimals(1000 * costs.target_s[1])} ms, {source}{grows}."
     yield "Brackets: 95% intervals over prompts. Verification: rejection."
 
 

@@ -26,7 +26,7 @@ from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep
 from specbench.bench.passes import pass_costs
 from specbench.bench.runner import CellRunner, finish_run
-from specbench.decoding.theory import PassCosts, never_falling
+from specbench.decoding.theory import PassCosts
 from specbench.results.lines import Generation, Key, Measurement
 from specbench.results.run import Tuning
 from specbench.tune.candidates import select
@@ -213,8 +213,7 @@ class StoredSearch(Generic[Raced]):
     @cached_property
     def _single_costs(self) -> PassCosts:
         """The times of single forward passes that are stored when the race begins."""
-        costs = pass_costs(self._store.costs())
-        return msgspec.structs.replace(costs, target_s=never_falling(costs.target_s))
+        return pass_costs(self._store.costs())
 
 
 def plain_failed(error: str, hint: str) -> RunError:
