@@ -20,9 +20,8 @@ from specbench.base.errors import RunError, UsageError
 from specbench.cli.report import report as command
 from specbench.options import CacheOptions, ModelOptions
 from specbench.recipe import Recipe
-from specbench.results.reference import PUBLISHED, read_references, reference_rows
 from specbench.results.results import load_results
-from specbench.results.summary import categorize, summarize
+from specbench.results.summary import summarize
 from specbench.show import document, tables
 from specbench.show.answer import generate_command
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes
@@ -385,65 +384,6 @@ def test_names_are_data(tmp_path):
         re.sub(r"\\.", "", line).count("|") for line in markdown.splitlines() if line.startswith("| ---")
     ]
     assert set(rows) == set(heads)
-
-
-# --- Published accepted lengths -------------------------------------------------------------------
-
-HEADING = "target,drafter,tokens_per_step,gamma,prompts,temperature,thinking,engine,source\n"
-
-
-def references(path: Path, *lines: str) -> list[Any]:
-    path.write_text(HEADING + "".join(f"{line}\n" for line in lines))
-    return read_references(str(path))
-
-
-@pytest.mark.smoke
-def test_published_lengths_stand_beside_the_most_similar_measured_ones(tmp_path):
-    run = write_exact(
-        tmp_path / "run",
-        {"plain": PLAIN, "d@2": times(2), "d@3": times(2)},
-        rows={"d@2": row_of("d@2", drafter="Big-MTP"), "d@3": row_of("d@3", drafter="Big-MTP")},
-        target={"name": "Big-4B"},
-    )
-    published = references(
-        tmp_path / "published.csv",
-        "org/Big-4B,mtp,2.50,2,code,0,,specbench,a",  # exactly so
-        "Other-7B,mtp,3.1,3,stories,1,on,vllm,b",
-        "Big-4B,eagle3,2.2,,,,,,c",  # nothing is known but the target
-        "Big-4B,mtp,4.4,8,,,,,d",  # no draft of this length
-        "Other-7B,eagle3,3.3,2,,,,,e",  # neither target nor drafter
-    )
-    results = load_results(run)
-    summary, categories = summarize(results), categorize(results)
-    rows = reference_rows(results, summary, categories, published)
-    assert [(row.published.source, row.config.gamma, row.prompts, row.differs) for row in rows] == [
-        ("a", 2, "code", ()),
-        ("b", 3, "all", ("target Other-7B / Big-4B", "prompts stories / all", "temperature 1.0 / 0.0",
-                         "engine vllm / specbench")),
-        ("c", 2, "all", ("drafter eagle3 / Big-MTP",)),
-    ]  # fmt: skip
-    assert [row.measured for row in rows] == [2.0] * 3
-    text = to_markdown(content.make_report(results, "run", tmp_path, published))
-    assert "Published accepted lengths" in text
-    assert "2 of 5 published figures left out" in text
-
-
-def test_published_lengths_that_come_along_have_sources():
-    rows = read_references(PUBLISHED)
-    assert all(row.source.startswith("https://") for row in rows)
-    by_length = [row.tokens_per_step for row in rows if row.drafter == "mtp" and row.thinking == "on"]
-    assert by_length == [*sorted(by_length[:8]), *sorted(by_length[8:])]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("Big,mtp,", "Line 2 of .* has no valid tokens_per_step"), ("Big,mtp,2,two", "has no valid gamma")],
-)
-def test_bad_references(tmp_path, line, said):
-    with pytest.raises(UsageError, match=said):
-        references(tmp_path / "bad.csv", line)
-    with pytest.raises(UsageError, match="No such file"):
-        read_references(str(tmp_path / "none.csv"))
 
 
 # --- Command --------------------------------------------------------------------------------------

@@ -22,24 +22,13 @@ def report(
             "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
-    reference: Annotated[
-        str | None,
-        output(
-            "--reference FILE",
-            "Set published accepted lengths beside the measured ones: a CSV file, or published for those that"
-            " specbench has.",
-        ),
-    ] = None,
     shown: Annotated[ResultsOptions, Fields("slo", "price_per_hour")] = ResultsOptions(),  # noqa: B008
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
-    from specbench.results.reference import read_references
     from specbench.show.report import write_report
 
-    published = [] if reference is None else read_references(reference)
-
     def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, published, shown.service())
+        done, paths = write_report(run, folder, shown.service())
         for path in paths:
             typer.echo(str(path))
         for answer in done.answers:

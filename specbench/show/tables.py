@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specbench.base.record import Estimate
@@ -15,7 +15,6 @@ from specbench.results import stats
 from specbench.results.acceptance import PositionRow
 from specbench.results.goodput import Service, ServiceRow
 from specbench.results.heads import HeadRow, best_measurement, distinct_trainings
-from specbench.results.reference import ReferenceRow
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary, SummaryRow
@@ -350,16 +349,6 @@ _COST_COLUMNS: list[_Column[ServiceRow]] = [
     _ratio("cost/M", 2, lambda row: row.cost),
     _ratio("cost ×", 3, lambda row: row.cost_ratio),
 ]
-_REFERENCE_COLUMNS: list[_Column[ReferenceRow]] = [
-    _name("published", lambda row: f"{row.published.target}, {row.published.drafter}"),
-    _number("γ", 2, lambda row: row.published.gamma or math.nan, _count),
-    _number("tokens/step", 0, lambda row: row.published.tokens_per_step),
-    _number("measured", 0, lambda row: row.measured),
-    _name("configuration", lambda row: row.config.label),
-    _name("prompts", lambda row: row.prompts),
-    _name("differs (there / here)", lambda row: "; ".join(row.differs) or "nothing that is known"),
-    _name("source", lambda row: row.published.source),
-]
 
 # --- Sheets ---------------------------------------------------------------------------------------
 
@@ -531,17 +520,3 @@ def service_sheet(rows: Sequence[ServiceRow], service: Service, over: str) -> Sh
             f"Cost of a million tokens of answers at {price}, and how many times that of {over} it is."
         )
     return _sheet(rows, columns, [*said, "Intervals are over groups of requests, or prompts decoded alone."])
-
-
-def reference_sheet(rows: Sequence[ReferenceRow], published: int) -> Sheet:
-    """Return a table of published accepted lengths beside measured ones; ``published``: how many there are."""
-    said = [
-        "Each published figure stands beside the measured one whose setting differs least. A different target, other"
-        " prompts or thinking change accepted lengths more than engines do."
-    ]
-    if left_out := published - len(rows):
-        said.append(
-            f"{left_out} of {counted(published, 'published figure')} left out: nothing measured shares the target or"
-            " the drafter, and the draft length."
-        )
-    return replace(_sheet(rows, _REFERENCE_COLUMNS, said), left=frozenset(range(4, len(_REFERENCE_COLUMNS))))

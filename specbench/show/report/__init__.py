@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.goodput import Service
-from specbench.results.reference import Reference
 from specbench.results.results import load_results
 from specbench.show import html
 from specbench.show.document import Heading, to_markdown
@@ -23,7 +22,6 @@ __all__ = ["to_html", "write_report"]
 def write_report(
     folder: Path,
     out: Path | None = None,
-    published: Sequence[Reference] = (),
     service: Service | None = None,
 ) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
@@ -31,7 +29,7 @@ def write_report(
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
-        published, service: See ``make_report``.
+        service: See ``make_report``.
 
     Returns:
         The report, and the paths of ``report.html`` and ``report.md``.
@@ -45,7 +43,7 @@ def write_report(
     with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        report = make_report(results, folder.resolve().name, out / "plots", published, service)
+        report = make_report(results, folder.resolve().name, out / "plots", service)
         texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)

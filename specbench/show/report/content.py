@@ -19,7 +19,6 @@ from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.goodput import Service, service_rows
 from specbench.results.heads import head_rows
-from specbench.results.reference import Reference, reference_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
@@ -56,7 +55,6 @@ def make_report(
     results: Results,
     name: str,
     plots: Path,
-    published: Sequence[Reference] = (),
     service: Service | None = None,
 ) -> Report:
     """Return a report about one run.
@@ -65,7 +63,6 @@ def make_report(
         results: The run.
         name: Name of the run.
         plots: An existing folder for the figures of the Markdown file.
-        published: Accepted lengths to set beside those of the run.
         service: What its requests have to keep to, and what it costs.
 
     Raises:
@@ -100,10 +97,6 @@ def make_report(
     parts += [Heading("Figures"), *figures[1:], Items([missing] if missing else [])]
     for title, sheet in sheets.items():
         parts += [Heading(title), sheet] if sheet.rows else []
-    if published:
-        alike = reference_rows(results, summary, categories, published)
-        sheet = tables.reference_sheet(alike, len(published))
-        parts += [Heading("Published accepted lengths"), sheet if alike else Items(sheet.notes[1:])]
     parts += [Heading("How it was measured"), _facts_part(_method(results))]
     if costs := list(_costs(results.run)):
         cells = [[what, f"{1000 * s:.2f}", f"{sign} = {_share(times)}"] for what, s, sign, times in costs]
