@@ -38,9 +38,7 @@ class Condition(Record, kw_only=False):
     ] = None
     arrivals: Annotated[
         str | None,
-        doc(
-            "with a batch: how requests come, as `--arrivals` takes it (`closed:8`), or `trace:` and its name"
-        ),
+        doc("with a batch: how requests come, as `--arrivals` takes it (`closed:8`)"),
     ] = None
     context: Annotated[
         Length | None, doc("tokens of each prompt, with text in front; `null` for the prompts as they are")

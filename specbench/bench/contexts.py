@@ -118,16 +118,9 @@ class ContextPrompts:
             UsageError: See ``fill``.
         """
         prompt, context = self.prompts[name], condition.context
-        if prompt.replayed is not None and not prompt.replayed.text:
-            context = prompt.replayed.prompt_tokens
         if context is not None and self._text is not None:
             if (name, context) not in self._known:
-                try:
-                    self._known[name, context] = fill(prompt, context, passage(self._text, name), self._count)
-                except UsageError:
-                    if prompt.replayed is None:
-                        raise
-                    self._known[name, context] = prompt  # a few tokens more than in the trace
+                self._known[name, context] = fill(prompt, context, passage(self._text, name), self._count)
             prompt = self._known[name, context]
         return prompt if condition.thinking is None else prompt.told(TemplateOptions(condition.thinking))
 

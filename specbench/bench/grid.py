@@ -14,7 +14,7 @@ from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
-from specbench.specs.sweeps import Arrivals, Closed, Replay, parse_arrivals, parse_until
+from specbench.specs.sweeps import Arrivals, Closed, parse_arrivals, parse_until
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -32,7 +32,6 @@ MAX_BATCH = 256
 MAX_CONTEXT = 1_000_000
 """Longest prompt of ``--context``, in tokens."""
 
-_WINDOWS, _WINDOW = 6, 20
 """Windows that a trace is cut into at most, and requests in each at least."""
 
 Salt = Literal["none", "shared", "each"]
@@ -196,35 +195,25 @@ class PromptGroup:
         prompts: Ids of the measured prompts, in order.
         background: Ids of prompts that clients send afterwards, until the whole group has ended. They are repeated as
             needed and not measured.
-        times: When the prompts are sent, in seconds, if a trace says that.
     """
 
     id: str
     prompts: tuple[str, ...]
     background: tuple[str, ...]
-    times: tuple[float, ...] = ()
 
 
 def make_groups(prompts: Sequence[Prompt], arrivals: Arrivals) -> list[PromptGroup]:
-    """Group prompts, interleaved by category: one for each client of a closed loop, all of them for an open loop.
-
-    A trace is cut into windows, so that there are several groups to take intervals over.
-    """
+    """Group prompts, interleaved by category: one for each client of a closed loop, all of them for an open loop."""
     from specbench.bench.prompts import interleave
 
-    replays = isinstance(arrivals, Replay)
-    names = [prompt.id for prompt in (prompts if replays else interleave(prompts))]
-    times = [prompt.replayed.at_s for prompt in prompts if prompt.replayed is not None]
+    names = [prompt.id for prompt in interleave(prompts)]
     size = arrivals.clients if isinstance(arrivals, Closed) else len(names)
-    if replays:
-        size = -(-len(names) // max(1, min(_WINDOWS, len(names) // _WINDOW)))
     groups = []
     for number, first in enumerate(range(0, len(names), size), start=1):
         mine = names[first : first + size]
         mark = zlib.crc32("\n".join(mine).encode("utf-8", "surrogatepass"))
         after = (*names[first + size :], *names[: first + size]) if isinstance(arrivals, Closed) else ()
-        sent = tuple(at - times[first] for at in times[first : first + size]) if replays else ()
-        groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), after, sent))
+        groups.append(PromptGroup(f"group-{number}-{mark:08x}", tuple(mine), after))
     return groups
 
 

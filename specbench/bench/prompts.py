@@ -35,22 +35,6 @@ _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """A request of a trace.
-
-    Attributes:
-        at_s: When it came.
-        prompt_tokens, answer_tokens: Lengths of its prompt and its answer.
-        text: Its prompt; empty if the trace has only its length.
-    """
-
-    at_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    text: str = ""
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One prompt.
@@ -62,7 +46,6 @@ class Prompt:
         system: The system message; ``None`` without one.
         expects: What every answer has to be; ``None`` for any text.
         template: What the chat template is told.
-        replayed: The request of a trace that it stands for.
     """
 
     id: str
@@ -71,7 +54,6 @@ class Prompt:
     system: str | None = None
     expects: Expected | None = None
     template: TemplateOptions = NO_OPTIONS
-    replayed: Replayed | None = None
 
     def told(self, template: TemplateOptions) -> Prompt:
         """Return the prompt with what its template is told for all prompts."""

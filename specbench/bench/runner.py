@@ -297,7 +297,7 @@ class CellRunner(Generic[Encoded]):
         """Decode the prompts of a group together."""
         arrivals = config.condition.workload
         assert arrivals is not None
-        clients, times = None, [*group.times]
+        clients, times = None, list[float]()
         if isinstance(arrivals, Poisson):
             times = arrivals.times(len(group.prompts), random.Random(f"arrivals/{cell.seed}"))
         elif isinstance(arrivals, Closed):
@@ -312,9 +312,8 @@ class CellRunner(Generic[Encoded]):
         if key not in self._encoded:
             self._encoded[key] = self._engine.encode(self._prompts.at(name, condition), [])
         prompt = self._prompts.prompts[name]
-        tokens = None if prompt.replayed is None else prompt.replayed.answer_tokens
         seed = random.Random(f"{cell.seed}/{name}").getrandbits(31)
-        return BenchRequest(self._encoded[key], seed, tokens, name, prompt.category)
+        return BenchRequest(self._encoded[key], seed, name, prompt.category)
 
     def measure_costs(self, context: int | None = None) -> str:
         """Time forward passes of one request after so much context; with batches nothing.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from specbench.decoding.clocks import ShiftedClock
 from specbench.decoding.records import Prefill, Step
-from specbench.options import DecodingOptions
 
 if TYPE_CHECKING:
     from specbench.generate import GenerationRun
@@ -20,19 +19,12 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest(Generic[Encoded]):
-    """A prompt, the seed of its sampling, the length of its answer if it has one of its own; its id and category."""
+    """A prompt, the seed of its sampling, its id and its category."""
 
     prompt: Encoded
     seed: int
-    tokens: int | None = None
     name: str = ""
     category: str | None = None
-
-    def limited(self, decoding: DecodingOptions) -> DecodingOptions:
-        """Return the options of its answer."""
-        if self.tokens is None:
-            return decoding
-        return decoding.with_changes(max_new_tokens=min(self.tokens, decoding.max_new_tokens))
 
 
 @dataclass(frozen=True, slots=True)

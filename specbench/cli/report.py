@@ -22,13 +22,13 @@ def report(
             "Output folder. Default: the run's own folder. With several runs, each gets a subfolder.",
         ),
     ] = None,
-    shown: Annotated[ResultsOptions, Fields("slo", "price_per_hour")] = ResultsOptions(),  # noqa: B008
+    shown: Annotated[ResultsOptions, Fields("slo")] = ResultsOptions(),  # noqa: B008
 ) -> None:
     """Write report.html, one file that needs nothing else, and report.md with its figures in plots/."""
     from specbench.show.report import write_report
 
     def write(run: Path, folder: Path) -> None:
-        done, paths = write_report(run, folder, shown.service())
+        done, paths = write_report(run, folder, shown.limits())
         for path in paths:
             typer.echo(str(path))
         for answer in done.answers:

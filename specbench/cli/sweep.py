@@ -17,9 +17,7 @@ from specbench.cli.sweep_options import (
     ResultsOptions,
     ServerOptions,
     StartedArguments,
-    answer_limit,
     context_text,
-    fitted_prompts,
     prompts_of_sweep,
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, TemplateOptions
@@ -75,7 +73,7 @@ def sweep(
         what = compared, drafting, servers, template, decoding, results
         sweep_engine(ctx, target, *what, arguments or (), start)
         return
-    from specbench.bench.contexts import text_name
+    from specbench.bench.contexts import fitting, text_name
     from specbench.bench.grid import Sweep, check_contexts
     from specbench.bench.manifest import describe_models
     from specbench.cli.sweep_predicted import predict_table
@@ -83,7 +81,6 @@ def sweep(
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
-    decoding = answer_limit(ctx, compared, decoding)
     base = with_cache(ctx, Recipe(parse_model(target)).with_groups(models, caching, decoding, template))
     options, drafters, notes = _compared_models(ctx, compared, drafting, base)
     with starting(quiet) as progress:
@@ -104,8 +101,7 @@ def sweep(
     outcomes = [each.outcome for each in engine.drafters]
     notes += [*model.notes, *model_notes(engine.target, outcomes, decoding)]
     check_contexts(options, model.context_limit)
-    count, limit = engine.count_tokens, model.context_limit
-    prompts, more = fitted_prompts(compared, chosen, options, count, limit)
+    prompts, more = fitting(chosen.prompts, options.contexts, engine.count_tokens)
     notes += more
 
     configs = engine.configs(options, base)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specbench.base.errors import UsageError
-from specbench.cli.conflicts import given
 from specbench.cli.options import drafters_field, prompts_field
 from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, group
-from specbench.specs.sweeps import Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from specbench.base.progress import Progress
     from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
-    from specbench.bench.traces import Trace
-    from specbench.options import DecodingOptions, TemplateOptions
-    from specbench.results.goodput import Service
+    from specbench.options import TemplateOptions
     from specbench.results.run import StoredSuite
 
 
@@ -59,11 +51,6 @@ class ComparedOptions:
         "--arrivals KIND",
         "Workload of --batch, repeatable: closed:N or poisson:RATE.",
     )
-    trace: str | None = _what(
-        None,
-        "--trace FILE",
-        "Replay a trace of Mooncake, BurstGPT or AIPerf; with :speed=X so much faster.",
-    )
     context: str | None = _what(
         None,
         "--context LENGTHS",
@@ -93,13 +80,6 @@ class ComparedOptions:
     )
     minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
-    @cached_property
-    def requests(self) -> Trace | None:
-        """The trace."""
-        from specbench.bench.traces import read_trace
-
-        return None if self.trace is None else read_trace(self.trace)
-
     def axes(self, template: TemplateOptions, *, served: bool = False) -> dict[str, Any]:
         """Return the fields of ``SweepOptions`` that models and servers (``served``) share.
 
@@ -112,14 +92,11 @@ class ComparedOptions:
 
         for value in self.temperature:
             Sampling(temperature=value)
-        if any(each.lstrip().startswith("trace:") for each in self.arrivals):
-            raise UsageError("A trace is none of the --arrivals.", "Name its file with --trace.")
-        arrivals = [*self.arrivals, *([] if self.requests is None else [str(self.requests.arrivals)])]
-        unlimited = [0] if served and arrivals else []
+        unlimited = [0] if served and self.arrivals else []
         conditions = conditions_of(
             temperature=self.temperature,
             batch=unlimited if self.batch is None else parse_batches(self.batch),
-            arrivals=arrivals,
+            arrivals=self.arrivals,
             context=[] if self.context is None else parse_contexts(self.context),
             thinking=[] if self.thinking is None else parse_thinking(self.thinking),
         )
@@ -191,22 +168,19 @@ class ResultsOptions:
         "--slo LIMITS",
         "Goodput within limits such as ttft=500ms,tpot=30ms (also e2el=4s).",
     )
-    price_per_hour: float | None = _output(
-        None, "--price-per-hour X", "Price of what it runs on: cost of a million tokens."
-    )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
 
     def __post_init__(self) -> None:
-        self.service()
+        self.limits()
 
-    def service(self) -> Service | None:
-        """What the limits and the price ask for."""
-        if (self.slo, self.price_per_hour) == (None, None):
-            return None
-        from specbench.results.goodput import Service
+    def limits(self) -> dict[str, float]:
+        """Return the limits of latency in seconds, by name; none without ``--slo``."""
+        if self.slo is None:
+            return {}
+        from specbench.results.goodput import parse_limits
 
-        return Service.of(self.slo, self.price_per_hour)
+        return parse_limits(self.slo)
 
 
 MINUTES, ENGINE_MINUTES = 1.0, 20.0
@@ -294,14 +268,9 @@ def prompts_of_sweep(
     from specbench.bench.suites import SUITES
 
     limit, named = compared.limit, compared.prompts
-    replays = any(isinstance(at.workload, Replay) for at in options.conditions)
-    if replays:
-        limit = None  # it is one of the trace's requests, which take the prompts in turn
-    elif limit is None and compared.until is None and (not named or not SUITES.keys().isdisjoint(named)):
+    if limit is None and compared.until is None and (not named or not SUITES.keys().isdisjoint(named)):
         limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
     chosen = chosen_prompts(compared, limit, progress)
-    if replays:
-        chosen.sources["limit"] = compared.limit
     if compared.until is not None:  # the first ones have to stand for all
         chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, compared.seed))))
     check_batches(options, len(chosen.prompts))
@@ -309,32 +278,7 @@ def prompts_of_sweep(
 
 
 def context_text(compared: ComparedOptions) -> str | None:
-    """Return the text in front of prompts; ``None`` without --context and --trace."""
+    """Return the text in front of prompts; ``None`` without --context."""
     from specbench.bench.contexts import load_context_text
 
-    return None if compared.context is compared.trace is None else load_context_text()
-
-
-def answer_limit(ctx: typer.Context, compared: ComparedOptions, decoding: DecodingOptions) -> DecodingOptions:
-    """Return the options with room for the longest answer of a trace, unless ``--max-new-tokens`` is given."""
-    if compared.requests is None or given(ctx, "max_new_tokens"):
-        return decoding
-    longest = max(each.answer_tokens for each in compared.requests.requests)
-    return decoding.with_changes(max_new_tokens=max(2, longest))
-
-
-def fitted_prompts(
-    compared: ComparedOptions,
-    chosen: ChosenPrompts,
-    options: SweepOptions,
-    count: Callable[[Prompt], int],
-    limit: int | None = None,
-) -> tuple[tuple[Prompt, ...], list[str]]:
-    """Return the prompts that fit the contexts, or those of a trace's requests; with notes."""
-    from specbench.bench.contexts import fitting, load_context_text
-
-    trace = compared.requests
-    if trace is None:
-        return fitting(chosen.prompts, options.contexts, count)
-    asked = replace(trace, requests=trace.requests[: compared.limit])
-    return asked.prompts(chosen.prompts, load_context_text(), count, limit)
+    return None if compared.context is None else load_context_text()

@@ -204,7 +204,7 @@ class SweepJob(RunJob):
 
     def _show(self, results: Results) -> None:
         """Write the answer and the table into two files, then print them; stdout may be closed."""
-        from specbench.results.goodput import service_rows
+        from specbench.results.goodput import goodput_rows
         from specbench.results.requests import request_rows
         from specbench.results.summary import categorize, summarize
         from specbench.results.thinking import part_rows
@@ -216,8 +216,8 @@ class SweepJob(RunJob):
         summary, categories = summarize(results), categorize(results)
         requests = request_rows(results, summary)
         sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
-        if (service := self._results.service()) is not None:
-            sheets.append(tables.service_sheet(service_rows(results, service), service, summary.over))
+        limits = self._results.limits()
+        sheets.append(tables.goodput_sheet(goodput_rows(results, limits), limits, summary.over))
         if parts := part_rows(results):
             sheets.append(tables.part_sheet(parts))
         if turns := turn_rows(results):

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbench.base.errors import UsageError
-from specbench.bench.contexts import text_name
+from specbench.bench.contexts import fitting, text_name
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.cli.conflicts import given
 from specbench.cli.progress import StageProgress
-from specbench.cli.sweep_options import answer_limit, context_text, fitted_prompts, prompts_of_sweep
+from specbench.cli.sweep_options import context_text, prompts_of_sweep
 from specbench.cli.sweep_run import SweepJob, run_folder
 from specbench.options import DecodingOptions, TemplateOptions
 from specbench.results.store import RunStore
@@ -45,7 +45,6 @@ def sweep_servers(
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
     axes = compared.axes(template, served=True)
-    decoding = answer_limit(ctx, compared, decoding)
     if axes["turns"] is None and servers.prompt_cache != "keep":
         axes["turns"] = 1
     options = SweepOptions(
@@ -83,7 +82,7 @@ def sweep_servers(
             salt=engine.salt,
             context_text=None if text is None else text_name(text),
         )
-        prompts, notes = fitted_prompts(compared, chosen, options, engine.count_tokens)
+        prompts, notes = fitting(chosen.prompts, options.contexts, engine.count_tokens)
         sources = {
             "target": engine.servers[0].model_name,
             "tokenizer": str(spoken) if known else None,

@@ -13,7 +13,7 @@ from specbench.decoding.records import PARTS
 from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results import stats
 from specbench.results.acceptance import PositionRow
-from specbench.results.goodput import Service, ServiceRow
+from specbench.results.goodput import GoodputRow
 from specbench.results.heads import HeadRow, best_measurement, distinct_trainings
 from specbench.results.requests import PERCENTILES, RequestRow
 from specbench.results.run import OTHER_ANSWERS, PLAIN
@@ -335,19 +335,13 @@ _TRAINING_COLUMNS: list[_Column[tuple[str, TrainingMeasurement]]] = [
     *map(_accepted_at, range(4)),
 ]
 
-_SERVICE_COLUMNS: list[_Column[ServiceRow]] = [
+_GOODPUT_COLUMNS: list[_Column[GoodputRow]] = [
     _name("configuration", lambda row: row.config.label),
     _number("requests", 6, lambda row: row.requests, _count),
     _ratio("requests/s", 5, lambda row: row.rate),
-]
-_GOODPUT_COLUMNS: list[_Column[ServiceRow]] = [
     _number("within", 4, lambda row: row.within, _percent),
     _ratio("goodput", 0, lambda row: row.goodput),
     _ratio("goodput ×", 1, lambda row: row.goodput_ratio),
-]
-_COST_COLUMNS: list[_Column[ServiceRow]] = [
-    _ratio("cost/M", 2, lambda row: row.cost),
-    _ratio("cost ×", 3, lambda row: row.cost_ratio),
 ]
 
 # --- Sheets ---------------------------------------------------------------------------------------
@@ -504,19 +498,12 @@ def training_sheet(heads: Mapping[str, TrainingMetadata]) -> Sheet:
     return _sheet(rows, _TRAINING_COLUMNS, said)
 
 
-def service_sheet(rows: Sequence[ServiceRow], service: Service, over: str) -> Sheet:
-    """Return a table of goodput and cost; ``over``: name of the baseline."""
-    columns, said = [*_SERVICE_COLUMNS], list[str]()
-    if service.limits:
-        columns += _GOODPUT_COLUMNS
-        limits = ", ".join(f"{name} {1000 * value:g} ms" for name, value in service.limits.items())
-        said.append(
-            f"Goodput: requests per second within {limits}, and how many times that of {over} they are."
-        )
-    if service.price_per_hour is not None:
-        columns += _COST_COLUMNS
-        price = f"{service.price_per_hour:g} per hour"
-        said.append(
-            f"Cost of a million tokens of answers at {price}, and how many times that of {over} it is."
-        )
-    return _sheet(rows, columns, [*said, "Intervals are over groups of requests, or prompts decoded alone."])
+def goodput_sheet(rows: Sequence[GoodputRow], limits: Mapping[str, float], over: str) -> Sheet:
+    """Return a table of goodput within ``limits``, in seconds; ``over``: name of the baseline."""
+    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in limits.items())
+    notes = [
+        f"Goodput: requests per second within {within}, and how many times that of {over} they are. A failed request"
+        " missed its limits.",
+        "Intervals are over groups of requests, or prompts decoded alone.",
+    ]
+    return _sheet(rows, _GOODPUT_COLUMNS, notes)

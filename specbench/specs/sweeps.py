@@ -38,26 +38,12 @@ class Poisson:
         return [*accumulate(random.expovariate(self.rate) for _ in range(count))]
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """An open loop: requests arrive as those of a trace did, which has this name."""
-
-    trace: str
-
-    def __str__(self) -> str:
-        return f"trace:{self.trace}"
-
-
-Arrivals = Closed | Poisson | Replay
+Arrivals = Closed | Poisson
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Parse ``closed:N`` or ``poisson:RATE``, and ``trace:NAME`` as conditions have it; raise ``UsageError`` for
-    anything else.
-    """
+    """Parse ``closed:N`` or ``poisson:RATE``; raise ``UsageError`` for anything else."""
     word, _, value = text.strip().partition(":")
-    if word == "trace" and value:
-        return Replay(value)
     if word == "closed" and re.fullmatch(r"\d{1,9}", value, re.ASCII):
         clients = int(value)
         if not 1 <= clients <= MOST_CLIENTS:

@@ -124,7 +124,7 @@ class ModelEngine:
         self, config: Row, workload: Workload[Sequence[int]], decoding: DecodingOptions
     ) -> Group:
         def make(request: BenchRequest[Sequence[int]]) -> GenerationRun:
-            return self._run(config, request.prompt, request.limited(decoding), request.seed)
+            return self._run(config, request.prompt, decoding, request.seed)
 
         def start(request: BenchRequest[Sequence[int]]) -> GenerationRun:
             return ready.pop(id(request), None) or make(request)

@@ -334,8 +334,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
         mark = _mark(config, request, "each")
-        limited = request.limited(decoding)
-        settings = self._settings(server, config.condition.temperature, limited, request.seed, mark)
+        settings = self._settings(server, config.condition.temperature, decoding, request.seed, mark)
         return await self._ask(server, self._salted(config, request), settings)
 
     async def _ask(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specbench.base.files import file_errors, refuse_link, write_text
-from specbench.results.goodput import Service
 from specbench.results.results import load_results
 from specbench.show import html
 from specbench.show.document import Heading, to_markdown
@@ -22,14 +22,14 @@ __all__ = ["to_html", "write_report"]
 def write_report(
     folder: Path,
     out: Path | None = None,
-    service: Service | None = None,
+    limits: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Report, list[Path]]:
     """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
 
     Args:
         folder: The run's folder.
         out: The folder to write to; ``None`` for the run's folder.
-        service: See ``make_report``.
+        limits: See ``make_report``.
 
     Returns:
         The report, and the paths of ``report.html`` and ``report.md``.
@@ -43,7 +43,7 @@ def write_report(
     with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
-        report = make_report(results, folder.resolve().name, out / "plots", service)
+        report = make_report(results, folder.resolve().name, out / "plots", limits)
         texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)

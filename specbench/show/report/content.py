@@ -7,9 +7,10 @@ ends with the method of measurement and the machine. Definitions of the metrics:
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specbench.base.errors import UsageError
@@ -17,7 +18,7 @@ from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
-from specbench.results.goodput import Service, service_rows
+from specbench.results.goodput import goodput_rows
 from specbench.results.heads import head_rows
 from specbench.results.requests import request_rows
 from specbench.results.results import Results
@@ -55,7 +56,7 @@ def make_report(
     results: Results,
     name: str,
     plots: Path,
-    service: Service | None = None,
+    limits: Mapping[str, float] = MappingProxyType({}),
 ) -> Report:
     """Return a report about one run.
 
@@ -63,7 +64,7 @@ def make_report(
         results: The run.
         name: Name of the run.
         plots: An existing folder for the figures of the Markdown file.
-        service: What its requests have to keep to, and what it costs.
+        limits: Limits of latency in seconds, by name, for goodput.
 
     Raises:
         UsageError: No generation has finished. RunError: A figure cannot be written.
@@ -77,9 +78,7 @@ def make_report(
     figures, missing = _figures(results, plots)
     sheets = {
         "Batches of requests": tables.request_sheet(request_rows(results, summary)),
-        "Goodput and cost": Sheet([], [], [])
-        if service is None
-        else tables.service_sheet(service_rows(results, service), service, summary.over),
+        "Goodput": tables.goodput_sheet(goodput_rows(results, limits), limits, summary.over),
         "Thinking and answer": tables.part_sheet(part_rows(results)),
         "Conversations by turn": tables.turn_sheet(turn_rows(results)),
         "By category": tables.category_sheet(categories, summary),
@@ -201,7 +200,6 @@ def _method(results: Results) -> list[tuple[str, str]]:
         "Side by side": f"Requests at a time: {batches}. Arrivals: {arrivals}. closed:N is a closed loop of N clients,"
         " each of which sends its next request when the last is answered, until the last measured one has ended;"
         " poisson:RATE is that many per second at random times, the same for all, with idle time skipped."
-        " trace:NAME is a trace in windows, with prompts and answers as long as in it."
         if grouped
         else "",
         "Context": f"Lengths of prompts: {contexts} tokens, exactly. A passage of"
