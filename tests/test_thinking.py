@@ -179,13 +179,6 @@ def generate(cli, thinker) -> Cli:
     return call
 
 
-def test_the_rendered_prompt_is_shown(generate):
-    shown = generate("Hi", "--no-thinking", "--show-prompt")
-    assert shown.out.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n\n")
-    assert "<think>" not in generate("Hi", "--thinking", "--show-prompt").out
-    assert generate("Hi", "--raw", "--show-prompt").out == "Hi\n"
-
-
 def test_an_answer_alone_has_no_thinking(generate, thinker, tmp_path):
     whole = generate("Hi", "--format", SAYS, "--quiet").out
     alone = generate("Hi", "--format", SAYS, "--quiet", "--answer-only").out

@@ -12,7 +12,6 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
-from specbench.cli.console import write_out
 from specbench.cli.many import BATCH, decode_prompts, refuse_for_many
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
@@ -29,13 +28,10 @@ from specbench.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from specbench.bench.prompts import Prompt
     from specbench.cli.watchers import Paint
     from specbench.generate import GenerationRun
     from specbench.models.load import LanguageModel
-    from specbench.recipe import Recipe
 
 
 _prompt = panel(PROMPT)
@@ -82,9 +78,6 @@ def generate(
         several, text = choose_prompts(prompts)[0], ""
     else:
         several, text = [], read_prompt_text(prompt, sys.stdin)
-    if show.show_prompt:
-        _show_prompts(recipe, several, text, chat, system)
-        return
     paint = _paint() if show.show_accepted else None
     with ExitStack() as stack:
         trace_to = None
@@ -165,22 +158,6 @@ def _paint() -> Paint:
             "Leave it out: --json counts what was accepted, and --debug shows it.",
         )
     return partial(painted, color=not console.no_color)
-
-
-def _show_prompts(
-    recipe: Recipe, prompts: Sequence[Prompt], text: str, chat: bool | None, system: str | None
-) -> None:
-    """Print prompts as the target reads them."""
-    from specbench.bench.prompts import Prompt
-    from specbench.generate import encode_prompt
-    from specbench.models.load import load_tokenizer
-
-    tokenizer = load_tokenizer(recipe.target)
-    alone = Prompt("", "", (text,))
-    for each in prompts or [alone]:
-        template, said = recipe.template.over(each.template), each.system or system
-        ids = encode_prompt(tokenizer, each.turns[0], chat=chat, system=said, template=template)
-        write_out(str(tokenizer.decode(ids, skip_special_tokens=False)) + "\n")
 
 
 def _encode(

@@ -57,9 +57,6 @@ class ShownOptions:
     )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress, no summary.")
-    show_prompt: bool = _output(
-        False, "--show-prompt", "Print the prompt as the chat template renders it, and end."
-    )
     answer_only: bool = _output(False, "--answer-only", "Leave thinking out of the text.")
 
     @property
