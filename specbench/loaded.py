@@ -62,14 +62,8 @@ class LoadedRecipe:
         else:
             policy = build_policy(spec)
         drafter = NoDraft() if loaded is None else loaded.drafter
-        return cls(
-            recipe,
-            target,
-            drafter,
-            policy,
-            transforms_of(recipe, target.language_model),
-            notes_on_weights(recipe, target, loaded),
-        )
+        sampling = transforms_of(recipe, target.language_model)
+        return cls(recipe, target, drafter, policy, sampling, notes_on_weights(recipe, target, loaded))
 
     @property
     def models(self) -> str:

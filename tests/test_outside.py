@@ -75,7 +75,6 @@ WRONG = {
     "propose: yield from (); return Draft([1.5])": "drafts the token 1.5",
     "propose: yield from (); return [1]": "proposes [1] in place of a Draft",
     "propose: yield from (); return Draft([1], parents=[-1])": "proposes a tree, and fixed:gamma=4 wants a chain",
-    "propose: yield from (); return Draft([1], torch.eye(self.target.vocab_size)[:1])": "q gives no probability",
     "__init__: raise OSError('no file')": "OSError: no file",
 }  # fmt: skip
 """Bodies of methods, and a part of what is said of them."""

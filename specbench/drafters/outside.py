@@ -112,7 +112,7 @@ class _Checked(FreeDrafter):
             sure: Any = guess.match_confidence
             known = isinstance(sure, Real) and 0.0 <= float(sure) <= 1.0
             _require(known, f"the match_confidence is {sure!r} and not 0 to 1")
-            q = None if guess.q is None else self._distributions(guess.q, ())
+            q = None if guess.q is None else self._distributions(guess.q)
             return Guess(self._token(guess.token), float(sure), q)
 
     def update(self, outcome: StepOutcome) -> None:
@@ -139,8 +139,6 @@ class _Checked(FreeDrafter):
             draft = self._copied(draft)
             longest = max((len(draft.branch(node)) for node in range(len(draft.tokens))), default=0)
             _require(longest <= plan.budget, f"it drafts {longest} tokens where {plan.budget} fit")
-            for node in range(-1, len(draft.tokens)):
-                self._check_draws(draft, node)
             if not plan.sampling.greedy:
                 undrawn = find_undrawn(draft, random.draws)
                 _require(undrawn is None, f"{undrawn}; draw each token with plan.random.draw(q), and keep it")
@@ -158,7 +156,7 @@ class _Checked(FreeDrafter):
         tokens = [self._token(token) for token in draft.tokens]
         if draft.parents is None:
             _require(draft.candidates is None, "it proposes a chain with candidates")
-            q = None if draft.q is None else self._distributions(draft.q, (count,))
+            q = None if draft.q is None else self._distributions(draft.q, count)
             return replace(draft, tokens=tokens, q=q)
         parents = list(draft.parents)
         fits = len(parents) == count and all(-1 <= parent < node for node, parent in enumerate(parents))
@@ -166,37 +164,26 @@ class _Checked(FreeDrafter):
         assert draft.candidates is not None
         candidates = {
             node: [
-                Draws([*map(self._token, each)], None if q is None else self._distributions(q, ()))
+                Draws([*map(self._token, each)], q if q is None else self._distributions(q))
                 for each, q in groups
             ]
             for node, groups in draft.candidates.items()
         }
+        for node in range(-1, count):
+            drafted = sorted(token for token, parent in zip(tokens, parents, strict=True) if parent == node)
+            groups = candidates.get(node, [])
+            named = sorted({token for each, _ in groups for token in each})
+            _require(named == drafted, f"the nodes after node {node} are not its candidates")
+            sure = [q is None for _, q in groups]  # these may depend on what was drawn
+            _require(sure == sorted(sure), "a certain candidate comes before one that is drawn")
         return replace(draft, tokens=tokens, parents=parents, candidates=candidates, q=None)
-
-    def _check_draws(self, draft: Draft, node: int) -> None:
-        """Check what was drawn after a node: certain candidates come last, for they may depend on drawn ones."""
-        groups = draft.draws(node)
-        for tokens, q in groups:
-            likely = q is None or not tokens or float(q[tokens[0]]) > 0.0
-            _require(
-                likely, f"it drafts the token {tokens and tokens[0]}, to which its q gives no probability"
-            )
-        sure = [q is None for _, q in groups]
-        _require(sure == sorted(sure), "a certain candidate comes before one that is drawn")
-        if draft.parents is not None:
-            drafted = [
-                token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent == node
-            ]
-            named = {token for tokens, _ in groups for token in tokens}
-            fits = len({*drafted}) == len(drafted) and named == {*drafted}
-            _require(fits, f"the nodes after node {node} are not its candidates")
 
     def _token(self, token: Any) -> int:
         known = isinstance(token, Integral) and 0 <= int(token) < self.vocab_size
         _require(known, f"it drafts the token {token!r}, and the target's are 0 to {self.vocab_size - 1}")
         return int(token)
 
-    def _distributions(self, q: Any, rows: tuple[int, ...]) -> torch.Tensor:
+    def _distributions(self, q: Any, *rows: int) -> torch.Tensor:
         """Return a copy of distributions, [*rows, vocab], with sums of exactly 1, where the target computes."""
         fits = isinstance(q, torch.Tensor) and q.is_floating_point() and q.shape == (*rows, self.vocab_size)
         _require(fits, f"q is no float tensor with the shape {[*rows, self.vocab_size]}")
