@@ -391,6 +391,11 @@ def test_a_gguf_with_impossible_numbers(tmp_path, tiny_gguf):
     for each in impossible:
         path.write_bytes(each)
         assert "damaged or truncated" in refusal(read_gguf_header, path, kind=RunError)
+    empty = gguf.GGUFWriter(path, "llama")
+    empty.write_header_to_file()
+    empty.write_kv_data_to_file()
+    empty.close()
+    assert "there are no tensors" in refusal(read_gguf_header, path, kind=RunError)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
     assert "version 1" in refusal(read_gguf_header, path, kind=RunError)
 

@@ -85,6 +85,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 read.tensors
             ):  # modules would be made for all of them
                 raise ValueError("there are more layers than tensors")
+            if not read.tensors:
+                raise ValueError("there are no tensors")
         except (ArithmeticError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             why = excerpt(error).rstrip(".")
             raise RunError(
