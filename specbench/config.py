@@ -27,7 +27,7 @@ from specbench.specs.policies import parse_policy
 FILE_NAME = "specbench.toml"
 VERSION = 1
 PROVISIONAL = (
-    "is provisional: it is not sure yet that this is faster than plain decoding. To find out: `specbench tune --resume"
+    "is provisional: it is not sure yet that nothing is faster. To find out: `specbench tune --resume"
     " --overwrite`."
 )
 """End of a sentence about a provisional configuration."""
@@ -46,7 +46,9 @@ class Config:
     """The contents of a `specbench.toml`.
 
     Attributes:
-        given: Options by name, as the command line takes them; the others keep the command's own default.
+        given: Options by name, as the command line takes them; the others keep the command's own default. A target in
+            another folder is in it by the folder's own name.
+        fixed_gamma: The best fixed γ with this drafter, for engines that have no other policy.
         provisional: Whether `specbench tune` could not tell yet that this is faster than plain decoding.
 
     Raises:
@@ -55,6 +57,7 @@ class Config:
 
     given: Mapping[str, str] = field(default_factory=dict)
     provisional: bool = False
+    fixed_gamma: int | None = None
 
     def __post_init__(self) -> None:
         for key, value in self.given.items():
@@ -66,13 +69,17 @@ class Config:
 
     def __str__(self) -> str:
         lines = [f"version = {VERSION}", *(f'{_key(name)} = "{value}"' for name, value in self.given.items())]
+        if self.fixed_gamma is not None:
+            lines += [f"fixed-gamma = {self.fixed_gamma}"]
         if self.provisional:
             lines += [f"# This setting {PROVISIONAL}", "provisional = true"]
         return "".join(f"{line}\n" for line in lines)
 
 
-def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Config, str]:
-    """Return the configuration of a recipe, and a note if the target is left out."""
+def config_from_recipe(
+    recipe: Recipe, *, provisional: bool = False, fixed_gamma: int | None = None
+) -> tuple[Config, str]:
+    """Return the configuration of a recipe, and a note if the target has only its folder's name in it."""
     target = recipe.target.argument
     given = {"drafter": drafter_argument(recipe.drafter)}
     if recipe.policy is not None:
@@ -80,12 +87,11 @@ def config_from_recipe(recipe: Recipe, *, provisional: bool = False) -> tuple[Co
     given["cache"] = recipe.caching.cache
     if recipe.models.dtype != "auto":
         given["dtype"] = recipe.models.dtype
-    config = Config(given, provisional)
     try:
-        return replace(config, given={"target": target, **given}), ""
+        return Config({"target": target, **given}, provisional, fixed_gamma), ""
     except UsageError:
-        note = f"The target is not in it, because it is named by a path: add --target {shlex.quote(target)}."
-        return config, note
+        config = Config({"target": recipe.target.name, **given}, provisional, fixed_gamma)
+        return config, f"It holds for that target alone: add --target {shlex.quote(target)}."
 
 
 def read_config(path: Path) -> Config:
@@ -120,16 +126,18 @@ def _config(values: Mapping[str, Any]) -> Config:
         raise UsageError(
             f"{what}, and this specbench reads version {VERSION}.", f"Write version = {VERSION}."
         )
-    names = {_key(name): name for name in (*_CHECKS, "provisional")}
+    names = {_key(name): name for name in (*_CHECKS, "provisional", "fixed_gamma")}
     for key, value in values.items():
         if key != "version" and key not in names:
             raise UsageError(f"It has the unknown key {key!r}.", f"The keys are {', '.join(names)}.")
         if key == "provisional" and not isinstance(value, bool):
             raise UsageError(f"{key} is {one_line(value)}.", "Write true or false.")
-        if key not in ("version", "provisional") and not isinstance(value, str):
+        if key == "fixed-gamma" and (type(value) is not int or value < 1):
+            raise UsageError(f"{key} is {one_line(value)}.", "Write a number of 1 or more.")
+        if key not in ("version", "provisional", "fixed-gamma") and not isinstance(value, str):
             raise UsageError(f"{key} is {one_line(value)}, which is not a string.", "Put it in quotes.")
     given = {names[key]: value for key, value in values.items() if isinstance(value, str)}
-    return Config(given, values.get("provisional", False))
+    return Config(given, values.get("provisional", False), values.get("fixed-gamma"))
 
 
 def _key(name: str) -> str:

@@ -36,7 +36,7 @@ from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.specs.drafters import Lookup
 from specbench.tune import candidates, loading
-from specbench.tune.candidates import drafters_to_try
+from specbench.tune.candidates import GAMMAS, drafters_to_try
 
 Tune = Callable[..., Result]
 
@@ -94,14 +94,14 @@ def test_a_drafter_from_a_file_can_win(tune, tmp_path):
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     said = tune("--drafter", "./mine.py:Last", factors={"mine.py:Last@auto": 2.0})
     assert said.code == 0, said.err
-    assert said.out.startswith("mine.py:Last auto: 2.00× [2.00, 2.00] over plain decoding")
+    assert said.out.startswith("Yes: mine.py:Last auto, 2.00× [2.00, 2.00] over plain decoding")
     assert not (tmp_path / "specbench.toml").exists(), "no file makes a program run"
 
 
 def test_from_nothing_to_a_configuration(tune, tmp_path, models):
     said = tune("--drafter", models / "small", drafters=drafters_to_try)
     assert said.code == 0, said.err
-    assert said.out.startswith("lookup auto: 2.00× [2.00, 2.00] over plain decoding")
+    assert said.out.startswith("Yes: lookup auto, 2.00× [2.00, 2.00] over plain decoding")
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-target-tune", folder.name)
     stored = run_json(folder)
@@ -121,10 +121,12 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
         == 6
     )
     written = read_config(tmp_path / "specbench.toml")
-    assert written.given == {"drafter": "lookup", "draft_policy": "auto", "dtype": "float32"}
+    settings = {"drafter": "lookup", "draft_policy": "auto", "dtype": "float32"}
+    assert written.given == {"target": "target", **settings}, "it is for no other model"
+    assert written.fixed_gamma in GAMMAS
     assert f"add --target {models / 'target'}" in said.err
     assert "Saved: specbench.toml, which generate, chat, serve, sweep and check read" in said.err
-    assert (folder / "summary.md").read_text().startswith("**lookup auto: 2.00")
+    assert (folder / "summary.md").read_text().startswith("**Yes: lookup auto, 2.00")
     assert "config,label" in (folder / "summary.csv").read_text()
     assert str(models) not in json.dumps(stored) + (folder / "summary.md").read_text()
 
@@ -133,7 +135,7 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
     speeds_of = {"self:int8@auto:verification=block,t=1": 2.0}
     said = tune("--temperature", 1, factors=speeds_of)
     assert said.code == 0, said.err
-    assert said.out.startswith("self:int8 auto:verification=block: 2.00")
+    assert said.out.startswith("Yes: self:int8 auto:verification=block, 2.00")
     assert read_config(tmp_path / "specbench.toml").given["draft_policy"] == "auto:verification=block"
     rows = _rows(tmp_path / "results")
     assert not any("block" in row.draft_policy for row in rows if row.drafter == "lookup")
@@ -151,6 +153,11 @@ def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models
         assert run(words) == 0
         assert "lookup" in capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
+    assert (
+        run(["generate", "Hello", "-n", "3", "--target", "smollm2-135m", "--cache", "none", "--format", "x"])
+        == 2
+    )
+    assert "specbench.toml is for the target target and is left out" in capsys.readouterr().err
     assert run(["compare", f"{folder}:lookup@auto", f"{folder}:plain"]) == 0
 
 
@@ -196,7 +203,7 @@ def test_where_speculation_does_not_pay(tune, tmp_path, monkeypatch):
     )  # by the factor of the fixture too, one half and 1.5
     said = tune()
     assert said.code == 0, said.err
-    assert said.out.startswith("Speculation does not pay here: the best drafter is ")
+    assert said.out.startswith("No, speculation does not pay here: the best drafter that was raced is ")
     assert read_config(tmp_path / "specbench.toml").given["drafter"] == "none"
     assert "specbench export" not in said.out
 
@@ -219,6 +226,24 @@ def test_what_is_there_is_never_overwritten_silently(tune, tmp_path, monkeypatch
     assert (tmp_path / "specbench.toml").read_text() == "version = 1\n"
     assert tune("--overwrite").code == 0
     assert read_config(tmp_path / "specbench.toml").given["drafter"] == "lookup"
+
+
+def test_for_an_engine_only_what_it_supports_is_tried(tune, tmp_path, models, capsys):
+    tune("--for", "vllm", "--drafter", "self:int8").refused(2, "vLLM does not support the drafter self:int8")
+    small = models / "small"
+    said = tune(
+        "--for", "vllm", "--drafter", small, factors={"small (int8)@1": 2.0}, drafters=drafters_to_try
+    )
+    assert said.code == 0, said.err
+    assert said.out.startswith("Yes: small (int8) γ=1, 2.00× [")
+    rows = _rows(tmp_path / "results")
+    assert {row.drafter for row in rows} == {"none", "lookup", "suffix", "small (int8)"}
+    assert {row.draft_policy.partition(":")[0] for row in rows if row.kind == "speculative"} == {"fixed"}
+    (deploy,) = (line for line in said.out.splitlines() if line.startswith("Deploy:  "))
+    words = shlex.split(deploy.removeprefix("Deploy:  specbench "))
+    assert words[words.index("--to") + 1] == "vllm"
+    assert run(words) == 0
+    assert '"num_speculative_tokens": 1' in capsys.readouterr().out
 
 
 def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
@@ -244,7 +269,7 @@ def test_an_interrupted_search_goes_on(tune, tmp_path, monkeypatch):
     said = tune("--resume")
     assert said.code == 0, said.err
     assert f"Continuing results/{folder.name}." in said.err
-    assert said.out.startswith("lookup auto: 2.00")
+    assert said.out.startswith("Yes: lookup auto, 2.00")
     assert (folder / "generations.jsonl").read_text().splitlines()[:6] == lines
     tune("--resume", "--overwrite").refused(2, "no unfinished run of `specbench tune`")
     assert tune("--resume", "--overwrite", "--results", folder).code == 0
@@ -295,8 +320,8 @@ def test_on_a_machine_too_busy_to_decide_the_setting_is_provisional(
     said = tune("-v")
     assert said.code == 0, said.err
     headline, *details = said.out.split("\n\n")[0].splitlines()
-    assert headline.startswith("lookup auto, ")
-    assert "over plain decoding: the best so far (provisional)" in headline
+    assert headline.startswith("Not known yet: lookup auto, ")
+    assert headline.endswith("over plain decoding leads (provisional).")
     assert (
         "Other programs used the processor during 9 of 9 generations. A quiet machine needs less time"
         in " ".join(details)
@@ -333,7 +358,7 @@ def test_a_generation_that_fails_is_told(tune, monkeypatch):
     said = tune("-v")
     assert said.code == 0, said.err
     assert re.search(r"self:int8 .* failed", said.out)
-    assert said.out.startswith("lookup auto: 2.00")
+    assert said.out.startswith("Yes: lookup auto, 2.00")
 
 
 def _rows(folder: Path) -> list[Row]:

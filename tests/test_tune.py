@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ from specbench.tune.answer import (
 )
 from specbench.tune.candidates import (
     GAMMAS,
+    best_of_each,
     drafters_to_try,
+    race_needs,
     rules_to_try,
     select,
 )
@@ -97,13 +100,8 @@ def chosen(predicted: dict[str, float], **options: Any) -> Tuning:
 
 
 FAR = "predicted below 0.8 of the best"
-THREE = {
-    "d@auto": 2.0,
-    "e@auto": 1.9,
-    "d@heuristic": 1.8,
-}  # plain decoding and two of these take 2.03 s a block
-BEHIND = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}  # and of the first and e@2 2.12 s
-OTHERS = {"e@2", "e@8", "e@auto"}
+THREE = {"d@auto": 2.0, "e@auto": 1.9, "d@heuristic": 1.8}  # two of these take 1.03 s a block
+BEHIND = {"d@auto": 3.0, "d@4": 2.9, "e@8": 1.2, "e@2": 1.3, "e@auto": 1.3}
 
 
 @pytest.mark.parametrize(
@@ -116,19 +114,13 @@ OTHERS = {"e@2", "e@8", "e@auto"}
             {"e@auto": FAR, "d@dynamic-tree": FAR, "d@heuristic": None, "d@2": None},
         ),
         ({"d@4": 0.7, "e@auto": 0.5}, {}, (), {}),
-        (THREE, {"seconds": 6 * 2.1}, ("d@auto", "e@auto"), {}),
-        (THREE, {"seconds": 0.0}, ("d@auto",), {}),
-        (THREE, {"seconds": 6 * 2.1, "first_s": 5.0}, ("d@auto",), {}),
+        ({"d@4": 0.7, "e@auto": 0.5}, {"needed": {"d@4", "e@auto"}}, ("d@4", "e@auto"), {}),
+        (THREE, {"seconds": 6 * 1.1}, ("d@auto", "e@auto"), {}),
+        (THREE, {"seconds": 0.0}, ("d@auto",), {"e@auto": "no time for 6 blocks with it"}),
+        (THREE, {"seconds": 6 * 1.1, "first_s": 5.0}, ("d@auto",), {}),
         (BEHIND, {}, ("d@auto", "d@4"), {}),
-        (
-            BEHIND,
-            {"kept": [OTHERS, OTHERS | {"d@4", "d@auto"}, set()]},
-            ("d@auto", "d@4", "e@2"),  # the best that an engine supports, however far behind
-            {"e@auto": FAR},
-        ),
-        (BEHIND, {"kept": [OTHERS], "seconds": 6 * 2.2}, ("d@auto", "d@4"), {}),  # as good as the best
-        (BEHIND | {"d@4": 2.8}, {"kept": [OTHERS], "seconds": 6 * 2.2}, ("d@auto", "e@2"), {}),
-        (BEHIND | {"e@2": 1.0, "e@8": 0.9}, {"kept": [OTHERS]}, ("d@auto", "d@4"), {}),
+        (BEHIND, {"needed": {"e@2"}}, ("d@auto", "d@4", "e@2"), {"e@auto": FAR}),  # however far behind
+        (BEHIND, {"needed": {"d@auto", "e@2"}, "seconds": 0.0}, ("d@auto", "e@2"), {}),
         ({"d@auto": 1.0}, {"failed": {"e": "no memory"}}, ("d@auto",), {"e@auto": "failed: no memory"}),
     ],
 )
@@ -136,6 +128,16 @@ def test_who_is_raced(predicted, options, raced, left_out):
     found = chosen(predicted, **options)
     assert tuple(found.raced) == raced
     assert {name: found.left_out.get(name) for name in left_out} == left_out
+
+
+def test_what_a_race_needs():
+    rows = {"d@4": "d", "d@auto": "d", "e@2": "e", "f@2": "f"}
+    best = {"f": ["f@2"], "d": ["d@4", "d@auto"]}
+    asked = {"e": ["e@2"], "that vLLM supports": ["d@4", "f@2"], "that nothing supports": []}
+    needs = race_needs(rows, {"f@2": 2.0, "d@auto": 1.5, "d@4": 1.0}, asked)
+    assert needs == {**best, "e": ["e@2"], "that vLLM supports": ["d@4", "f@2"]}
+    assert best_of_each(needs, {"f@2": 2.0, "d@auto": 1.5, "d@4": 1.0}) == {"f@2", "d@auto"}
+    assert list(race_needs(rows, {"e@2": 0.1}, {})) == ["e", "d"], "what was not predicted is missing too"
 
 
 # -- searching -------------------------------------------------------------------------------------
@@ -148,13 +150,13 @@ class TimedEngine(ScriptedEngine):
         self, speeds: dict[str, float], clock: FakeClock, noise: float = 0.01, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.speeds, self.clock, self.noise = speeds, clock, noise
+        self.speeds, self.clock, self.noise, self.pass_s = speeds, clock, noise, 0.01
         self.drafters_s = {"d": 0.002, "e": 0.2}
 
     def generate(self, config: Row, prompt: Sequence[int], *options: Any, **named: Any) -> Generation:
         outcome = super().generate(config, prompt, *options, **named)
         wobble = 1 + self.noise * (prompt[0] * (1 + len(config.id)) % 7) / 6
-        seconds = 0.01 * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
+        seconds = self.pass_s * (len(outcome.token_ids) - 1) * wobble / self.speeds.get(config.id, 1.0)
         self.clock.seconds += seconds + outcome.ttft_s
         return taking(outcome, seconds)
 
@@ -163,7 +165,7 @@ class TimedEngine(ScriptedEngine):
     ) -> list[CostLine]:
         self.cost_calls.append(tuple(widths))
         return cost_lines(
-            {n: [0.01] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256
+            {n: [self.pass_s] for n in widths}, {name: [s] for name, s in self.drafters_s.items()}, 256
         )
 
 
@@ -221,7 +223,7 @@ def test_a_search_finds_the_fastest_and_stores_what_it_measured(tmp_path):
     answer = find_answer(found, df)
     assert answer.choice == "d@auto"
     assert answer.measured["d@auto"].speedup.value == pytest.approx(2.0, rel=0.02)
-    assert answer.headline.startswith("d auto: 2.0")
+    assert answer.headline.startswith("Yes: d auto, 2.0")
 
 
 @pytest.mark.parametrize("target_s", [0.01, 0.0])
@@ -291,9 +293,9 @@ def test_nothing_is_measured_again(tmp_path):
 def test_the_time_is_kept_to_and_what_is_open_is_said(tmp_path):
     clock = FakeClock()
     speeds = {"d@auto": 1.5, "d@8": 1.49, "d@heuristic": 1.3, "d@dynamic-tree": 1.2}
-    engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=200, repeats=9)
-    found = search(tmp_path, engine, sweep, clock, seconds=25.0)
-    assert clock.seconds <= 25.0
+    engine, sweep = TimedEngine(speeds, clock, noise=4.0), grid("d", max_new_tokens=20, repeats=9)
+    found = search(tmp_path, engine, sweep, clock, seconds=2.0)
+    assert clock.seconds <= 1.1 * 2.0
     assert found.race.ending == "time"
     assert found.race.blocks < 9 * 9
 
@@ -306,14 +308,30 @@ def test_without_time_for_a_block_nothing_is_said(tmp_path):
     assert found.race.leader == "d@auto"
 
 
-def test_a_search_without_a_limit_has_more_time_where_plain_decoding_is_slow(tmp_path):
-    clock, sweep = FakeClock(), grid("d")
-    short = search(tmp_path / "short", TimedEngine(FAST, clock, noise=4.0), sweep, clock, seconds=2.0)
-    assert short.race.ending == "time"
-    longer = search(
-        tmp_path / "longer", TimedEngine(FAST, clock, noise=4.0), sweep, clock, seconds=2.0, longer=True
-    )
-    assert longer.race.blocks > short.race.blocks
+@pytest.mark.parametrize(
+    ("longer", "seconds", "tokens"), [(True, 60.0, 32), (False, 120.0, 21), (False, 600.0, 48)]
+)
+def test_on_a_slow_target_outputs_are_cut_and_all_that_a_race_needs_is_raced(
+    tmp_path, longer, seconds, tokens
+):
+    """A pass takes 0.28 s, loading is over, and predictions take a minute."""
+    clock, sweep = FakeClock(), grid("d", "e", "f", max_new_tokens=48)
+    engine = TimedEngine({"d@auto": 2.0, "e@auto": 1.8, "f@4": 1.1}, clock)
+    engine.pass_s = 0.28
+
+    def predict(*_: object) -> tuple[dict[str, float], dict[str, str]]:
+        clock.seconds += 30.0
+        return {"d@auto": 2.6, "e@auto": 2.3, "f@4": 1.2, "d@4": 2.5}, {}
+
+    found = search(tmp_path, engine, sweep, clock, seconds=seconds, longer=longer, predict=predict,
+                   asked={"f": ["f@4", "f@auto"]})  # fmt: skip
+    answer = find_answer(found, load_results(tmp_path))
+    assert max(count for config, _, count in engine.calls if config in ("d@auto", "f@4")) == tokens
+    assert {"d@auto", "e@auto", "f@4"} <= set(answer.measured)
+    assert (answer.choice, answer.provisional) == ("d@auto", found.race.verdict == "open")
+    assert clock.seconds < 300.0 or not longer
+    again = search(tmp_path, TimedEngine({}, clock), sweep, clock, seconds=seconds)
+    assert again.tokens == found.tokens
 
 
 def test_a_drafter_that_fails_is_left_out_and_plain_decoding_that_fails_ends_it(tmp_path):
@@ -337,6 +355,76 @@ def answered(folder: Path, speeds: dict[str, float], **options: Any) -> tuple[An
     clock, sweep = FakeClock(), grid("d", "e")
     found = search(folder, TimedEngine(speeds, clock), sweep, clock, **options)
     return find_answer(found, load_results(folder)), found
+
+
+BOTH = {"d@auto": 2.0, "e@auto": 1.5}
+TEXTS: dict[str, tuple[dict[str, Any], str, bool, list[str]]] = {
+    "one candidate": (
+        {"drafters": "d", "predicted": {"d@auto": 2.0}}, "Yes: d auto, 2.01× [", False,
+        ["Raced on 6 of 9 prompts beside plain decoding alone.\n"],
+    ),
+    "every prediction failed": (
+        {"failed": {"d": "no memory.", "e": "its passes could not be timed"}},
+        "Not known: no drafter could be measured. Plain decoding", True,
+        ["Not compared: e (failed: its passes could not be timed), d (failed: no memory)."],
+    ),
+    "none could be predicted": (
+        {}, "Not known: no drafter could be measured. Plain decoding", True,
+        ["Not compared: e (it was not tried), d (it was not tried)."],
+    ),
+    "a rival did not load": (
+        {"predicted": {"d@auto": 2.0}, "failed": {"e": "no memory."}},
+        "Yes: d auto, 2.01× [2.00, 2.02] over plain decoding. Whether it is the fastest is not known yet (prov", True,
+        ["beside plain decoding alone.", "Not compared: e (failed: no memory)."],
+    ),
+    "a rival failed in the race": (
+        {"predicted": BOTH, "broken": "e"}, "Yes: d auto, 2.01× [", True,
+        ["beside plain decoding alone.", "Not compared: e (predicted 1.50×; failed: no memory)."],
+    ),
+    "all failed in the race": (
+        {"predicted": BOTH, "broken": "de"}, "Not known: no drafter could be measured. Plain decoding", True,
+        ["Not compared: d (predicted 2.00×; failed: no memory), e (predicted 1.50×; failed: no memory)."],
+    ),
+    "one prompt": (
+        {"predicted": BOTH, "prompts": 1},
+        "Not known yet: d auto, 2.00× [too few to say] over plain decoding leads (provisional).", True,
+        ["Raced on 1 of 1 prompt beside", "One prompt says nothing of others: give more with --prompts."],
+    ),
+    "left out by prediction": (
+        {"drafters": "def", "predicted": {**BOTH, "f@auto": 0.5}}, "Yes: d auto, 2.01× [", False,
+        ["plain decoding and e auto 1.00", "95% confidence none of these is", "Not compared: f (predicted 0.50×)."],
+    ),
+    "named": (
+        {"drafters": "def", "predicted": {**BOTH, "f@auto": 0.5}, "asked": {"f": ["f@auto"]}},
+        "Yes: d auto, 2.01× [", False, ["and e auto 1.00", ", f auto 1.00"],
+    ),
+    "no gain": (
+        {"predicted": BOTH, "speeds": {"d@auto": 0.5, "e@auto": 0.4}},
+        "No, speculation does not pay here: the best drafter that was raced is d auto, 0.50× [", False,
+        ["beside plain decoding and e auto 0.40× ["],
+    ),
+    "no gain, and a rival failed": (
+        {"predicted": BOTH, "speeds": {"d@auto": 0.5}, "broken": "e"},
+        "Not known yet: plain decoding leads (provisional); the best drafter is d auto, 0.50× [", True,
+        ["Not compared: e (predicted 1.50×; failed: no memory)."],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_an_answer_says_only_what_was_measured(tmp_path, case):
+    given, headline, provisional, details = TEXTS[case]
+    sweep, clock, broken = grid(*given.get("drafters", "de")), FakeClock(), given.get("broken", "")
+    sweep = replace(sweep, prompts=sweep.prompts[: given.get("prompts", 9)])
+    fails = lambda config, _: RunError("no memory.") if config.drafter in broken else None  # noqa: E731
+    predict = lambda *_: (given.get("predicted", {}), given.get("failed", {}))  # noqa: E731
+    engine = TimedEngine(given.get("speeds", FAST), clock, fails=fails)
+    found = search(tmp_path, engine, sweep, clock, predict=predict, asked=given.get("asked", {}))
+    answer = find_answer(found, load_results(tmp_path))
+    said = short_text(answer, "", None)
+    assert said.startswith(headline)
+    assert answer.provisional == provisional
+    assert [each for each in details if each not in said] == []
 
 
 def undecided(folder: Path, clock: FakeClock) -> tuple[Search, Sweep]:
@@ -373,7 +461,7 @@ def test_what_is_not_sure_yet_is_provisional_with_the_time_it_takes(tmp_path):
     assert found.race.verdict == "open"
     answer = find_answer(found, load_results(tmp_path))
     assert (answer.choice, answer.provisional) == (found.race.leader, True)
-    assert "the best so far" in answer.headline
+    assert answer.headline.startswith("Not known yet: d auto, 1.")
     assert any("--resume --overwrite" in each for each in answer.details)
     config, _ = config_from_recipe(RECIPE, provisional=answer.provisional)
     assert config.provisional

@@ -222,20 +222,23 @@ class CellRunner(Generic[Encoded]):
     def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
         return self._answers.setdefault((config, prompt, repeat), {})
 
-    def measure(self, cell: Cell, warmup_tokens: int = WARMUP_TOKENS) -> Measurement:
+    def measure(self, cell: Cell, most: int | None = None) -> Measurement:
         """Decode a cell, and return its line; for a warm-up, only the first tokens. Any failure becomes a failed line.
+
+        ``most`` is the largest number of tokens, if it is smaller than that of the sweep, or than that of warm-ups.
 
         If the process was stopped while it decoded, the cell is decoded once more. If that happens again, the line has
         a warning.
         """
-        measured = self._measure_once(cell, warmup_tokens)
-        return self._measure_once(cell, warmup_tokens) if "stopped" in measured.line.warnings else measured
+        most = most or (WARMUP_TOKENS if cell.warmup else self._sweep.options.decoding.max_new_tokens)
+        measured = self._measure_once(cell, most)
+        return self._measure_once(cell, most) if "stopped" in measured.line.warnings else measured
 
-    def _measure_once(self, cell: Cell, warmup_tokens: int) -> Measurement:
+    def _measure_once(self, cell: Cell, most: int) -> Measurement:
         config = self.configs[cell.config]
         decoding = self._sweep.options.decoding
-        if cell.warmup:
-            decoding = decoding.with_changes(max_new_tokens=min(warmup_tokens, decoding.max_new_tokens))
+        if most < decoding.max_new_tokens:
+            decoding = decoding.with_changes(max_new_tokens=most)
         before = self._snapshot()
         self._fastest_mhz = max(self._fastest_mhz, before.frequency_mhz or 0.0)
         started = round(time.time(), 3)

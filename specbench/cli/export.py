@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from specbench.base.errors import UsageError
 from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
 from specbench.cli.named_runs import split_row
-from specbench.cli.options import DEFAULT_TARGET, JsonOption
+from specbench.cli.options import DEFAULT_TARGET, EngineName, JsonOption
 from specbench.cli.policy import default_drafter
 from specbench.export.registry import ENGINES
 from specbench.options import ModelOptions, panel
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
     from specbench.export.engine import Export, ExportEngine
     from specbench.export.setting import Setting
-
-    EngineName = str
-else:
-    EngineName = Literal[tuple(ENGINES)]
 
 _option = panel("Options")
 
@@ -110,6 +106,9 @@ def _exported(
             return setting, engine.export(setting), source.name
         except UsageError as error:
             found = _measured_instead(engine, source.parent, recipe, gamma)
+            if found is None and gamma is None and config.fixed_gamma is not None:
+                setting = setting_of(recipe, config.fixed_gamma, "the best one with this drafter")
+                return setting, engine.export(setting), source.name
             if found is None:
                 raise
             say(f"{source.name}: {error.message} Exported from {found[2]}: {found[0].measured}.")

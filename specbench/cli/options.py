@@ -8,14 +8,19 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from specbench.export.registry import ENGINES
 from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, group, panel
 
 if TYPE_CHECKING:
     from specbench.decoding.sampling import Sampling
     from specbench.models.load import LanguageModel
     from specbench.recipe import Recipe
+
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULT_DRAFTER = "lookup"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specbench.cli.options import drafters_field, prompts_field
+from specbench.cli.options import EngineName, drafters_field, prompts_field
+from specbench.export.registry import ENGINES
 from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, group
 
 if TYPE_CHECKING:
@@ -203,6 +204,11 @@ class SearchOptions:
         "--cache KIND",
         "KV cache: dynamic, preallocated, static, compiled or none. Default: preallocated where forward passes are"
         " faster with it.",
+    )
+    for_engine: EngineName | None = _option(
+        None,
+        "--for ENGINE",
+        "Only what an engine supports, so that the answer can be exported to it: " + ", ".join(ENGINES) + ".",
     )
     batch: str | None = _option(
         None,

@@ -85,6 +85,10 @@ def tune_engine(
             job.say_at_start(start, (), "" if search.resume else None)
             from specbench.tune.engine_search import EngineSearch
 
+            named: dict[str, list[str]] = {}
+            for name, each in settings.items():
+                if each.family and each.family not in planned.engine.ngrams:
+                    named.setdefault(each.family, []).append(name)
             until = began + seconds - _ENDING_S
             searching = EngineSearch(
                 sweep,
@@ -95,6 +99,7 @@ def tune_engine(
                 clock=clock,
                 seconds=seconds,
                 until=until,
+                asked=named,
                 progress=progress,
             )
             job.watch(searching, progress)
@@ -155,7 +160,7 @@ def _show(
         first = (
             to_text(*answer_parts(answer, search))
             if asked.verbose
-            else "\n".join([answer.headline, *answer.details[:1], ""])
+            else "\n".join([answer.headline, *answer.details[:3], ""])
         )
         text = first + "".join(f"{line}\n" for line in lines)
         write_out(terminal_safe(text))

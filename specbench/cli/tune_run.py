@@ -28,6 +28,7 @@ from specbench.cli.sweep_options import MINUTES, chosen_prompts
 from specbench.cli.sweep_run import FOLDER, RunJob, new_folder
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
+from specbench.export.registry import ENGINES, load_engine, load_engines
 from specbench.options import quantized
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore, read_run, stored_runs
@@ -72,6 +73,11 @@ def run_tune(
     with file_errors(f"{str(search.out)!r} cannot be written", "Give another --out.", kind=UsageError):
         require_writable(search.out.parent)
     given = [spec for spec in map(parse_drafter, dict.fromkeys(search.drafter)) if not spec.is_plain]
+    only = None if search.for_engine is None else load_engine(search.for_engine)
+    for spec in given:
+        if only is not None and not only.supports(spec):
+            supported = f"Supported: {only.describe_drafters()}."
+            raise UsageError(f"{only.title} does not support the drafter {spec}.", supported)
     with starting(quiet) as progress:
         chosen = chosen_prompts(search, None, progress)
     prompts = tuple(interleave(chosen.prompts))
@@ -106,18 +112,21 @@ def run_tune(
         except UsageError as error:  # whose advice is that of a sweep
             raise UsageError(error.message, "Give other --search.") from error
         engine, cache, notes = load_candidates(
-            base.target, given, models, formatted=decoding.format is not None, cache=kind, progress=progress
-        )
+            base.target, given, models, formatted=decoding.format is not None, cache=kind, only=only,
+            progress=progress,
+        )  # fmt: skip
     base = replace(base, caching=replace(base.caching, cache=cache))
-    configs = tuple(configurations(options, engine, base))
+    configs = tuple(configurations(options, engine, base, only))
     sweep = Sweep(options, prompts, configs, suites=chosen.suites)
+    if search.minutes is not None or search.resume:  # they are for what comes after loading
+        began = clock.now()
     job = TuneJob(sweep, engine, folder, quiet)
     with job.open_store(sources) as store, StageProgress(quiet, animated=False) as progress:
         from specbench.cli.setting import drafter_notes
 
         notes += drafter_notes(each.outcome for each in engine.drafters)
         job.say_at_start(start, notes, None if stored is None else "")
-        from specbench.tune.loading import exportable
+        from specbench.tune.loading import asked_for
         from specbench.tune.search import Search
 
         searching = Search(
@@ -129,7 +138,7 @@ def run_tune(
             clock=clock,
             seconds=60 * minutes,
             until=began + 60 * minutes - max(_ENDING_S, _ENDING_SHARE * 60 * minutes),
-            kept=exportable(configs, engine),
+            asked=asked_for(configs, engine, given, [only] if only else load_engines().values()),
             progress=progress,
         )
         job.watch(searching, progress)
@@ -163,10 +172,8 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
     lead = labels[race.leader]
     if race.leader != race.plain:
         lead += f" {decimals(race.ratio(race.leader, race.plain).value)}× plain"
-    blocks, left = counted(race.blocks, "block"), f"at most {duration(max(0.0, left_s))} left"
-    if race.decided:
-        return f"{blocks}, decided for {lead}; its speedup is still being measured, {left}"
-    return f"{blocks}, leading {lead} of {len(race.running)} in the race, {left}"
+    blocks, left = counted(race.blocks, "block"), f"{duration(max(0.0, left_s))} left"
+    return f"{blocks}, {left}, {'decided' if race.decided else f'first of {len(race.running)}'}: {lead}"
 
 
 class TuneJob(RunJob):
@@ -246,8 +253,11 @@ def _show(
     from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
 
     results, out = job.write_answer(answer, search), asked.out
-    written = _write_configuration(job, answer, out, asked.cache)
-    exported = exports(results, job.folder, job.recipes) if search.race.verdict == "faster" else None
+    written = _write_configuration(job, answer, search, asked)
+    exported = None
+    if search.race.verdict == "faster":
+        engines = [asked.for_engine] if asked.for_engine else ENGINES
+        exported = exports(results, job.folder, job.recipes, engines)
     if asked.json_output:
         facts = {
             **as_json(answer, search),
@@ -277,12 +287,19 @@ def _command(job: TuneJob, results: Results) -> str:
     return answer.command
 
 
-def _write_configuration(job: TuneJob, answer: TuningAnswer, out: Path, cache: str | None) -> bool:
+def _write_configuration(
+    job: TuneJob, answer: TuningAnswer, search: StoredSearch[Any], asked: SearchOptions
+) -> bool:
     """Write the configuration file; return whether the answer can be expressed in one."""
+    from specbench.tune.answer import fixed_gamma
+
+    out, cache = asked.out, asked.cache
     recipe = job.recipes[answer.choice]
     usual = "dynamic" if quantized(recipe.models.dtype) is None else "preallocated"
     try:
-        config, note = config_from_recipe(recipe, provisional=answer.provisional)
+        config, note = config_from_recipe(
+            recipe, provisional=answer.provisional, fixed_gamma=fixed_gamma(search, answer.choice)
+        )
     except UsageError as error:
         job.say(f"note: {out} is not written: {error}")
         return False

@@ -133,10 +133,10 @@ class Setting:
         return [self.target, *([] if model is None or model.kind == "mtp" else [model])]
 
 
-def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:
+def setting_of(recipe: Recipe, gamma: int | None = None, gamma_from: str = "given by --gamma") -> Setting:
     """Return the setting of a recipe that was not measured.
 
-    ``gamma`` replaces the draft policy's own; policies without a fixed γ require it.
+    ``gamma``, which is from ``gamma_from``, replaces the draft policy's own; policies without a fixed γ require it.
 
     Raises:
         UsageError: The setting is plain decoding; it has no fixed γ and none is given; or its drafter is not on the hub
@@ -158,7 +158,7 @@ def setting_of(recipe: Recipe, gamma: int | None = None) -> Setting:
     setting = Setting(
         recipe,
         chosen,
-        "" if chosen == own else "given by --gamma",
+        "" if chosen == own else gamma_from,
         part.dtype if isinstance(part, SmallModel) and part.dtype != "auto" else None,
     )
     model = recipe.drafter.model_spec

@@ -143,6 +143,9 @@ class Tuning(Record):
     predicted: Annotated[dict[str, Number], doc("speedups, by id")]
     raced: Annotated[list[str], doc("ids")]
     left_out: Annotated[dict[str, str], doc("why others were not, by id")]
+    tokens: Annotated[
+        Count | None, doc("of an output at most, if fewer than asked for: the target is slow")
+    ] = None
     ranking: Annotated[list[str], doc("ids of those measured, the leader first; empty until it ends")] = []
     verdict: Annotated[str | None, doc("`faster`, `equal`, `plain`, `open`")] = None
     answer: Annotated[TuningAnswer | None, doc("what everything shows")] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json
 from specbench.base.textsafe import counted, listed, one_line
 from specbench.export.output import export_fastest
-from specbench.export.registry import load_engines
+from specbench.export.registry import ENGINES, load_engine
 from specbench.export.setting import MeasuredSetting, RunSettings, Setting
 from specbench.results import stats
 from specbench.results.results import Results
@@ -21,15 +21,19 @@ from specbench.results.run import Tuned, TuningAnswer
 from specbench.results.summary import disturbance
 from specbench.rows import Row
 from specbench.show.document import Items, Paragraph, Part, Sheet, to_text
-from specbench.tune.candidates import CLOSE_SHARE, NO_TIME
+from specbench.tune.candidates import NO_TIME, SUPPORTED
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
     from specbench.recipe import Recipe
     from specbench.tune.search import StoredSearch
 
-_NAMED = 5
-"""Configurations that a sentence lists at most."""
+_NAMED, _OTHERS = 5, 3
+"""Configurations that a sentence lists at most, and rivals with their intervals."""
+
+_MEASURE_THERE = "`specbench tune --for ENGINE` measures it"
+
+_NO_BOUND = "any"
 
 _LONG = 8 * 60
 """After this many minutes no longer search is advised."""
@@ -57,39 +61,41 @@ class Tried:
 
 
 def find_answer(search: StoredSearch[Any], results: Results) -> TuningAnswer:
-    """Return the answer of a search; its choice is plain decoding if speculation does not pay."""
+    """Return the answer of a search; its choice is plain decoding if speculation does not pay.
+
+    It is provisional if the race is not decided, or was none: see ``race_needs``.
+    """
     race, rows = search.race, search.rows
     disturbed = disturbance(results).partition(": ")[2]
     if not race.blocks:
         return _predicted_answer(search, disturbed)
     leader, verdict, best = race.leader, race.verdict, _best_drafting(race)
-    speedup = "" if best is None else stats.ratio_text(race.ratio(best, race.plain))
-    what = "" if best is None else f"{_described(rows[best])}, {speedup}"
-    all_failed = len(race.names) > 1 and best is None
-    if verdict == "faster":
-        headline = f"{_described(rows[leader])}: {speedup} over plain decoding"
-        headline += "." if race.open or _near_leader(race) else "; nothing else is within 5%."
-    elif all_failed:
-        headline = "Plain decoding is the provisional choice: all drafters in the race failed."
-    elif best is None:
-        headline = "Speculation does not pay here: no drafter is predicted to come near plain decoding."
-    elif verdict == "plain":
-        headline = f"Speculation does not pay here: the best drafter is {what} of plain decoding."
-    elif verdict == "equal":
-        headline = f"Speculation gains less than 5% here: the best drafter is {what} over plain decoding."
+    provisional = verdict == "open" or best is None or bool(_missing(search))
+    what = "" if best is None else f"{_described(rows[best])}, {stats.ratio_text(race.speedup(best))}"
+    if best is None:
+        headline = "Not known: no drafter could be measured. Plain decoding is the provisional choice."
+    elif verdict == "faster":
+        headline = f"Yes: {what} over plain decoding."
+        if provisional or race.open:
+            headline += " Whether it is the fastest is not known yet (provisional)."
+    elif verdict in ("plain", "equal") and not provisional:
+        said = "does not pay" if verdict == "plain" else "gains less than 5%"
+        headline = (
+            f"No, speculation {said} here: the best drafter that was raced is {what} over plain decoding."
+        )
     elif leader == race.plain:
-        headline = f"Plain decoding is the best so far (provisional); the best drafter is {what} of it."
+        headline = f"Not known yet: plain decoding leads (provisional); the best drafter is {what} of it."
     else:
-        headline = f"{what} over plain decoding: the best so far (provisional), in too few blocks to be sure."
+        headline = f"Not known yet: {what} over plain decoding leads (provisional)."
     measured = [name for name in race.names if name != race.plain and race.num_blocks(name)]
     return TuningAnswer(
         headline=headline,
         details=[*_details(search, disturbed)],
         choice=race.plain if verdict in ("equal", "plain") else leader,
-        provisional=verdict == "open" or all_failed,
+        provisional=provisional,
         measured={
             name: Tuned(
-                speedup=race.ratio(name, race.plain),
+                speedup=race.speedup(name),
                 categories={each: race.ratio(name, race.plain, each) for each in race.categories(name)},
                 verdict=race.verdict_of(name),
             )
@@ -102,18 +108,12 @@ def _predicted_answer(search: StoredSearch[Any], disturbed: str) -> TuningAnswer
     """Return the answer of a search whose time was over before the first block was complete."""
     race = search.race
     best = next(iter(race.names[1:]), race.plain)
+    headline = "Not known: the time was too short to compare anything. The provisional choice is "
     if search.predicted.get(best, 0.0) > 1.0:
-        predicted = stats.decimals(search.predicted[best])
-        headline = (
-            f"{_described(search.rows[best])}: predicted {predicted}× over plain decoding (provisional);"
-            " the time was too short to compare anything."
-        )
+        headline += f"{_described(search.rows[best])}, predicted {stats.decimals(search.predicted[best])}×."
     else:
         best = race.plain
-        headline = (
-            "Plain decoding is the provisional choice: no drafter is predicted to be faster, and the time was too"
-            " short to compare anything."
-        )
+        headline += "plain decoding."
     details = [f"More time compares them: {search.more} --minutes N."]
     if disturbed:
         details.append(f"{_capitalized(disturbed)} A quiet machine takes less time.")
@@ -128,40 +128,36 @@ def _best_drafting(race: Race) -> str | None:
     """Return the leader, or else the fastest candidate that drafts; those that are out only if there is no other."""
     if race.leader != race.plain:
         return race.leader
-    drafting = [name for name in race.names if name != race.plain and race.num_blocks(name)]
-    drafting = [name for name in drafting if name not in {*race.failed, *race.eliminated}] or drafting
+    drafting = _measured_to_the_end(race)
+    drafting = [name for name in drafting if name not in race.eliminated] or drafting
     return max(drafting, key=lambda name: race.ratio(name, race.plain).value, default=None)
+
+
+def _measured_to_the_end(race: Race) -> list[str]:
+    """Return the drafting candidates that were measured and did not fail, in the order of the race."""
+    drafting = (name for name in race.names if name not in {race.plain, *race.failed})
+    return [name for name in drafting if race.num_blocks(name)]
+
+
+def _missing(search: StoredSearch[Any]) -> list[str]:
+    """Return what the race needed and did not measure."""
+    able = {*_measured_to_the_end(search.race)}
+    return [what for what, names in search.needs(search.predicted).items() if able.isdisjoint(names)]
 
 
 def _near_leader(race: Race) -> list[str]:
     """Return the drafting candidates whose measured speed is within the margin of the leader's."""
-    others = [name for name in race.names if name not in (race.leader, race.plain) and race.num_blocks(name)]
+    others = [name for name in _measured_to_the_end(race) if name != race.leader]
     return [name for name in others if race.ratio(name, race.leader).value >= 1.0 - MARGIN]
 
 
 def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
+    """Yield sentences, the first three of which belong to every answer: what was raced, and what was not."""
     race = search.race
-    if race.decided and race.leader != race.plain:
-        yield "With 95% confidence no other candidate of the race is more than 5% faster than this choice."
+    yield from _raced(search)
     if race.open:
-        needed = race.blocks_needed()
-        if needed is None:
-            yield f"More time is needed, how much is not known yet: {search.more} continues."
-        else:
-            minutes = math.ceil((needed * search.block_s + search.overhead_s) / 60)
-            if minutes > _LONG:
-                yield f"More than {_LONG // 60} hours would be needed to decide it: {search.more} continues."
-            else:
-                time = counted(minutes, "more minute")
-                yield f"About {time} would decide it: {search.more} --minutes {minutes}."
-    least = CLOSE_SHARE * search.predicted.get(race.leader, 1.0)
-    untimed = [
-        f"{_described(search.rows[name])} (predicted {stats.decimals(search.predicted[name])}×)"
-        for name, reason in search.left_out.items()
-        if reason.startswith(NO_TIME) and search.predicted.get(name, 0.0) >= least
-    ]
-    if untimed:
-        yield f"Not raced, for lack of time: {listed(untimed, _NAMED)}. {search.more} --minutes N races more."
+        yield _more_time(search)
+    yield from _unraced(search)
     leader = _described(search.rows[race.leader])
     near = [
         f"{_described(search.rows[name])} ({stats.ratio_text(race.ratio(name, race.leader))})"
@@ -173,9 +169,15 @@ def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
         f"{_described(search.rows[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
         f" {_bound(race, name)}×, in {counted(race.num_blocks(name), 'block')})"
         for name in race.rivals
+        if _bound(race, name) != _NO_BOUND
     ]
     if unclear:
         yield f"Possibly more than 5% faster than {leader}: {listed(unclear, _NAMED)}."
+    gamma = fixed_gamma(search, race.leader)
+    if gamma is not None:
+        yield f"The best fixed γ with its drafter, for engines that need one, is {gamma}."
+    if search.tokens is not None:
+        yield f"The target is slow, so outputs were cut after {counted(search.tokens, 'token')}."
     if disturbed and race.verdict == "open":
         yield f"{_capitalized(disturbed)} A quiet machine needs less time."
     elif disturbed:
@@ -183,9 +185,86 @@ def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
             f"{_capitalized(disturbed)} Candidates were measured in turn and corrected for disturbances of single"
             " generations, so the choice stands; the figures are those of a busy machine."
         )
-    if race.leader != race.plain:
-        count = len(race.names) - 1
+    if race.leader != race.plain and len(_measured_to_the_end(race)) > 1:
+        count = len(_measured_to_the_end(race))
         yield f"The speedup is that of the best of {count} on these prompts: expect a little less on others."
+
+
+def fixed_gamma(search: StoredSearch[Any], choice: str) -> int | None:
+    """Return the best fixed γ with the drafter of a choice with another policy, by measurements before predictions."""
+    race, chosen = search.race, search.rows[choice]
+    if chosen.kind != "speculative" or chosen.gamma is not None:
+        return None
+    same = [
+        each for each in search.rows.values() if each.drafter == chosen.drafter and each.gamma is not None
+    ]
+    able = {*_measured_to_the_end(race)}
+    measured = [each for each in same if each.id in able]
+    if measured:
+        return max(measured, key=lambda each: race.ratio(each.id, race.plain).value).gamma
+    same = [each for each in same if each.id in search.predicted]
+    return max(same, key=lambda each: search.predicted[each.id]).gamma if same else None
+
+
+def _raced(search: StoredSearch[Any]) -> Iterator[str]:
+    """Yield a sentence on what else was raced, and how sure it is that none of it is faster."""
+    race, best = search.race, _best_drafting(search.race)
+    if best is None:
+        return
+    others = [
+        f"{_described(search.rows[name])} {stats.ratio_text(race.speedup(name))}"
+        for name in race.ranking
+        if name in _measured_to_the_end(race) and name != best
+    ]
+    against = (
+        f"beside plain decoding and {listed(others, _OTHERS)}" if others else "beside plain decoding alone"
+    )
+    sentence = (
+        f"Raced on {race.ratio(best, race.plain).prompts} of {counted(search.prompts, 'prompt')} {against}"
+    )
+    if others and race.decided and best == race.leader:
+        sentence += "; with 95% confidence none of these is more than 5% faster"
+    yield f"{sentence}."
+
+
+def _more_time(search: StoredSearch[Any]) -> str:
+    """Return a sentence on the time that it takes to decide the race."""
+    if search.prompts == 1:
+        return "One prompt says nothing of others: give more with --prompts."
+    needed = search.race.blocks_needed()
+    if needed is None:
+        return f"More time is needed, how much is not known yet: {search.more} continues."
+    minutes = math.ceil((needed * search.block_s + search.overhead_s) / 60)
+    if minutes > _LONG:
+        return f"More than {_LONG // 60} hours would be needed to decide it: {search.more} continues."
+    return f"About {counted(minutes, 'more minute')} would decide it: {search.more} --minutes {minutes}."
+
+
+def _unraced(search: StoredSearch[Any]) -> Iterator[str]:
+    """Yield a sentence on the drafters without a measurement to the end, those first that a race needs."""
+    race, missing, found = search.race, _missing(search), dict[str, str]()
+    measured = {search.drafter_of(name) for name in _measured_to_the_end(race)}
+    failed = [name for name in race.names if name in race.failed]
+    names = [*failed, *sorted(search.left_out, key=lambda name: -search.predicted.get(name, 0.0))]
+    for name in sorted(names, key=lambda name: search.drafter_of(name) not in missing):
+        drafter = search.drafter_of(name)
+        if drafter not in measured and drafter not in found:
+            predicted = search.predicted.get(name)
+            reason = search.left_out.get(name) or f"failed: {search.errors.get(name, '')}"
+            reason = NO_TIME if reason.startswith(NO_TIME) else reason
+            of_it = [f"predicted {stats.decimals(predicted)}×"] if predicted is not None else []
+            reasons = [*of_it, *([reason] if not reason.startswith("predicted") else [])]
+            found[drafter] = f"{one_line(drafter)} ({'; '.join(reasons).rstrip('.: ')})"
+    kinds = [f"anything {what}" for what in missing if what not in found and what.startswith(SUPPORTED)]
+    if found or kinds:
+        yield f"Not compared: {listed([*found.values(), *map(one_line, kinds)], _NAMED)}."
+    late = [
+        f"{_described(search.rows[name])} (predicted {stats.decimals(search.predicted[name])}×)"
+        for name in names
+        if search.left_out.get(name, "").startswith(NO_TIME) and search.drafter_of(name) in measured
+    ]
+    if late:
+        yield f"No time for {listed(late, _OTHERS)}: a new search with more --minutes races them."
 
 
 def _described(config: Row) -> str:
@@ -208,7 +287,7 @@ def tried(search: StoredSearch[Any]) -> Iterator[Tried]:
     failed = [name for name in race.names if not race.num_blocks(name)]
     for name in (*(race.ranking if race.blocks else ()), *failed):
         blocks = race.num_blocks(name)
-        speedup = race.ratio(name, race.plain) if blocks and name != race.plain else None
+        speedup = race.speedup(name) if blocks and name != race.plain else None
         label = one_line(rows[name].label)
         yield Tried(name, label, search.predicted.get(name), blocks, speedup, _outcome(race, name))
     for name, reason in search.left_out.items():
@@ -233,7 +312,7 @@ def _outcome(race: Race, name: str) -> str:
 def _bound(race: Race, name: str) -> str:
     """Return the upper bound of a candidate's speed over the leader's, rounded up."""
     bound = race.upper_bound(name, race.leader)
-    return f"{math.ceil(100 * bound) / 100:.2f}" if bound < stats.WIDEST else "any"
+    return f"{math.ceil(100 * bound) / 100:.2f}" if bound < stats.WIDEST else _NO_BOUND
 
 
 # -- as text ---------------------------------------------------------------------------------------
@@ -288,26 +367,30 @@ def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
 
 
 def short_text(answer: TuningAnswer, command: str, exported: Sequence[Exported] | None) -> str:
-    """Return the answer in at most four lines: headline, most important detail, how to decode, how to deploy.
+    """Return the answer in a few lines: headline, what was raced and what not, how to decode, how to deploy.
 
     Args:
         command: The command that decodes with the winner; empty for none.
         exported: Exports for other engines, see ``exports``; ``None`` if nothing is faster than plain decoding.
     """
-    lines = [answer.headline, *answer.details[:1]]
+    lines = [answer.headline, *answer.details[:3]]
     lines += [f"Decode:  {command}"] if command else []
-    if exported:
-        first = next((each for each in exported if each.setting.fastest is None), exported[0])
-        same = [each.engine for each in exported if each.measured.config == first.measured.config]
-        others = f"  (or {', '.join(same[1:])})" if same[1:] else ""
-        own = "" if first.setting.fastest is None else f"specbench serve, or {first.measured}:  "
-        lines.append(f"Deploy:  {own}{first.command}{others}")
-    elif exported is not None:
-        lines.append(
-            "Deploy:  specbench serve  (other engines support no configuration that measured faster than plain"
-            " decoding)"
-        )
+    lines += [] if exported is None else [f"Deploy:  {_deployed(exported)}"]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _deployed(exported: Sequence[Exported]) -> str:
+    """Return the command that exports the fastest setting, or what other engines have in its place."""
+    faster = [each for each in exported if each.measured.speedup.value > 1.0]
+    if not faster:
+        if not exported:
+            return f"specbench serve  (nothing that other engines support was measured: {_MEASURE_THERE})"
+        slow = max(exported, key=lambda each: each.measured.speedup.value)
+        return f"specbench serve  (the fastest of what {slow.engine} supports is {slow.measured})"
+    first = next((each for each in faster if each.setting.fastest is None), faster[0])
+    same = [each.engine for each in faster if each.measured.config == first.measured.config]
+    own = "" if first.setting.fastest is None else f"specbench serve, or {first.measured}:  "
+    return f"{own}{first.command}" + (f"  (or {', '.join(same[1:])})" if same[1:] else "")
 
 
 def full_text(
@@ -375,23 +458,29 @@ class Exported:
     measured: MeasuredSetting
 
 
-def exports(results: Results, folder: Path, recipes: Mapping[str, Recipe] | None = None) -> list[Exported]:
-    """Return the fastest setting that each engine supports, if it measured faster than plain decoding.
+def exports(
+    results: Results,
+    folder: Path,
+    recipes: Mapping[str, Recipe] | None = None,
+    engines: Iterable[str] = ENGINES,
+) -> list[Exported]:
+    """Return the fastest measured setting that each engine supports.
 
     Args:
         results: The run.
         folder: Its folder.
         recipes: Recipes with the paths of models, by configuration id.
+        engines: Their names.
     """
     settings = RunSettings(results).all()
     found = []
-    for name, engine in load_engines().items():
+    for name in engines:
         try:
-            setting, _ = export_fastest(engine, settings)
+            setting, _ = export_fastest(load_engine(name), settings)
         except UsageError:
             continue
         measured = setting.measured
-        if measured is not None and measured.speedup.value > 1.0:
+        if measured is not None:
             words = ["specbench", "export", str(folder), "--to", name]
             recipe = (recipes or {}).get(measured.config)
             for model in (
@@ -406,10 +495,7 @@ def exports(results: Results, folder: Path, recipes: Mapping[str, Recipe] | None
 def exports_text(found: Sequence[Exported]) -> str:
     """Return which commands export which setting, as lines."""
     if not found:
-        return (
-            "Other engines support no configuration that measured faster than plain decoding. Deploy it with"
-            " `specbench serve`.\n"
-        )
+        return f"Nothing that other engines support was measured: {_MEASURE_THERE}.\n"
     lines = ["Deploy it, or the fastest setting that an engine supports:"]
     for config in dict.fromkeys(each.measured.config for each in found):
         same = [each for each in found if each.measured.config == config]

@@ -7,7 +7,7 @@ of an engine are predicted from other measurements, and selected alike (``select
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace as replace_fields
 
 from msgspec.structs import replace
@@ -37,10 +37,9 @@ MIN_SHARE = 0.8
 """Smallest share of the best prediction at which a configuration is raced. The margin is for what predictions leave
 out: other prompts, and passes that are slower within a step."""
 
-CLOSE_SHARE = 0.95
-"""Share of the best prediction from which a candidate is raced before those that are kept for other engines."""
-
 NO_TIME = "no time"
+SUPPORTED = "that "
+"""Begins what a race needs for another engine: ``that vLLM supports``."""
 
 _BLOCK_CHAIN = "auto:verification=block"
 """The chain of ``auto``, with block verification, above temperature 0."""
@@ -108,32 +107,54 @@ def select(
     first_s: float,
     seconds: float,
     failed: Mapping[str, str],
-    kept: Iterable[Collection[str]] = (),
+    needed: Collection[str] = (),
 ) -> Tuning:
     """Select the configurations to race. Of fixed draft lengths, only each drafter's best is considered.
 
     Args:
         plain_s: Time of plain decoding for a whole output.
         first_s: Time to the first token, equal for all.
-        seconds: Time for the race.
+        seconds: Time for the candidates.
         failed: Errors by drafter.
-        kept: Groups of ids. The best fixed length of each group is raced too if it is predicted to pay, even below
-            ``MIN_SHARE``.
+        needed: See ``select_in_time``.
     """
     fixed = {config.id: config.drafter for config in configs if config.gamma is not None}
     first = {config.drafter: config.id for config in reversed(configs) if config.kind == "speculative"}
     known = {config.drafter for config in configs if config.id in predicted}
     others = slower_lengths(predicted, fixed, 1)
-    paying = [name for name in by_prediction(predicted) if name in fixed and predicted[name] > 1.0]
     selected = select_in_time(
         {name: value for name, value in predicted.items() if name not in others},
         lambda name: BLOCKS * (first_s + plain_s / max(predicted[name], 1e-9)),
-        seconds - BLOCKS * (first_s + plain_s),
+        seconds,
         {name: drafter for drafter, name in first.items() if drafter not in known},
         failed,
-        spared={name for group in kept for name in [each for each in paying if each in group][:1]},
+        needed,
     )
     return replace(selected, predicted={name: round(value, 4) for name, value in predicted.items()})
+
+
+def race_needs(
+    drafters: Mapping[str, str], predicted: Mapping[str, float], asked: Mapping[str, Collection[str]]
+) -> dict[str, Collection[str]]:
+    """Return what has to be raced beside plain decoding: ids by what they stand for, one of which has to take part.
+
+    Without the two drafters with the best predictions, and what was ``asked`` for, it is no race. Drafters without a
+    prediction come last.
+
+    Args:
+        drafters: The drafter of each candidate.
+        predicted: Predicted speedups by id.
+        asked: Such as the drafters that the user named, and what an engine supports.
+    """
+    ranked = dict.fromkeys(drafters[name] for name in (*by_prediction(predicted), *drafters))
+    best = {each: [name for name in drafters if drafters[name] == each] for each in list(ranked)[:2]}
+    return {**best, **{what: names for what, names in asked.items() if names}}
+
+
+def best_of_each(needs: Mapping[str, Collection[str]], predicted: Mapping[str, float]) -> set[str]:
+    """Return the best prediction for everything that a race needs, as far as there is one."""
+    ranked = by_prediction(predicted)
+    return {name for names in needs.values() for name in [each for each in ranked if each in names][:1]}
 
 
 def by_prediction(predicted: Mapping[str, float]) -> list[str]:
@@ -157,11 +178,11 @@ def select_in_time(
     seconds: float,
     families: Mapping[str, str],
     failed: Mapping[str, str],
-    spared: Collection[str] = (),
+    needed: Collection[str] = (),
 ) -> Tuning:
-    """Select the candidates to race: as many as the time allows, by prediction.
+    """Select the candidates to race: the needed ones, and as many others as the time allows, by prediction.
 
-    Candidates predicted below ``MIN_SHARE`` of the best are not raced.
+    Other candidates predicted below ``MIN_SHARE`` of the best are not raced.
 
     Args:
         predicted: Predicted speedups by id.
@@ -169,21 +190,21 @@ def select_in_time(
         seconds: Time for all of them.
         families: What each candidate belongs to; those without a prediction have failed or were not tried.
         failed: Errors by family.
-        spared: Ids that are raced even below ``MIN_SHARE``; only those from ``CLOSE_SHARE`` on go before them.
+        needed: Ids that are raced in any case.
     """
     left_out: dict[str, str] = {}
     raced: list[str] = []
     ranked = by_prediction(predicted)
     best = max([1.0, *predicted.values()])
-    for name in sorted(ranked, key=lambda name: (predicted[name] < CLOSE_SHARE * best, name not in spared)):
-        if predicted[name] < MIN_SHARE * best and name not in spared:
+    for name in sorted(ranked, key=lambda name: name not in needed):
+        if predicted[name] < MIN_SHARE * best and name not in needed:
             left_out[name] = f"predicted below {MIN_SHARE:g} of the best"
-        elif raced and seconds_of(name) > seconds:
-            left_out[name] = f"{NO_TIME} for {BLOCKS} blocks with it; more --minutes allow it"
+        elif raced and seconds_of(name) > seconds and name not in needed:
+            left_out[name] = f"{NO_TIME} for {BLOCKS} blocks with it"
         else:
             raced.append(name)
             seconds -= seconds_of(name)
     for name, family in families.items():
         if name not in predicted:
-            left_out[name] = f"failed: {failed[family]}" if family in failed else "no time to try it"
+            left_out[name] = f"failed: {failed[family]}" if family in failed else "it was not tried"
     return Tuning(predicted=dict(predicted), raced=sorted(raced, key=ranked.index), left_out=left_out)

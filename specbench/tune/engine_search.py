@@ -33,7 +33,7 @@ from specbench.results.lines import Generation, Group
 from specbench.results.run import Tuning
 from specbench.rows import Row
 from specbench.specs.sweeps import Closed
-from specbench.tune.candidates import BLOCKS, select_in_time, slower_lengths
+from specbench.tune.candidates import BLOCKS, best_of_each, select_in_time, slower_lengths
 from specbench.tune.engine_answer import Range, ScheduleRace, best_single, schedule
 from specbench.tune.race import Block, Race, Timing, Timings, run_blocks, shuffled
 from specbench.tune.search import StoredSearch, plain_failed
@@ -97,6 +97,9 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
     def overhead_s(self) -> float:
         return sum(each.seconds for each in self._engine.starts.values())
 
+    def drafter_of(self, name: str) -> str:
+        return self._settings[name].family
+
     def _measure_more(self) -> None:
         if self.race.leader != self._plain and self.race.verdict in ("faster", "open"):
             winner = self._settings[self.race.leader]
@@ -121,11 +124,12 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         }
         others = slower_lengths(predicted, families, _LENGTHS)
         selected = select_in_time(
-            {name: value for name, value in predicted.items() if name not in others},
+            left := {name: value for name, value in predicted.items() if name not in others},
             lambda name: plain_s / predicted[name] + (0.0 if name in self._engine.running else start_s),
             max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)) - plain_s,
             {name: family for name, family in families.items() if name not in others},
             failed,
+            best_of_each(self.needs(left), left),
         )
         left_out = selected.left_out | dict.fromkeys(others, "other draft lengths are predicted to be faster")
         return replace(selected, predicted=predicted, left_out=left_out)

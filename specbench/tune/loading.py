@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from specbench.backends.torch.kernels.native import is_available
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
-from specbench.export.registry import load_engines
 from specbench.models.devices import available_memory, resolve_device
 from specbench.models.drafters import DrafterLoader
 from specbench.models.mtp_layouts import has_mtp_layers
@@ -18,12 +16,13 @@ from specbench.models.prepare import LoadedDrafter, prepare, prepare_drafters
 from specbench.models.target import default_cache
 from specbench.options import quantized
 from specbench.recipe import Recipe, with_small_models
-from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel
-from specbench.tune.candidates import drafters_to_try, is_tried
+from specbench.specs.drafters import DrafterSpec, Mtp, SelfForm, SmallModel, after_grammar
+from specbench.tune.candidates import SUPPORTED, drafters_to_try, is_tried
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
     from specbench.bench.grid import SweepOptions
+    from specbench.export.engine import ExportEngine
     from specbench.options import CacheKind, ModelOptions
     from specbench.rows import Row
     from specbench.specs.models import ModelSpec
@@ -38,6 +37,7 @@ def load_candidates(
     *,
     formatted: bool = False,
     cache: CacheKind | None = None,
+    only: ExportEngine | None = None,
     progress: Progress | None = None,
 ) -> tuple[ModelEngine, CacheKind, list[str]]:
     """Load the target and all drafters to try. One that does not fit into memory raises its error when it is used.
@@ -48,6 +48,7 @@ def load_candidates(
     Args:
         given: Drafters that the user gives, already checked (``check_engine``).
         formatted: Whether outputs have a format.
+        only: Only drafters that this engine supports are tried.
 
     Raises:
         UsageError: A given drafter does not fit the target, for example.
@@ -56,11 +57,15 @@ def load_candidates(
     loaded, _ = prepare(target, (), models, cache=cache, progress=progress)
     model = loaded.language_model.model
     kind = cache or default_cache(model.config, quantized=loaded.quantization is not None)
-    forms = _own_forms(models, sum(parameter.numel() for parameter in model.parameters()))
+    forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
     notes = []
     loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
     own = [Mtp()] if has_mtp_layers(target) else []
-    candidates = partial(drafters_to_try, [*given, *own], formatted=formatted)
+
+    def candidates(forms: Sequence[SelfForm]) -> list[DrafterSpec]:
+        tried = drafters_to_try([*given, *own], forms, formatted=formatted)
+        return [each for each in tried if only is None or only.exports(each)]
+
     try:
         drafters = prepare_drafters(loaded, candidates(forms), loader)
     except UsageError as error:
@@ -107,19 +112,41 @@ def _own_forms(models: ModelOptions, parameters: int) -> list[SelfForm]:
 # -- configurations --------------------------------------------------------------------------------
 
 
-def configurations(options: SweepOptions, engine: ModelEngine, base: Recipe) -> list[Row]:
-    """Return the grid of all loaded drafters."""
+def configurations(
+    options: SweepOptions, engine: ModelEngine, base: Recipe, only: ExportEngine | None = None
+) -> list[Row]:
+    """Return the grid of all loaded drafters, or what an engine supports of it."""
+    names = {each.name for each in engine.drafters if only is None or only.exports(each.spec, each.training)}
     return [
         each
         for each in engine.configs(options, base)
-        if each.recipe is not None and (each.policy is None or is_tried(each.policy, each.recipe.drafter))
+        if each.recipe is not None
+        and (
+            each.policy is None
+            or (
+                is_tried(each.policy, each.recipe.drafter)
+                and each.drafter in names
+                and (only is None or each.policy.word in ("fixed", *only.policies))
+            )
+        )
     ]
 
 
-def exportable(configs: Iterable[Row], engine: ModelEngine) -> list[set[str]]:
-    """Return, for each engine to export to, the ids of the configurations whose drafters it supports."""
-    groups = []
-    for other in load_engines().values():
+def asked_for(
+    configs: Iterable[Row],
+    engine: ModelEngine,
+    given: Sequence[DrafterSpec],
+    engines: Iterable[ExportEngine],
+) -> dict[str, list[str]]:
+    """Return what has to be raced: the ids of each given drafter, in any dtype, and of what engines support."""
+    rows, found = list(configs), dict[str, list[str]]()
+    for spec in given:
+        forms = {spec, with_small_models(spec, _as_int4)}
+        forms |= {after_grammar(each) or each for each in forms}
+        names = {each.name for each in engine.drafters if each.spec in forms}
+        found[str(spec)] = [row.id for row in rows if row.drafter in names]
+    for other in engines:
         names = {each.name for each in engine.drafters if other.exports(each.spec, each.training)}
-        groups.append({each.id for each in configs if each.drafter in names})
-    return groups
+        fixed = [row.id for row in rows if row.drafter in names and row.gamma is not None]
+        found[f"{SUPPORTED}{other.title} supports"] = fixed
+    return found

@@ -275,6 +275,13 @@ class Race(Judge):
         """Return the upper bound of one speed over another, at the level of the latest look."""
         return float(np.exp(self._log_bound(name, over, self.level)))
 
+    def speedup(self, name: str) -> Estimate:
+        """Return a candidate's speed over plain decoding, with the bounds by which the race decides."""
+        ratio = self.ratio(name, self.plain)
+        ends = 1.0 / self.upper_bound(self.plain, name), self.upper_bound(name, self.plain)
+        low, high = ends if ends[1] <= stats.WIDEST * ends[0] else (None, None)
+        return Estimate(ratio.value, low, high, ratio.prompts, None if low is None else "prompts")
+
     def ratio(self, name: str, over: str, category: str | None = None) -> Estimate:
         """Return one speed over another with its 95% interval, in their shared blocks or those of a category."""
         blocks, logs, _ = self._differences(name, over)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -29,7 +29,7 @@ from specbench.bench.runner import CellRunner, finish_run
 from specbench.decoding.theory import PassCosts
 from specbench.results.lines import Generation, Key, Measurement
 from specbench.results.run import Tuning
-from specbench.tune.candidates import select
+from specbench.tune.candidates import BLOCKS, best_of_each, race_needs, select
 from specbench.tune.race import Block, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ _WARMUP_TOKENS = 8
 _OUTPUTS = 16
 """Plain outputs in whose time a search is done that may take more time than it was given."""
 
+_RACE_OUTPUTS, _SLOW_S, _FEWEST_TOKENS = 20, 180.0, 16
+"""Plain outputs in whose time a small race is done; seconds that it may take at least without a limit; and tokens that
+outputs have at least, however slow the target is."""
+
+_SPARE = 1.25
+"""Time for what has to be raced, as a multiple of what is predicted, if there is no limit."""
+
 _MORE_TIME = 4
 """Time to advise where it was too short, as a multiple of what was spent."""
 
@@ -69,6 +76,7 @@ class StoredSearch(Generic[Raced]):
             limits the race.
         seconds: Total time.
         until: When the time is over, on the clock. Stored results take no time.
+        asked: What has to be raced in any case, see ``race_needs``.
         snapshot: Reads the machine load before and after each generation.
 
     Attributes:
@@ -77,6 +85,8 @@ class StoredSearch(Generic[Raced]):
         rows: The configurations by id.
         predicted: Predicted speedups over plain decoding, by id.
         left_out: Why configurations were not raced, by id.
+        errors: Why configurations failed in the race, by id.
+        tokens: Of an output at most; ``None`` for as many as asked for.
         warnings: What is doubtful about the run.
         batches: Throughput over plain decoding, by batch size and draft length; 0 stands for plain decoding.
     """
@@ -93,12 +103,15 @@ class StoredSearch(Generic[Raced]):
         clock: Clock,
         seconds: float,
         until: float,
+        asked: Mapping[str, Collection[str]] = {},
         progress: Progress | None = None,
         snapshot: Callable[[], LoadSnapshot] = load_snapshot,
     ) -> None:
         self._sweep, self._store, self._engine = sweep, store, engine
         self._clock, self._seconds, self._until, self._progress = clock, seconds, until, progress
-        self._began = clock.now()
+        self._asked, self._began = asked, clock.now()
+        self.errors: dict[str, str] = {}
+        self.tokens: int | None = None
         self.rows = {each.id: each for each in sweep.configs}
         self._runner = CellRunner(sweep, store, engine, snapshot)
         self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
@@ -146,7 +159,7 @@ class StoredSearch(Generic[Raced]):
         # New measurements can change an earlier answer.
         tuning = msgspec.structs.replace(tuning, ranking=[], verdict=None, answer=None)
         self._store.update(tuning=tuning, finished=None)
-        self.predicted, self.left_out = tuning.predicted, tuning.left_out
+        self.predicted, self.left_out, self.tokens = tuning.predicted, tuning.left_out, tuning.tokens
         # All prompts once before any of them again: other prompts tell more than repeats.
         repeats, prompts = range(self._sweep.options.repeats), self._sweep.prompts
         blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
@@ -172,6 +185,22 @@ class StoredSearch(Generic[Raced]):
             self._store.update(finished=None)
 
     @property
+    def prompts(self) -> int:
+        """How many there are."""
+        return len(self._sweep.prompts)
+
+    def drafter_of(self, name: str) -> str:
+        """Return the drafter of a configuration; an engine's settings differ in more than that."""
+        return self.rows[name].drafter
+
+    def needs(self, predicted: Mapping[str, float]) -> dict[str, Collection[str]]:
+        """Return what has to be raced beside plain decoding, see ``race_needs``."""
+        drafting = [
+            each for each in self._sweep.configs if each.id != each.baseline and each.condition.batch is None
+        ]
+        return race_needs({each.id: self.drafter_of(each.id) for each in drafting}, predicted, self._asked)
+
+    @property
     def left_s(self) -> float:
         """Time that is left."""
         return self._until - self._clock.now()
@@ -185,11 +214,10 @@ class StoredSearch(Generic[Raced]):
         if self._progress is not None:
             self._progress.update(stage, done, total)
 
-    def _measure(self, cell: Cell, tokens: int = 0) -> Measurement:
-        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits a try."""
+    def _measure(self, cell: Cell, tokens: int | None = None) -> Measurement:
+        """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits its output."""
         if cell.key not in self._stored:
-            found = self._runner.measure(cell, tokens) if cell.warmup else self._runner.measure(cell)
-            self._stored[cell.key] = self._store.append(found)
+            self._stored[cell.key] = self._store.append(self._runner.measure(cell, tokens))
         return self._stored[cell.key]
 
     def _seed(self, prompt: str, what: str) -> int:
@@ -198,12 +226,13 @@ class StoredSearch(Generic[Raced]):
 
     def _time(self, cell: Cell) -> Timing | None:
         """Return a candidate's timing on a block, from the store if it is there; ``None`` if it failed."""
-        measured = self._measure(cell)
+        measured = self._measure(cell, self.tokens)
         result = measured.result
         if isinstance(result, Generation):
             self._durations[cell.config] = result.total_s
             slowdown = relative_slowdown(result.steps.nodes, result.steps.verify_s, self._single_costs)
             return Timing(result.new_tokens - result.first_tokens, result.decode_s, slowdown)
+        self.errors[cell.config] = str(measured.line.error)
         if cell.config == self._plain:
             self._plain_failures.append(str(measured.line.error))
             if self._plain not in self._durations and len(self._plain_failures) >= _PLAIN_FAILURES:
@@ -228,8 +257,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
         predict: Predicts speedups over plain decoding, by id, from its outputs by prompt and from times of passes; and
             returns errors by drafter.
         longer: Whether it may take more time where plain decoding is slow.
-        kept: Groups of ids, such as the configurations that an engine supports; the best of each is raced, see
-            ``select``.
         sweep, store, engine, named: See ``StoredSearch``.
     """
 
@@ -243,23 +270,29 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
             [Mapping[str, Sequence[int]], PassCosts], tuple[Mapping[str, float], Mapping[str, str]]
         ],
         longer: bool = False,
-        kept: Iterable[Collection[str]] = (),
         **named: Any,
     ) -> None:
         super().__init__(sweep, store, engine, **named)
-        self._predict, self._longer, self._kept = predict, longer, kept
-        self._loading_s = self._seconds - self.left_s
+        self._predict, self._longer = predict, longer
         self._places = Counter[Block]()
 
     @property
     def overhead_s(self) -> float:
-        return self._loading_s
+        return 0.0  # the time begins when models are loaded
 
     def _find(self) -> Tuning:
         costs = self._measure_costs()
+        self.tokens = self._affordable(costs.target_s.get(1, 0.0))
         plain = self._decode_plainly()
         outputs = {name: each.token_ids for name, each in plain.items()}
         predicted, failed = self._predict(outputs, costs)
+        plain_s = fmean(each.decode_s for each in plain.values())
+        first_s = fmean(each.ttft_s for each in plain.values())
+        needed = best_of_each(self.needs(predicted), predicted)
+        rest_s = max(0, BLOCKS - len(plain)) * (first_s + plain_s)
+        if self._longer:
+            race_s = rest_s + BLOCKS * sum(first_s + plain_s / max(predicted[name], 0.1) for name in needed)
+            self._until = max(self._until, self._clock.now() + _SPARE * race_s)
         left_s = self.left_s
         if left_s < 0:
             spent = self._seconds - left_s
@@ -268,15 +301,25 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 "The time was too short to compare anything.",
                 f"Results so far are kept; continue with --resume --minutes {minutes}.",
             )
-        return select(
+        selected = select(
             self._sweep.configs,
             predicted,
-            plain_s=fmean(each.decode_s for each in plain.values()),
-            first_s=fmean(each.ttft_s for each in plain.values()),
-            seconds=left_s,
+            plain_s=plain_s,
+            first_s=first_s,
+            seconds=left_s - rest_s,
             failed=failed,
-            kept=self._kept,
+            needed=needed,
         )
+        return msgspec.structs.replace(selected, tokens=self.tokens)
+
+    def _affordable(self, pass_s: float) -> int | None:
+        """Return how many tokens an output may have so that there is time for a race; ``None`` for all."""
+        decoding = self._sweep.options.decoding
+        seconds = max(self.left_s, _SLOW_S if self._longer else 0.0)
+        tokens = max(
+            _FEWEST_TOKENS, decoding.min_new_tokens, int(seconds / _RACE_OUTPUTS / max(pass_s, 1e-9))
+        )
+        return tokens if tokens < decoding.max_new_tokens else None
 
     def _decode_plainly(self) -> dict[str, Generation]:
         """Decode the first prompts plainly, which is their share of the race too; return the outputs by prompt.
@@ -292,7 +335,7 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
             if found and self._clock.now() - began > _ANSWERING * self._seconds:
                 break
             self._report("decoding plainly", done, ANSWERS)
-            measured = self._measure(self._cell(self._plain, Block(prompt.id)))
+            measured = self._measure(self._cell(self._plain, Block(prompt.id)), self.tokens)
             if isinstance(measured.result, Generation):
                 found[prompt.id] = measured.result
                 if self._longer and done == 0:
