@@ -38,7 +38,8 @@ class ChainPolicy(DraftPolicy):
         self.gamma_max = spec.gamma_max  # type: ignore[attr-defined]
 
     def begin_step(self, budget: int) -> int:
-        return min(self.gamma_max, budget)
+        self._limit = min(self.gamma_max, budget)
+        return self._limit
 
     def should_continue(self, draft: Draft) -> bool:  # noqa: ARG002
         """Return whether to draft one more token; called before the drafter runs a forward pass for it."""

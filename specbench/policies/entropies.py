@@ -36,8 +36,8 @@ class EntropyGuidedLength(ChainPolicy):
 
     def begin_step(self, budget: int) -> int:
         self._notes = {}
-        self._limit = self._gamma = super().begin_step(budget)
-        return self._limit
+        self._gamma = super().begin_step(budget)
+        return self._gamma
 
     def should_continue(self, draft: Draft) -> bool:
         return len(draft.tokens) < self._gamma
@@ -94,11 +94,7 @@ class EntropyBoundLength(ChainPolicy):
     step = 0.01
 
     def begin(self, prompt: NewPrompt) -> None:  # noqa: ARG002
-        self.threshold, self._rate, self._limit = self.spec.threshold, self.target_rate, self.gamma_max
-
-    def begin_step(self, budget: int) -> int:
-        self._limit = super().begin_step(budget)
-        return self._limit
+        self.threshold, self._rate = self.spec.threshold, self.target_rate
 
     def should_continue(self, draft: Draft) -> bool:
         if not draft.logits:

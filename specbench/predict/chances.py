@@ -240,10 +240,10 @@ class _AlongAnswer(FixedLength):
         self._passes = np.full((n, longest), np.nan)
 
     def begin_step(self, budget: int) -> int:
-        self._limit, self._ended, self._survival = super().begin_step(budget), False, 1.0
+        self._ended, self._survival = False, 1.0
         self._before: list[int] = []  # passes before each token
         self._drawn: dict[int, float] = {}
-        return self._limit
+        return super().begin_step(budget)
 
     def should_continue(self, draft: Draft) -> bool:
         place, tokens = len(draft.tokens), self._answer.tokens
