@@ -191,7 +191,12 @@ class TestPooled:
 
     def test_a_rate_without_an_order_of_magnitude_has_no_interval(self):
         assert pooled_rate([1, 9], [10, 10], ["a", "b"]) == Estimate(0.5, None, None, 2, None)
-        assert pooled_rate([0, 0], [10, 10], ["a", "b"]) == Estimate(0.0, 0.0, 0.0, 2, "prompts")
+
+    @pytest.mark.parametrize("n", [2, 3, 4])
+    def test_a_few_equal_values_have_no_interval(self, n):
+        """An interval without width would say that no other prompt has another value."""
+        found = [pooled_rate([55.0] * n, [9.0] * n, range(n)), geometric_mean([6.0] * n, range(n))]
+        assert [each.low is None for each in found] == [n < 4] * 2
 
     def test_one_prompt_and_none(self):
         assert pooled_rate([1, 2], [4, 4], ["a", "a"]) == Estimate(0.375, None, None, 1, None)

@@ -26,6 +26,9 @@ together as often as a single interval of ``CONFIDENCE`` (benchmarks/interval_co
 WIDEST = 10.0
 """Largest ratio of an interval's ends; a wider interval is not given."""
 
+FEW = 4
+"""So many values, if all are equal, have an interval without width; fewer say nothing of others."""
+
 STEEPEST = 0.95
 """Limit of skewness × quantile / sqrt(n) in the correction for skewness. Near 1 its inverse becomes vertical: the
 interval of a few values with an outlier would get several times as wide without covering the mean more often."""
@@ -209,7 +212,7 @@ def pooled_rate(numerators: ArrayLike, denominators: ArrayLike, prompts: Labels)
 
     value, interval = _jackknife(rate, sums, CONFIDENCE)
     count = sums.shape[1]
-    if interval is None or math.isnan(value) or not _telling(*interval):
+    if interval is None or math.isnan(value) or not _telling(*interval, count):
         return Estimate(value, None, None, count, None)
     return Estimate(value, *interval, count, "prompts")
 
@@ -275,14 +278,16 @@ def _exponential(
         # numpy's exp overflows to inf where math's raises: two prompts far apart can have an interval without an end.
         with np.errstate(over="ignore"):
             low, high = (float(np.exp(end)) for end in interval)
-        if _telling(low, high):
+        if _telling(low, high, prompts):
             return Estimate(math.exp(value), low, high, prompts, basis)
     return Estimate(math.exp(value), None, None, prompts, None)
 
 
-def _telling(low: float, high: float) -> bool:
-    """Return whether an interval is narrow enough to give at least the order of magnitude of a positive value."""
-    return math.isfinite(high) and high <= WIDEST * low
+def _telling(low: float, high: float, count: int) -> bool:
+    """Return whether an interval of ``count`` values is narrow enough to give at least the order of magnitude of a
+    positive value, and not of a few equal values, whose interval has no width.
+    """
+    return math.isfinite(high) and high <= WIDEST * low and (count >= FEW or high > low * (1 + 1e-9))
 
 
 def unseen_text(units: int) -> str:
