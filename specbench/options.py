@@ -113,8 +113,8 @@ class LoadOptions:
     """How one model is loaded.
 
     Attributes:
-        dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a half-precision checkpoint if the
-            processor computes in it, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
+        dtype: "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 for a checkpoint in bfloat16 if passes
+            read it at its size, otherwise float32. "int8" and "int4" load as "auto", for the caller to quantize.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", "mps", or one of ``DEVICE_MAPS``.
         any_target: Allow a trained head to draft for a target with other weights than it was trained for.
 

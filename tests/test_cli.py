@@ -336,6 +336,7 @@ def test_version_for_a_bug_report(cli):
     assert values["native passes"].startswith("yes, bfloat16 in 1") or values["native passes"].startswith(
         "no, "
     )
+    assert values["dtype auto"].startswith(("bfloat16", "float32"))
     assert values["tiles"].startswith(("no", "int8 no, ", "int8 from "))
     assert cli("--verbose", "drafters").code == 2
 

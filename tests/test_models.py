@@ -156,18 +156,17 @@ def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_pa
 @pytest.mark.parametrize(
     ("instructions", "products"), [(True, True), (True, False), (False, True), (False, False)]
 )
-@pytest.mark.parametrize("asked", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("asked", ["auto", "float32", "int8", "int4"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, instructions, products):
     monkeypatch.setattr(load, "has_bfloat16", lambda: instructions)
     monkeypatch.setattr(load.native, "is_available", lambda: products)
     save_tiny(tmp_path / "m", dtype=stored)
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
-    half = (
-        instructions or products
-    ) and stored is torch.bfloat16  # which does not hold the values of float16
-    assert loaded.dtype == ("bfloat16" if half else "float32")
-    assert loaded.quantize == (None if asked == "auto" else asked)
+    half = stored is torch.bfloat16 and (instructions or products)  # it does not hold the values of float16
+    assert loaded.dtype == ("bfloat16" if half and asked != "float32" else "float32")
+    assert bool(loaded.slower) == (half and asked == "float32")
+    assert loaded.quantize == (asked if asked.startswith("int") else None)
 
 
 def test_the_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp_path, monkeypatch):

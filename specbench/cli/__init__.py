@@ -106,8 +106,10 @@ def _show_version(verbose: bool) -> None:
         return
     from specbench.backends.torch.kernels.linear import native_passes
     from specbench.bench.environment import describe_environment
+    from specbench.models.load import reads_bfloat16
 
-    rows = {**to_dict(describe_environment()), **native_passes()}
+    dtype = "bfloat16 if stored in it, else float32" if reads_bfloat16() else "float32, bfloat16 is slow here"
+    rows = {**to_dict(describe_environment()), "dtype_auto": f"{dtype} (CPU)", **native_passes()}
     del rows["specbench"]
     for name, value in rows.items():
         text = (

@@ -47,7 +47,9 @@ def model_notes(
     target: Target, drafters: Iterable[Drafter | SpecbenchError], decoding: DecodingOptions
 ) -> list[str]:
     """Return notes on the settings of a target, on its drafters, and on logits that depend on a pass's width."""
-    notes = [*target.language_model.defaults.notes(applied=decoding.model_defaults), *drafter_notes(drafters)]
+    model = target.language_model
+    notes = [*model.defaults.notes(applied=decoding.model_defaults), *drafter_notes(drafters)]
+    notes += [model.slower] if model.slower else []
     if target.widths_differ is not None:
         notes.append(
             f"Bit-exact forward passes are not available here: outputs of this {target.dtype} target may differ from"

@@ -58,7 +58,7 @@ def load_candidates(
     model = loaded.language_model.model
     kind = cache or default_cache(model.config, quantized=loaded.quantization is not None)
     forms = [] if only else _own_forms(models, sum(each.numel() for each in model.parameters()))
-    notes = []
+    notes = [note for note in (loaded.language_model.slower,) if note]
     loader = DrafterLoader(cache=kind, progress=progress, allow_pickle=models.allow_pickle)
     own = [Mtp()] if has_mtp_layers(target) else []
 
