@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,6 +160,14 @@ def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models
     )
     assert "specbench.toml is for the target target and is left out" in capsys.readouterr().err
     assert run(["compare", f"{folder}:lookup@auto", f"{folder}:plain"]) == 0
+    assert run(["export", str(folder), "--to", "mlx-lm"]) == 2
+    assert "`specbench tune --for mlx-lm` measures what it supports" in capsys.readouterr().err
+    shutil.rmtree(folder)  # without the run, the file has the length
+    assert run(["export", "specbench.toml", "--to", "vllm"]) == 0
+    assert (
+        f'"num_speculative_tokens": {read_config(Path("specbench.toml")).fixed_gamma}'
+        in capsys.readouterr().out
+    )
 
 
 def test_the_command_of_the_answer_names_models_as_they_were_typed(
