@@ -62,7 +62,7 @@ class ContinuedFormat(CompiledFormat):
     def of(cls, tokenizer: Any, text: str, end: int) -> CompiledFormat:
         """Compile a regular expression."""
         compiled = FormatCompiler(tokenizer, VOCAB, (end,)).compile(Format("regex", text))
-        return cls(compiled.name, compiled.grammar, (end,), compiled.tokens)
+        return cls(compiled.name, compiled.grammar, (end,), compiled.tokens, compiled.tokenizer)
 
     def matcher(self, prompt: int) -> Matcher:  # noqa: ARG002
         return super().matcher(len(PROMPT))

@@ -10,20 +10,30 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Cli, Result
+from scripted import ScriptedScorer, fixed_script, tokens_of
 from test_serve import Running
 from tiny import SPECIAL_TOKENS, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import UsageError
+from specbench.decoding.formats import FormatCompiler
+from specbench.decoding.loop import decode_steps
+from specbench.decoding.sampling import Randomness, Sampling
+from specbench.decoding.stops import StopRules
 from specbench.decoding.thinking import ThinkingSplit, thinking_tokens
+from specbench.drafters.grammar import GrammarDrafter
+from specbench.drafters.model import ModelDrafter
+from specbench.drafters.plain import NoDraft
 from specbench.generate import encode_prompt
 from specbench.models.chat_templates import used_variables
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
-from specbench.options import DecodingOptions, LoadOptions, TemplateOptions
+from specbench.options import DecodingOptions, Format, LoadOptions, TemplateOptions
+from specbench.policies import build_policy
 from specbench.recipe import Recipe
 from specbench.results.results import load_results
 from specbench.results.thinking import part_rows
 from specbench.serve.engine import Engine
+from specbench.specs.drafters import Grammar, Lookup
 from specbench.specs.models import parse_model
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -126,6 +136,9 @@ def test_variables_that_a_template_uses(template, known):
         ("<|im_start|>assistant\n<think>\n", "Hmm.</think>", "Yes </think> no."),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "", "Yes."),
         ("<think>earlier</think>ok<|im_start|>assistant\n", "", "Yes <think>."),
+        ("<|im_start|>user\nWhat does <think> do?<|im_end|>\n<|im_start|>assistant\n", "", "It opens."),
+        ("<|im_start|>user\n[THINK]<|im_end|>\n<|im_start|>assistant\n", "<think>Hm</think>", "It."),
+        ("<|im_start|>user\n</think><|im_end|>\n<|im_start|>assistant\n<think>\n", "Hm</think>", "It."),
         ("<|im_start|>assistant\n", "[THINK]a</thin b[/THINK]", "Yes."),
         ("<|im_start|>assistant\n", "<think>a < b </th", ""),
         ("<|im_start|>assistant\n", "<think>never ended, and an emoji 🙂", ""),
@@ -156,6 +169,43 @@ def test_thinking_ends_with_its_mark(special, prompt, thought, answer):
     assert not any(mark in inside for mark in ("<think>", "</think>", "[THINK]", "[/THINK]", "<|"))
 
 
+# -- formats: they hold for the answer, behind the thinking that the prompt has opened --------------
+
+TOLD = "Say yes to <think> and [THINK] </think>"
+"""A message with marks, which open and close nothing."""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("special", [MARKS, ()], ids=["tokens", "letters"])
+@pytest.mark.parametrize("gamma", [1, 2, 5, 9])
+@pytest.mark.parametrize(
+    ("opened", "closing"),
+    [("<think>\n", "</think>"), ("[THINK]", "[/THINK]"), ("<think>\n\n</think>\n\n", ""), ("", "")],
+)
+def test_a_format_holds_from_the_closing_mark_on(opened, closing, gamma, special):
+    """A target that would write ``<7> or <8>?`` twice, and a drafter that errs at every sixth token."""
+    tokenizer = tokenizer_of(TURNS, special)
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    prompt = ids(f"<|im_start|>user\n{TOLD}<|im_end|>\n<|im_start|>assistant\n{opened}")
+    script = [*ids("<7> or <8>?" + closing), *ids("<7> or <8>?")]
+    wrong = [0 if place % 6 == 5 else token for place, token in enumerate(script)]
+    target, small = (
+        ScriptedScorer(fixed_script(each, len(tokenizer), len(prompt)), len(tokenizer))
+        for each in (script, wrong)
+    )
+    compiled = FormatCompiler(tokenizer, len(tokenizer), (0,)).compile(Format("regex", "<7>|[<]8>"))
+    for drafter in (NoDraft(), ModelDrafter(small, "model"), GrammarDrafter(Grammar(Lookup()))):
+        records = decode_steps(
+            prompt, target, drafter, policy=build_policy(f"fixed:gamma={gamma}"), stops=StopRules((0,)),
+            sampling=Sampling().with_format(compiled), random=Randomness(0), max_new_tokens=60,
+        )  # fmt: skip
+        text = tokenizer.decode([token for token in tokens_of(records) if token])
+        assert text == ("<7> or <8>?" if closing else "") + closing + "<7>"
+
+
 # -- commands: a format has the tiny model think ---------------------------------------------------
 
 SAYS = "regex=<think>hm{1,5}</think>[ab]{6}"
@@ -177,6 +227,12 @@ def generate(cli, thinker) -> Cli:
         return cli("generate", "--target", thinker, "--dtype", "float32", "-n", 40, *arguments)
 
     return call
+
+
+def test_thinking_that_does_not_end_leaves_no_answer(generate):
+    cut = generate("Hi", "--answer-only", "--format", "regex=<think>h{99}</think>a")
+    assert cut.out.strip() == ""
+    assert "ends in the thinking" in cut.err
 
 
 def test_an_answer_alone_has_no_thinking(generate, thinker, tmp_path):

@@ -22,6 +22,7 @@ import torch
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import excerpt
 from specbench.decoding.grammars import NAMES, check_size, grammar_of, invalid, library, matcher_of
+from specbench.decoding.thinking import ThinkingSplit
 from specbench.options import Format
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class FormatCompiler:
     def _compile(self, given: Format) -> CompiledFormat:
         name, tokens = NAMES[given.kind], self._tokens
         check_size(given)
-        compiled = CompiledFormat(name, grammar_of(given), self._end_ids, tokens)
+        assert self._tokenizer is not None
+        compiled = CompiledFormat(name, grammar_of(given), self._end_ids, tokens, self._tokenizer)
         try:
             compiled.matcher(0).mask_after(())
         except RunError as error:
@@ -148,6 +150,7 @@ class CompiledFormat:
         grammar: The format as the library's matcher takes it.
         end_ids: The tokens that end an output.
         tokens: The tokenizer as the library reads it.
+        tokenizer: The target's, which tells thinking from answers.
 
     Attributes:
         computed: Masks computed by matchers that share states.
@@ -156,8 +159,11 @@ class CompiledFormat:
         UsageError: The library refuses the format.
     """
 
-    def __init__(self, name: str, grammar: str, end_ids: Sequence[int], tokens: Any) -> None:
+    def __init__(
+        self, name: str, grammar: str, end_ids: Sequence[int], tokens: Any, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.name, self.grammar, self.end_ids, self.tokens = name, grammar, frozenset(end_ids), tokens
+        self.tokenizer = tokenizer
         self.computed = 0
         self._lock = threading.Lock()
         self._fresh = matcher_of(tokens, grammar)
@@ -176,7 +182,8 @@ class Matcher:
     """Follows one output and its drafts through a format.
 
     It holds the format's state after a path, the tokens last asked about, and rolls it back to where the next path
-    branches off. The masks along the path are kept, so that target and drafter share them.
+    branches off. The masks along the path are kept, so that target and drafter share them. If the prompt has opened the
+    model's thinking, the format is that of the answer behind it, and the path begins there.
 
     Args:
         format: The format.
@@ -187,6 +194,8 @@ class Matcher:
 
     def __init__(self, format: CompiledFormat, matcher: Any, prompt: int) -> None:  # noqa: A002
         self._format, self._matcher, self._prompt = format, matcher, prompt
+        self._thinking: ThinkingSplit | None = None  # after the tokens below, while it lasts
+        self._thought: list[int] = []
         self._path: list[int] = []
         self._masks: dict[int, Mask] = {}  # by the length of the path that they follow
         self._seconds = self._spent_s = 0.0
@@ -209,15 +218,20 @@ class Matcher:
             rows: How many masks; the last one follows ``context + drafted``, as in ``Sampling.scores``.
 
         Returns:
-            The masks; ``None`` after an end token, and after a token that the format does not allow.
+            The masks; ``None`` in the thinking, after an end token, and after a token that the format does not allow.
 
         Raises:
             RunError: The library's limits are exceeded, or no token can follow.
         """
         began = time.perf_counter()
         tokens = [*context[self._prompt :], *drafted]
+        start = self._answer_start(context, tokens, len(drafted))
+        found: list[Mask | None] = [None] * min(rows, max(0, start - (len(tokens) - rows + 1)))
+        if len(found) == rows:
+            return found
+        tokens, rows, thinking = tokens[start:], rows - len(found), found
         common = self._common(tokens)
-        found: list[Mask | None] = []
+        found = []
         for length in range(len(tokens) - rows + 1, len(tokens) + 1):
             mask = self._masks.get(length) if length <= common else None
             if mask is None:
@@ -238,7 +252,23 @@ class Matcher:
                 f"{self._format.name} takes too long: masks took {self._spent_s:.0f} seconds for {len(tokens)} tokens.",
                 "Simplify it.",
             )
-        return found
+        return thinking + found
+
+    def _answer_start(self, context: Sequence[int], tokens: Sequence[int], drafted: int) -> int:
+        """Return how many tokens of the output, of which the last ones are drafted, are thinking that the prompt has
+        opened; more than there are while it lasts.
+        """
+        kept = len(tokens) - drafted
+        if self._thinking is None or self._thought != tokens[: min(kept, len(self._thought))]:
+            self._thinking = ThinkingSplit(self._format.tokenizer, context[: self._prompt])
+            self._thought = []
+        for token in tokens[len(self._thought) : kept]:
+            if not self._thinking.thinks:
+                break
+            self._thinking.push(token)
+            self._thought.append(token)
+        ahead = self._thinking.ends_after(tokens[kept:]) if self._thinking.thinks else 0
+        return len(tokens) + 1 if ahead is None else len(self._thought) + ahead
 
     def apply(self, scores: torch.Tensor, context: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
         """Rule out the tokens that are not allowed, in place; for the arguments see ``Sampling.scores``."""

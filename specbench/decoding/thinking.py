@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ _CLOSINGS: Mapping[str, tuple[str, ...]] = {
 """By the text with which thinking begins, those of which the first ends it."""
 
 _NEAR = 64
-"""Tokens at a prompt's end in which a template may have opened the thinking."""
+"""Tokens at a prompt's end that hold a mark with which it ends."""
 
 
 class ThinkingSplit:
     """Tells of the tokens of an answer, one after the other, which are thinking.
 
-    An answer thinks if it begins with an opening mark, or if its prompt ends with one. After the closing mark comes the
-    answer itself, whatever it holds. Tokens that may be the beginning of a mark are held until that is known.
+    An answer thinks if it begins with an opening mark, or if its prompt ends with one, as a template renders it behind
+    all messages: marks inside a message open nothing. After the closing mark comes the answer itself, whatever it
+    holds. Tokens that may be the beginning of a mark are held until that is known.
 
     Args:
         tokenizer: The target's.
@@ -44,12 +46,9 @@ class ThinkingSplit:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        before = self._text(prompt[-_NEAR:])
-        self._closings: tuple[str, ...] = ()
-        for opening, closings in _CLOSINGS.items():
-            _, opened, rest = before.rpartition(opening)
-            if opened and not any(closing in rest for closing in closings):
-                self._closings = closings
+        before = self._text(prompt[-_NEAR:]).rstrip()
+        opened = next((opening for opening in _CLOSINGS if before.endswith(opening)), "")
+        self._closings = _CLOSINGS.get(opened, ())
         self.thinks = bool(self._closings)
         self._begun = self.thinks  # whether it is known if the answer thinks
         self._held: list[int] = []
@@ -60,6 +59,19 @@ class ThinkingSplit:
         if not self._begun:
             return self._begin()
         return self._until_closing() if self.thinks else self._release("answer")
+
+    def ends_after(self, tokens: Sequence[int]) -> int | None:
+        """Return with which of further tokens (from 1) the thinking ends, 0 if it has; ``None`` with none of them.
+
+        Nothing is added.
+        """
+        ahead = copy(self)
+        ahead._held = [*self._held]
+        for count, token in enumerate(tokens):
+            if not ahead.thinks:
+                return count
+            ahead.push(token)
+        return None if ahead.thinks else len(tokens)
 
     def finish(self) -> Labeled:
         """Return what is held at the end of the answer."""
