@@ -204,7 +204,9 @@ class TextOutput:
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
         if self._answer_only and self._split.thinks:
-            sys.stderr.write("note    the output ends in the thinking, before an answer: raise --max-new-tokens\n")
+            sys.stderr.write(
+                "note    the output ends in the thinking, before an answer: raise --max-new-tokens\n"
+            )
 
     def _label(self, labeled: Labeled) -> None:
         for token, part in labeled:
