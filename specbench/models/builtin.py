@@ -7,6 +7,7 @@ second process cannot leave an incomplete entry.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -61,13 +62,13 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
     with file_errors(f"The file {str(gguf)!r} cannot be read"):
         state = gguf.stat()
     key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
+    header = functools.cache(lambda: read_gguf_header(gguf))
 
     def build(folder: Path, _: Path) -> None:
-        convert_gguf(gguf, folder, name=gguf.name, progress=progress)
+        convert_gguf(gguf, folder, name=gguf.name, header=header(), progress=progress)
 
     def space() -> int:
-        header = read_gguf_header(gguf)
-        return header.elements * header.stored_itemsize
+        return header().elements * header().stored_itemsize
 
     return _prepare(
         f"gguf-{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}",
