@@ -120,7 +120,9 @@ class Forecast:
         Without the target's own, wider passes are taken to grow by ``SLOPE`` a token.
         """
         drafted, passes = row.per_step()
-        gain = self.tokens_per_step(row).value - _wide(costs, 1.0 + drafted)
+        known = costs if costs.target_s else PassCosts({1: 1.0})
+        wide = relative_pass(known.target_pass_s(1.0 + drafted), known.target_pass_s(1))
+        gain = self.tokens_per_step(row).value - wide
         return _drafting_s(costs, self.drafter, passes) / gain if gain > 0 else math.inf
 
     def perfect(self, row: PredictedRow, costs: PassCosts) -> float:
@@ -158,12 +160,6 @@ class Forecast:
         whole = {"drafter": self.drafter, "answers": len(self.answers), "left_out": self.unsampled}
         found: Json = finite({**whole, "best": best, "rows": rows})
         return found
-
-
-def _wide(costs: PassCosts, tokens: float) -> float:
-    """Return the time of a target's pass over so many tokens over that with one."""
-    known = costs if costs.target_s else PassCosts({1: 1.0})
-    return relative_pass(known.target_pass_s(tokens), known.target_pass_s(1))
 
 
 def _drafting_s(costs: PassCosts, drafter: str, passes: float) -> float:

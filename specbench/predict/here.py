@@ -35,10 +35,8 @@ _SLACK = 0.85
 _USUAL = 4
 """The draft length that other policies are compared with where no rows have one."""
 
-
 _COUNTED = 2
 """Answers on which passes are counted."""
-
 
 Report: TypeAlias = Callable[[str, int, int], None]
 """Receives a stage, how much of it is done, and of how much."""
@@ -54,10 +52,6 @@ class Prediction(NamedTuple):
 
     speedup: Estimate
     tokens_per_step: Estimate
-
-    def times(self, speedup: float, tokens: float) -> Prediction:
-        """Return both, multiplied."""
-        return Prediction(_times(self.speedup, speedup), _times(self.tokens_per_step, tokens))
 
 
 @dataclass
@@ -175,9 +169,9 @@ class _Predictor:
                     except SpecbenchError:  # it decides by what only a run has
                         continue
                     fixed, other = (self._of(found, each) for each in found.rows)
-                    self._policies[row.id] = self._of(self._lengths[name], best).times(
-                        ratio(other.speedup.value, fixed.speedup.value),
-                        ratio(other.tokens_per_step.value, fixed.tokens_per_step.value),
+                    scaled = zip(self._of(self._lengths[name], best), other, fixed, strict=True)
+                    self._policies[row.id] = Prediction(
+                        *(_times(each, ratio(mine.value, its.value)) for each, mine, its in scaled)
                     )
 
     def near(self, least: float) -> set[str]:
