@@ -68,6 +68,7 @@ def told(report: Report) -> str:
 
 MANY = dict(zip("abcd", (30.0, 12.0, 40.0, 20.0), strict=True))
 ALMOST = {p: [speed * (1.01 if i % 2 else 0.98) for speed in times(2.0)[p]] for i, p in enumerate(PROMPTS)}
+FAILED: dict[str, list[None]] = {prompt: [None] for prompt in PROMPTS}
 OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decoding
     "the fastest, with its categories": {"d@2": times(1.2), "d@5": times(2.0, code=1.5)},
     "of many categories the lowest and the highest": {
@@ -84,6 +85,14 @@ OUTCOMES: dict[str, dict[str, Any]] = {  # speeds besides those of plain decodin
     "plain decoding alone": {},
     "an unfinished baseline": {"plain": {"chat-01": [None]}, "d@2": {"chat-01": [20.0]}},
     "as good as the best, and chosen among many": {"d@2": times(2.0), "d@3": ALMOST, "d@4": times(1.5)},
+    "a rival failed": {"d@2": times(2.0), "d@5": FAILED},
+    "slower, and a rival failed": {"d@2": times(0.8), "d@5": FAILED},
+    "the fastest was measured on some prompts": {
+        "d@2": {prompt: times(2.0)[prompt] for prompt in PROMPTS[:3]},
+        "d@5": {prompt: times(1.5)[prompt] for prompt in PROMPTS},
+        "d@7": {prompt: times(1.4)[prompt] for prompt in PROMPTS[:2]},
+    },
+    "everything failed but plain decoding": {"d@2": FAILED},
     "transformers beside it": {"d@2": times(2.0), "transformers": times(0.6, 0.0)},
 }
 

@@ -359,10 +359,10 @@ class TestRendering:
     def test_a_provisional_verdict_wants_a_wider_interval(self, low, high, verdict):
         """1.3 · (1.08 / 1.3)^1.5 is 0.98."""
         ratio = Estimate(1.3, low if high else None, high, 6, "prompts")
-        assert stats.verdict(ratio, disturbed=True) == verdict
+        assert stats.verdict(stats.widened(ratio)) == verdict
         assert stats.verdict(ratio) == ("faster" if high else "cannot tell")
         mirrored = Estimate(1 / 1.3, 1 / high if high else None, 1 / low if high else None, 6, "prompts")
-        assert stats.verdict(mirrored, disturbed=True) == verdict.replace("faster", "slower")
+        assert stats.verdict(stats.widened(mirrored)) == verdict.replace("faster", "slower")
 
     def test_predictions_of_a_disturbed_run_are_withheld(self, made):
         count = len(made.generations)

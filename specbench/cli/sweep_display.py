@@ -65,7 +65,7 @@ class RunningTable:
             [mine[key] / plain[key] for key in both], [key[0] for key in both], [key[2] for key in both]
         )
         tokens, steps, prompts = zip(*self._counts[row.id], strict=True)
-        return speedup, stats.pooled_rate(tokens, steps, prompts) if any(steps) else NO_FIGURE
+        return speedup, stats.pooled_rate(tokens, steps, prompts, least=1.0) if any(steps) else NO_FIGURE
 
     def sheet(self) -> Sheet:
         """Return the table; each row says whether it is predicted or measured."""

@@ -100,7 +100,7 @@ class Forecast:
         chosen = [i for i, each in enumerate(self.answers) if category in (None, each.category)]
         tokens = [len(self.answers[i].tokens) - 1 for i in chosen]
         steps = [row.counts[i].steps for i in chosen]
-        return stats.pooled_rate(tokens, steps, [self.answers[i].name for i in chosen])
+        return stats.pooled_rate(tokens, steps, [self.answers[i].name for i in chosen], least=1.0)
 
     def speedup(self, row: PredictedRow, costs: PassCosts) -> Estimate:
         """Return the speedup over plain decoding, the geometric mean over prompts; NaN without the target's costs.

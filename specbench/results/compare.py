@@ -53,7 +53,7 @@ class ComparedRow:
         a, b: Speed (tokens/s) or speedup of each, as the geometric mean over the prompts that both have.
         ratio: A over B; NaN without common prompts.
         verdict: Whether A is faster or slower, according to the interval.
-        provisional: Whether a wider interval was used for the verdict, because the measurements were disturbed.
+        provisional: Whether the verdict rests on disturbed measurements, whose interval is wider.
     """
 
     config_a: str
@@ -143,8 +143,9 @@ def _with_disturbance(compared: Compared, why: str) -> Compared:
         return compared
     rows = []
     for row in compared.rows:
-        verdict = stats.verdict(row.ratio, disturbed=True)
-        rows.append(replace(row, verdict=verdict, provisional=verdict != "cannot tell"))
+        ratio = stats.widened(row.ratio)
+        verdict = stats.verdict(ratio)
+        rows.append(replace(row, ratio=ratio, verdict=verdict, provisional=verdict != "cannot tell"))
     explained = [stats.PROVISIONAL] if any(row.provisional for row in rows) else []
     return replace(compared, rows=rows, notes=[why, *explained, *compared.notes], disturbance=why)
 

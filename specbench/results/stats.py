@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import ArrayLike, NDArray
 
 from specbench.base.record import Estimate
@@ -24,7 +25,10 @@ AT_EVERY_LOOK = 0.9925
 together as often as a single interval of ``CONFIDENCE`` (benchmarks/interval_coverage.py)."""
 
 WIDEST = 10.0
-"""Largest ratio of an interval's ends; a wider interval is not given."""
+"""Largest ratio of the bounds of a race that are shown: a race's error control makes those of few blocks useless."""
+
+FEWEST = 3
+"""Fewest prompts, or groups of requests, that have an interval: of two, it is as good as without ends."""
 
 FEW = 4
 """So many values, if all are equal, have an interval without width; fewer say nothing of others."""
@@ -38,11 +42,11 @@ Labels: TypeAlias = Sequence[Any] | NDArray[Any]
 Verdict = Literal["faster", "slower", "cannot tell"]
 
 WIDENED = 1.5
-"""Factor by which intervals are widened, on the logarithmic scale, for provisional verdicts."""
+"""Factor by which intervals of ratios are widened, on the logarithmic scale, on a busy machine."""
 
 PROVISIONAL = (
-    "faster?, slower?: the verdict holds even with an interval 1.5 times as wide (on the logarithmic scale), but the"
-    " machine was busy. Measure again on a quiet machine."
+    "faster?, slower?: the machine was busy, so the intervals of ratios are 1.5 times as wide (on the logarithmic"
+    " scale). Measure again on a quiet machine."
 )
 """Explains provisional verdicts below tables."""
 
@@ -75,10 +79,12 @@ def nested_means(
     return names, _group_means(data, prompt, len(names))
 
 
-def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-    """Return an interval for the population mean of ``values``; ``None`` for fewer than two."""
+def mean_interval(
+    values: ArrayLike, confidence: float = CONFIDENCE, fewest: int = FEWEST
+) -> tuple[float, float] | None:
+    """Return an interval for the population mean of ``values``; ``None`` for fewer than ``fewest``."""
     data = np.asarray(values, dtype=np.float64)
-    if len(data) < 2:
+    if len(data) < fewest:
         return None
     low, high = mean_intervals(data, confidence)
     return float(low), float(high)
@@ -195,15 +201,22 @@ def geometric_mean(
     interval = mean_interval(means, confidence)
     basis: Literal["prompts", "repeats"] = "prompts"
     if interval is None and repeats is not None:
-        interval = mean_interval(nested_means(logs, repeats)[1], confidence)
+        interval = mean_interval(nested_means(logs, repeats)[1], confidence, fewest=2)
         basis = "repeats"
     return _exponential(float(means.mean()), interval, len(names), basis)
 
 
-def pooled_rate(numerators: ArrayLike, denominators: ArrayLike, prompts: Labels) -> Estimate:
+def pooled_rate(
+    numerators: ArrayLike,
+    denominators: ArrayLike,
+    prompts: Labels,
+    *,
+    least: float = 0.0,
+    most: float = math.inf,
+) -> Estimate:
     """Return a ratio of sums, such as accepted over drafted tokens, with a jackknife interval over the prompts.
 
-    Long outputs weigh more. The ends of the interval are not clipped to the range of the rate.
+    Long outputs weigh more. The interval ends at ``least`` and ``most``, between which the rate always lies.
     """
     sums = _sums_by_prompt(prompts, numerators, denominators)
 
@@ -212,9 +225,10 @@ def pooled_rate(numerators: ArrayLike, denominators: ArrayLike, prompts: Labels)
 
     value, interval = _jackknife(rate, sums, CONFIDENCE)
     count = sums.shape[1]
-    if interval is None or math.isnan(value) or not _telling(*interval, count):
+    if interval is None or not _telling(*interval, count):
         return Estimate(value, None, None, count, None)
-    return Estimate(value, *interval, count, "prompts")
+    low, high = interval
+    return Estimate(value, max(low, min(least, value)), min(high, max(most, value)), count, "prompts")
 
 
 def pooled_speedup(
@@ -284,10 +298,8 @@ def _exponential(
 
 
 def _telling(low: float, high: float, count: int) -> bool:
-    """Return whether an interval of ``count`` values is narrow enough to give at least the order of magnitude of a
-    positive value, and not of a few equal values, whose interval has no width.
-    """
-    return math.isfinite(high) and high <= WIDEST * low and (count >= FEW or high > low * (1 + 1e-9))
+    """Return whether an interval of ``count`` values has ends, and a width unless the equal values are many."""
+    return math.isfinite(low) and math.isfinite(high) and (count >= FEW or high > low * (1 + 1e-9))
 
 
 def unseen_text(units: int) -> str:
@@ -305,20 +317,22 @@ def unseen_text(units: int) -> str:
 # --- Comparing ------------------------------------------------------------------------------------
 
 
-def verdict(ratio: Estimate, *, disturbed: bool = False) -> Verdict:
-    """Return the verdict on a speed ratio, from its interval; ``None`` without an interval over prompts.
+def verdict(ratio: Estimate) -> Verdict:
+    """Return the verdict on a speed ratio: whether its interval, the one that is shown, lies wholly above or below 1.
 
-    Args:
-        ratio: The ratio with its interval.
-        disturbed: Whether other programs used the machine most of the time: the interval is widened by ``WIDENED``,
-            and the verdict is provisional.
+    No other rule says "faster" of measurements. An interval over the repeats of one prompt decides nothing.
     """
     if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
         return "cannot tell"
-    low, high = ratio.low, ratio.high
-    if disturbed:
-        low, high = (ratio.value * (end / ratio.value) ** WIDENED for end in (low, high))
-    return "faster" if low > 1.0 else "slower" if high < 1.0 else "cannot tell"
+    return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "cannot tell"
+
+
+def widened(ratio: Estimate) -> Estimate:
+    """Return a ratio as other programs let it be known: with an interval that is wider by ``WIDENED``."""
+    if ratio.low is None or ratio.high is None:
+        return ratio
+    low, high = (ratio.value * (end / ratio.value) ** WIDENED for end in (ratio.low, ratio.high))
+    return structs.replace(ratio, low=low, high=high)
 
 
 def compare(

@@ -72,8 +72,8 @@ class SummaryRow:
         identical_share: Share of greedy outputs that equal the baseline's.
         difference: Why other outputs differ (``ties``, ``beyond rounding``, ``not checked``); ``None`` for none.
         cached_share: Share of the prompts' tokens that a server took from its cache, if it reports that.
-        provisional: Whether a wider interval was used for the verdict, because other programs used the machine most of
-            the time.
+        provisional: Whether the verdict rests on intervals that are wider because other programs used the machine most
+            of the time.
     """
 
     config: Row
@@ -311,11 +311,15 @@ def confidence_of(run: Run) -> float:
     return stats.CONFIDENCE if run.stopping is None else run.stopping.confidence
 
 
+_RATIOS = ("speedup", "speedup_total", "pooled_speedup", "speedup_first")
+
+
 def _with_provisional_verdict(row: SummaryRow) -> SummaryRow:
     if row.verdict is None:
         return row
-    wider = stats.verdict(row.speedup, disturbed=True)
-    return replace(row, verdict=wider, provisional=wider != "cannot tell")
+    wider: dict[str, Any] = {name: stats.widened(getattr(row, name)) for name in _RATIOS}
+    found = stats.verdict(wider["speedup"])
+    return replace(row, **wider, verdict=found, provisional=found != "cannot tell")
 
 
 def by_config(results: Results) -> dict[str, Steps]:
@@ -428,10 +432,10 @@ def _acceptance(steps: Steps) -> dict[str, Any]:
         per_step = float(ratio(steps["emitted"].sum(), len(steps)))
         return {"tokens_per_step": Estimate(per_step, None, None, 0)}
     return {
-        "tokens_per_step": stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt),
-        "acceptance_rate": stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt),
-        "acceptance_tested": stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt),
-        "alpha": stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt),
+        "tokens_per_step": stats.pooled_rate(steps["emitted"], np.ones(len(steps)), steps.prompt, least=1.0),
+        "acceptance_rate": stats.pooled_rate(steps["accepted"], steps["drafted"], steps.prompt, most=1.0),
+        "acceptance_tested": stats.pooled_rate(steps["accepted"], steps["tested"], steps.prompt, most=1.0),
+        "alpha": stats.pooled_rate(steps.alpha_sum, steps["tested"], steps.prompt, most=1.0),
         "mean_gamma": float(steps["drafted"].mean()),
         "mean_nodes": float(steps["nodes"].mean()),
     }
@@ -466,8 +470,8 @@ def _reported_acceptance(results: Results, config: Row, done: pd.DataFrame) -> d
     sources = set(stepped["step_source"])
     rows, unit = (groups, "group") if drafting.empty else (drafting, "prompt")
     return {
-        "tokens_per_step": _pooled(stepped, "emitted_in_steps", "reported_steps", "prompt"),
-        "acceptance_rate": _pooled(rows, "accepted", "drafted", unit),
+        "tokens_per_step": _pooled(stepped, "emitted_in_steps", "reported_steps", "prompt", least=1.0),
+        "acceptance_rate": _pooled(rows, "accepted", "drafted", unit, most=1.0),
         "step_source": next((source for source in ("bursts", "server") if source in sources), None),
     }
 
@@ -478,12 +482,12 @@ def _cached_share(results: Results, done: pd.DataFrame) -> float:
     return float(ratio(cached["cached_tokens"].sum(), cached["prompt_tokens"].sum()))
 
 
-def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str) -> Estimate:
-    """Return the sum of one column over the sum of another; NaN without rows."""
+def _pooled(rows: pd.DataFrame, numerator: str, denominator: str, unit: str, **ends: float) -> Estimate:
+    """Return the sum of one column over the sum of another, see ``stats.pooled_rate``; NaN without rows."""
     if rows.empty:
         return NO_FIGURE
     part, whole = rows[numerator].to_numpy(dtype=float), rows[denominator].to_numpy(dtype=float)
-    return stats.pooled_rate(part, whole, rows[unit].to_numpy())
+    return stats.pooled_rate(part, whole, rows[unit].to_numpy(), **ends)
 
 
 def _warming(done: pd.DataFrame) -> Estimate:

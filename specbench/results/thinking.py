@@ -106,6 +106,6 @@ def _row(config: Row, part: PartName, both: pd.DataFrame, rows: pd.DataFrame) ->
         speedup=Estimate(1.0, None, None, len(set(prompts)))
         if is_baseline
         else stats.geometric_mean(rows["ratio"], prompts, repeats),
-        tokens_per_step=stats.pooled_rate(rows["tokens"], rows["steps"], prompts),
-        acceptance_rate=stats.pooled_rate(rows["accepted"], rows["drafted"], prompts),
+        tokens_per_step=stats.pooled_rate(rows["tokens"], rows["steps"], prompts, least=1.0),
+        acceptance_rate=stats.pooled_rate(rows["accepted"], rows["drafted"], prompts, most=1.0),
     )

@@ -123,25 +123,29 @@ class _Answers:
             speed = (
                 f"plain decoding runs at {_speed(plain[0])}" if plain else "no plain generation has finished"
             )
-            return Answer(f"No speculative generation has finished; {speed}.", None, details=details)
+            why = f"No speculative generation has finished; {speed}."
+            if any(row.generations for row in self.rows if row.config.kind == "speculative"):
+                why = "Nothing can be compared: drafts and plain decoding have finished no prompt in common."
+            return Answer(why, None, details=details)
         top = max(measured, key=lambda row: row.speedup.value)
         best = next((row for row in measured if row.config.id in self.summary.winners), top)
         said = "Speculation does not pay here.", "It is not certain that speculation pays here."
         details = [*self._details(best, top, measured, plain), *details]
         return Answer(
-            self._headline(best, measured, *said),
+            self._headline(best, *said),
             best.verdict,
             self._rivals(best, measured),
             self._command_for(best),
             details,
         )
 
-    def _headline(self, best: SummaryRow, measured: Sequence[SummaryRow], slower: str, unsure: str) -> str:
+    def _headline(self, best: SummaryRow, slower: str, unsure: str) -> str:
         """Return the speedup of the best configuration; ``slower`` and ``unsure`` stand before one that is no gain."""
         if best.verdict == "faster":
             headline = self._speedups(best, by_category=True)
         else:
-            why = slower if all(row.verdict == "slower" for row in measured) else unsure
+            rivals = [row for row in self.rows if row.config.kind == best.config.kind and not row.is_baseline]
+            why = slower if all(row.verdict == "slower" for row in rivals) else unsure
             headline = f"{why} The best measured is {self._speedups(best)}"
         return f"{headline} {self.summary.disturbance}".strip()
 
@@ -169,7 +173,7 @@ class _Answers:
         ]
         details += self._same_outputs(best, None)
         rivals = self._rivals(best, measured)
-        return Answer(self._headline(best, measured, *said), best.verdict, rivals, details=details)
+        return Answer(self._headline(best, *said), best.verdict, rivals, details=details)
 
     def of_contexts(self) -> Answer:
         """Return the answer for lengths of context: the longest at which the best configuration pays."""
@@ -251,19 +255,28 @@ class _Answers:
         return f"{text}."
 
     def _rivals(self, best: SummaryRow, measured: Sequence[SummaryRow]) -> str:
-        if best.verdict != "faster" or len(measured) < 2:
+        others = [
+            row
+            for row in self.rows
+            if row is not best and not row.is_baseline and row.config.kind == best.config.kind
+        ]
+        if best.verdict != "faster" or not others:
             return ""
         ties = [one_line(row.config.label) for row in measured if row is not best and self._tied(best, row)]
-        if not ties:
-            return "All other configurations are slower than it."
-        return f"Perhaps equally fast: {listed(ties, _TIES)}."
+        missing = [
+            one_line(row.config.label) for row in others if not row.measured or row.prompts < best.prompts
+        ]
+        said = [f"Perhaps equally fast: {listed(ties, _TIES)}."] if ties else []
+        if missing:
+            said.append(f"Not measured on all of its prompts: {listed(missing, _TIES)}.")
+        return " ".join(said) or "All other configurations are slower than it."
 
     def _tied(self, best: SummaryRow, other: SummaryRow) -> bool:
         pairs = side_by_side(self.results, best.config.id, other.config.id)
         ratio = stats.geometric_mean(
             (pairs["a"] / pairs["b"]).to_numpy(), pairs["prompt"].to_numpy(), pairs["repeat"].to_numpy()
         )
-        return stats.verdict(ratio, disturbed=best.provisional) == "cannot tell"
+        return stats.verdict(stats.widened(ratio) if best.provisional else ratio) == "cannot tell"
 
     def _details(
         self, best: SummaryRow, top: SummaryRow, measured: Sequence[SummaryRow], plain: Sequence[SummaryRow]
@@ -273,6 +286,8 @@ class _Answers:
             yield "Only one prompt was measured: the interval is over its repeats and says nothing about others."
         elif basis != "prompts":
             yield "Too few prompts or repeats for an interval: another run could give a very different result."
+        if best.prompts < (most := max(row.prompts for row in self.rows)):
+            yield f"It was measured on {best.prompts} of {most} prompts."
         if plain:
             yield f"It decodes at {_speed(best)}, plain decoding at {_speed(plain[0])}."
         if not math.isnan(best.acceptance_rate.value):

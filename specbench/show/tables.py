@@ -34,7 +34,7 @@ _FOR_P95, _FOR_P99 = 20, 100
 
 
 def _too_few(one: str) -> str:
-    return f"Too few to say: one run of one {one}, or an interval with ends more than {stats.WIDEST:g} times apart."
+    return f"Too few to say: one run of one {one}, two of them, or three that are all alike."
 
 
 def notes(summary: Summary) -> list[str]:

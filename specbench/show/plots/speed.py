@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specbench.results.stats import WIDENED, decimals, ratio_text
+from specbench.results.stats import decimals, ratio_text
 from specbench.results.summary import SummaryRow, categorize
 from specbench.show.plots import canvas
 from specbench.show.plots.canvas import FONT_SIZE, NoDataError, PlotData, Series, figure, short
@@ -125,15 +125,10 @@ def by_category(run: PlotData) -> Figure:
         map(str, sorted({min(cell.prompts for cell in cells), max(cell.prompts for cell in cells)}))
     )
     means = f"Geometric means over prompts ({prompts} per category)"
-    bold = (
-        "the interval"
-        if not any(cell.provisional for cell in cells)
-        else (f"an interval {WIDENED:g} times as wide (busy machine)")
-    )
     one = all(cell.prompts == 1 for cell in without)
     remarks = (
         "Blue: faster, orange: slower.",
-        f"{means}." if plain_cells else f"{means}, below them the 95% intervals. Bold: {bold} excludes 1.",
+        f"{means}." if plain_cells else f"{means}, below them the intervals. Bold: the interval excludes 1.",
         "*: one prompt; over its repeats." if any(cell.speedup.basis == "repeats" for cell in cells) else "",
         f"No interval: {'one run of one prompt' if one else 'too few prompts'}." if without else "",
     )
