@@ -29,6 +29,23 @@ COMMAND = [sys.executable, "-c", PROGRAM]
 HEAVY = ("torch", "transformers", "numpy", "pandas", "matplotlib", "scipy")
 
 
+@pytest.mark.parametrize("module", ["typer", "specbench.cli.cache", "specbench.options"])
+def test_an_interrupt_while_the_program_is_imported_ends_it_quietly(module):
+    """Python's own imports aside."""
+    program = (
+        "import builtins, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "imported = builtins.__import__\n"
+        "def interrupted(name, *rest, **more):\n"
+        f"    if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return imported(name, *rest, **more)\n"
+        "builtins.__import__ = interrupted\n"
+        "from specbench.__main__ import main\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A model that never comes to an end, and whose tokenizer would complain about any prompt."""

@@ -126,7 +126,7 @@ def test_a_wheel_of_it_holds_the_package_and_nothing_else(wheel, request):
     assert len(prompts) > 9
     for name in prompts:
         assert held[name] == (ROOT / "prompts" / name.removeprefix("specbench/_prompts/")).read_bytes()
-    assert "specbench = specbench.cli:main" in commands
+    assert "specbench = specbench.__main__:main" in commands
     assert metadata["Name"] == "specbench-llm"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"

@@ -248,7 +248,7 @@ def test_whoever_stops_iterating_stops_the_sweep_and_the_next_one_goes_on(tmp_pa
 def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
     class Dearer(ScriptedEngine):
         def measure_costs(self, *_: Any) -> list[CostLine]:
-            return cost_lines({1: [9.0]}, {"e": [7.0]}, 256)
+            return cost_lines({1: [0.09]}, {"e": [7.0]}, 256)
 
     few, many = make_sweep(prompts(1), repeats=1), make_sweep(prompts(1), repeats=2)
     measure(tmp_path, few)
@@ -256,7 +256,7 @@ def test_times_of_passes_add_up_when_a_run_goes_on(tmp_path):
         file.write('{"kind": "tar')  # a crash
     measure(tmp_path, many, Dearer())
     costs = run_json(tmp_path)["costs"]
-    assert costs["target_pass_s"] == {"1": 0.2005, "2": 0.102, "3": 0.103}  # of 0.01, 0.101, 0.3 and 9
+    assert costs["target_pass_s"] == {"1": 0.0955, "2": 0.102, "3": 0.103}  # of 0.01, 0.09, 0.101 and 0.3
     assert costs["drafter_pass_s"] == {"d": 0.02, "e": 7.0}
 
 

@@ -6,13 +6,14 @@ they are mapped; elsewhere they are read into memory.
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -28,12 +29,21 @@ half of a file in huge pages products are as fast as with all of it.
 """
 
 _ahead: dict[Path, Future[tuple[Content, str]]] = {}
+_leaving = Event()
 
 
 def read_ahead(paths: Iterable[Path]) -> None:
-    """Begin to read files, one after another, in a thread."""
+    """Begin to read files, one after another, in a thread, which ends before the interpreter does."""
     _ahead.update((path, Future()) for path in paths)
-    Thread(target=_read_all, args=([*_ahead.items()],), daemon=True).start()
+    thread = Thread(target=_read_all, args=([*_ahead.items()],), daemon=True)
+    thread.start()
+    atexit.register(_leave, thread)
+
+
+def _leave(thread: Thread) -> None:
+    _leaving.set()
+    forget_ahead()
+    thread.join()
 
 
 def _read_all(coming: Iterable[tuple[Path, Future[tuple[Content, str]]]]) -> None:
@@ -93,6 +103,8 @@ def _read(path: Path, each: Callable[..., Iterable[str]]) -> tuple[Content, str]
         content = memory[-memory.ctypes.data % mmap.PAGESIZE :][:size]
 
     def read(part: slice) -> str:
+        if _leaving.is_set():
+            raise OSError("the program ends")
         if not maps:
             with path.open("rb", buffering=0) as file:
                 file.seek(part.start)

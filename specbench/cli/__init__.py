@@ -36,7 +36,12 @@ from specbench.cli.plot import plot
 from specbench.cli.predict import predict
 from specbench.cli.report import report
 from specbench.cli.serve import serve
-from specbench.cli.signals import end_cleanly_on_sigterm, exit_code_of_interrupt
+from specbench.cli.signals import (
+    answer_ctrl_c,
+    end_cleanly_on_sigterm,
+    exit_code_of_interrupt,
+    interrupted,
+)
 from specbench.cli.sweep import sweep
 from specbench.cli.trace import trace
 from specbench.cli.train import train
@@ -168,9 +173,10 @@ def _leave(code: int) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; an error becomes one sentence on stderr."""
-    _prepare_streams()
-    _set_environment()
     try:
+        answer_ctrl_c()
+        _prepare_streams()
+        _set_environment()
         result: Any = _command_line().main(arguments, prog_name="specbench", standalone_mode=False)
         sys.stdout.flush()
     except BaseException as raised:
@@ -219,7 +225,8 @@ def _set_environment() -> None:
 
 def _explain(error: BaseException) -> int:
     """Print what went wrong in a sentence; return the exit code."""
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    unexpected = not isinstance(error, SpecbenchError | SystemExit | BrokenPipeError)
+    if isinstance(error, KeyboardInterrupt | typer.Abort) or (interrupted() and unexpected):
         _say("interrupted.")
         return exit_code_of_interrupt()
     # rich turns a closed pipe into an exit.
