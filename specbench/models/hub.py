@@ -126,9 +126,10 @@ class HubModel:
         from huggingface_hub import constants
 
         offline = constants.HF_HUB_OFFLINE
-        reason = "" if offline else f" ({_why_unreachable()})"
+        why = "" if offline else _why_unreachable()
+        failed = f"cannot be reached ({why})" if why else "cannot be reached" if offline else "does not send it"
         return RunError(
-            f"The model {self.name} is not in the hub's cache, and the hub cannot be reached{reason}.",
+            f"The model {self.name} is not in the hub's cache, and the hub {failed}.",
             f"{'Unset HF_HUB_OFFLINE' if offline else 'Check the connection'}, or name a model folder.",
         )
 
