@@ -127,7 +127,9 @@ class HubModel:
 
         offline = constants.HF_HUB_OFFLINE
         why = "" if offline else _why_unreachable()
-        failed = f"cannot be reached ({why})" if why else "cannot be reached" if offline else "does not send it"
+        failed = (
+            f"cannot be reached ({why})" if why else "cannot be reached" if offline else "does not send it"
+        )
         return RunError(
             f"The model {self.name} is not in the hub's cache, and the hub {failed}.",
             f"{'Unset HF_HUB_OFFLINE' if offline else 'Check the connection'}, or name a model folder.",
