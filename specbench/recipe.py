@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -15,6 +15,7 @@ from specbench.options import (
     NO_OPTIONS,
     CacheOptions,
     DecodingOptions,
+    DtypeName,
     ModelOptions,
     SamplingOptions,
     TemplateOptions,
@@ -31,7 +32,7 @@ from specbench.specs.drafters import (
     SmallModel,
     parse_drafter,
 )
-from specbench.specs.models import ADAPTED, ModelSpec
+from specbench.specs.models import ADAPTED, ModelSpec, parse_model, split_dtype
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
 GROUPS = {
@@ -87,6 +88,23 @@ class Recipe:
             raise UsageError(f"{self.chained} does not go with trees, as in {self.policy}.", "Draft chains.")
         if not self.drafter.is_plain:
             self.policy.check(self.drafter)
+
+    @classmethod
+    def of_target(cls, text: str, *groups: Any) -> Recipe:
+        """Return the recipe of a target with groups of options; ``MODEL:int4`` also says the dtype.
+
+        Raises:
+            UsageError: It is no model, or its dtype is another one in the options.
+        """
+        name, dtype = split_dtype(text)
+        recipe = cls(parse_model(name)).with_groups(*groups)
+        if dtype is None:
+            return recipe
+        if recipe.models.dtype not in ("auto", dtype):
+            raise UsageError(
+                f"{text} has another dtype than --dtype {recipe.models.dtype}.", "Leave one out."
+            )
+        return recipe.with_groups(replace(recipe.models, dtype=cast(DtypeName, dtype)))
 
     def with_groups(self, *groups: Any) -> Recipe:
         """Return the recipe with these groups of options in place of its own."""

@@ -112,6 +112,7 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
     assert len(list((tmp_path / "results").iterdir())) == 1
 
     sweep("--out", folder).refused(2, "holds results already", "Add --resume")
+    sweep("--out", "nosuch", "--resume").refused(2, "There is no run in nosuch")
     assert sweep("--out", folder, "--resume")[0] == 0
     assert sweep()[0] == 0
     assert len(list((tmp_path / "results").iterdir())) == 2

@@ -127,9 +127,9 @@ def test_what_cannot_be_read_is_refused(given, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("n", 0, "The option 'n' of x is 0. Give 1 to 9: how many."),
-        ("n", 10, "The option 'n' of x is 10. Give 1 to 9: how many."),
-        ("most", 4, "The option 'most' of x is 4. Give at most 3: most of them."),
+        ("n", 0, "The option 'n' of x is 0. Give 1 to 9."),
+        ("n", 10, "The option 'n' of x is 10. Give 1 to 9."),
+        ("most", 4, "The option 'most' of x is 4. Give at most 3."),
     ],
 )
 def test_what_is_out_of_range_is_refused(name, value, message):

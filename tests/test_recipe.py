@@ -11,7 +11,7 @@ from specbench.base.errors import UsageError
 from specbench.base.record import without_wrong_fields
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, SamplingOptions
 from specbench.recipe import Recipe, drafter_argument
-from specbench.results.run import Run
+from specbench.results.run import Run, find_config
 from specbench.specs.drafters import Cascade, Lookup, Several, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
 from specbench.specs.policies import parse_policy
@@ -62,6 +62,39 @@ def test_words():
     ]  # fmt: skip
     stored = Recipe.from_json(RECIPES["folders"].to_json())
     assert drafter_argument(stored.drafter) == drafter.replace("/secret/place/", "/path/to/")
+
+
+def test_a_target_and_a_drafter_may_say_their_dtype(tmp_path):
+    for text in ("org/big:int4", "org/big:dtype=int4"):
+        assert Recipe.of_target(text, SamplingOptions()) == Recipe(
+            ModelSpec("hub", "org/big"), models=ModelOptions(dtype="int4")
+        )
+    assert parse_drafter("org/small:int4,device=cpu") == parse_drafter("org/small:dtype=int4,device=cpu")
+    with pytest.raises(UsageError, match="another dtype than --dtype int8"):
+        Recipe.of_target("org/big:int4", ModelOptions(dtype="int8"))
+    (tmp_path / "a:int4").mkdir()
+    assert Recipe.of_target(str(tmp_path / "a:int4")).models.dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("lookup@2", "lookup@2"),
+        ("auto", "small@auto"),
+        ("small", "small@auto"),
+        ("lookup", None),
+        ("plain", "plain"),
+    ],
+)
+def test_a_row_has_a_short_name_that_is_no_others(name, found):
+    rows = [row_of(each).to_json() for each in ("plain", "lookup@2", "lookup@4", "small@auto")]
+    run = {"run_id": "r", "configs": rows, "options": {}, "target": {}, "environment": {}, "prompts": []}
+    known, _ = without_wrong_fields(run, Run)
+    if found is None:
+        with pytest.raises(UsageError, match="There is no configuration 'lookup' in here"):
+            find_config(known, name, "here")
+    else:
+        assert find_config(known, name, "here").id == found
 
 
 def test_plainly():

@@ -29,7 +29,6 @@ from specbench.options import (
     group,
 )
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
     from specbench.recipe import Recipe
@@ -93,7 +92,7 @@ def check(
         from specbench.decoding.sampling import Sampling
 
         notes: list[str] = []
-        asked = Recipe(parse_model(target)).with_groups(models, caching, decoding, sampling, template)
+        asked = Recipe.of_target(target, models, caching, decoding, sampling, template)
         if checked.recipe is not None:
             base = row_recipe(ctx, checked.recipe, asked)
             recipes = [base]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
-from specbench.specs.models import parse_model
+from specbench.specs.models import parse_model, split_dtype
 from specbench.specs.policies import Fixed, parse_policy
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     config = read_config(path)
     target = config.given.get("target")
     asked = given.get("target", target)
-    if target is not None and target not in (asked, parse_model(asked).name):  # or the name of its folder
+    folder = parse_model(split_dtype(asked)[0]).name if asked else None
+    if target not in (None, asked, folder):
         say(f"{path} is for the target {target} and is left out.")
         return {}
     config = _left(config, given)

@@ -123,5 +123,9 @@ def _newest(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[s
 
 def _ids(run: Run, having: Sequence[str]) -> set[str] | None:
     """Return the ids of these configurations; ``None`` if the run does not have all of them."""
-    ids = {getattr(config, field): config.id for field in ("label", "id") for config in run.configs}
-    return {ids[name] for name in having} if all(name in ids for name in having) else None
+    from specbench.results.run import find_config
+
+    try:
+        return {find_config(run, name, "").id for name in having}
+    except UsageError:
+        return None

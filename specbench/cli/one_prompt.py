@@ -15,7 +15,7 @@ from specbench.backends.torch.parity import find_difference
 from specbench.bench.engines.hf import generate_with_transformers
 from specbench.bench.pairs import Pairs
 from specbench.cli import options as opt
-from specbench.cli.conflicts import without_effect
+from specbench.cli.conflicts import given, without_effect
 from specbench.cli.console import write_json
 from specbench.cli.progress import StageProgress
 from specbench.cli.setting import facts
@@ -133,6 +133,9 @@ def notes_of(ctx: typer.Context, loaded: LoadedRecipe, chat: bool | None) -> lis
         lines += without_effect(ctx, why, "top_k", "top_p", "min_p", "seed")
     if loaded.recipe.drafter.is_plain:
         lines += without_effect(ctx, "with the drafter none", "draft_policy", "gamma")
+    dtype, drafter = loaded.target.quantization, loaded.recipe.drafter
+    if dtype and loaded.recipe.target.kind == "builtin" and not given(ctx, "drafter", "recipe"):
+        lines.append(f"The drafter is {drafter}: a model in {dtype} does not draft for itself.")
     lines += facts(loaded)
     if not _has_template(loaded) and chat is not False:
         lines.append("The model has no chat template: the prompt is continued as raw text.")

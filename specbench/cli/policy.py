@@ -13,7 +13,7 @@ from specbench.cli.options import DEFAULT_DRAFTER
 from specbench.cli.progress import without_collector
 from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import CHECKPOINT_MTP, parse_model
+from specbench.specs.models import CHECKPOINT_MTP
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
     """
     from specbench.recipe import Recipe
 
-    asked = Recipe(parse_model(drafting.target)).with_groups(*groups)
+    asked = Recipe.of_target(drafting.target, *groups)
     if drafting.recipe is not None:
         return row_recipe(ctx, drafting.recipe, asked)
     drafter = parse_drafter(drafting.drafter) if drafting.drafter else default_drafter(asked)

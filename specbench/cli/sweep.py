@@ -22,7 +22,6 @@ from specbench.cli.sweep_options import (
 )
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, TemplateOptions
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
 from specbench.specs.policies import Fixed, TakesGamma
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def sweep(
     from specbench.recipe import Recipe
     from specbench.results.store import RunStore
 
-    base = with_cache(ctx, Recipe(parse_model(target)).with_groups(models, caching, decoding, template))
+    base = with_cache(ctx, Recipe.of_target(target, models, caching, decoding, template))
     options, drafters, notes = _compared_models(ctx, compared, drafting, base)
     with starting(quiet) as progress:
         chosen = prompts_of_sweep(compared, options, progress)

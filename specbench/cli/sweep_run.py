@@ -50,6 +50,8 @@ def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepO
     if results.out is not None:
         if not results.resume:
             RunStore.check_empty(results.out)
+        elif not RunStore.exists(results.out):
+            raise UsageError(f"There is no run in {results.out}.", "Leave --resume out to begin one there.")
         return results.out
     if results.resume:
         return _begun(sources, options)

@@ -34,7 +34,6 @@ from specbench.recipe import Recipe
 from specbench.results.store import RunStore, read_run, stored_runs
 from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
 from specbench.tune.candidates import GAMMAS, MIN_SHARE, rules_to_try
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def run_tune(
     with starting(quiet) as progress:
         chosen = chosen_prompts(search, None, progress)
     prompts = tuple(interleave(chosen.prompts))
-    base = Recipe(parse_model(target), models=models, decoding=decoding, template=template)
+    base = Recipe.of_target(target, models, decoding, template)
     sources = {**describe_models(base, given), **chosen.sources, "tune": True}
     folder = tune_folder(search, sources["target"])
     stored = read_run(folder) if search.resume and RunStore.exists(folder) else None

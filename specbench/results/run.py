@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from specbench.base.errors import unknown
@@ -216,14 +217,25 @@ class Run(Record):
         return {category: task for suite in self.suites for category, task in suite.tasks.items()}
 
 
+def _named(rows: Sequence[Row], name: str) -> Row | None:
+    """Return the row with an id or label; else the only one that is not a baseline and has the name as its drafter, its
+    policy, or either of their shortest forms.
+    """
+    exact = next((row for field in ("id", "label") for row in rows if getattr(row, field) == name), None)
+    wanted = [
+        row
+        for row in rows
+        if row.id != row.baseline and name in (row.drafter, *row.id.split("@"), *row.label.rsplit(" ", 1))
+    ]
+    return exact or (wanted[0] if len(wanted) == 1 else None)
+
+
 def find_config(run: Run, name: str, where: str) -> Row:
-    """Return the configuration with an id or label.
+    """Return the configuration with an id or label, or the only one of which a word of these is meant.
 
     Raises:
-        UsageError: There is no such configuration.
+        UsageError: There is no such configuration, or there are several.
     """
-    for field in ("id", "label"):
-        for config in run.configs:
-            if getattr(config, field) == name:
-                return config
+    if found := _named(run.configs, name):
+        return found
     raise unknown("configuration", name, (one_line(config.label) for config in run.configs), f" in {where}")

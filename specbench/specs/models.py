@@ -79,6 +79,8 @@ class ModelSpec:
         return self.source if self.is_path else self.name
 
 
+DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+
 ADAPTED = ":adapter="
 """What a spec has between a model and the folder of its adapter."""
 
@@ -128,6 +130,14 @@ def parse_model(text: str) -> ModelSpec:
                 f"There is no model {text!r}.", f"Give {near[0]!r}, or a hub id with its organization."
             )
     return ModelSpec("hub", identifier, revision or None)
+
+
+def split_dtype(text: str) -> tuple[str, str | None]:
+    """Split ``MODEL:int4``, or ``MODEL:dtype=int4``, into the model and its dtype; ``None`` without one."""
+    model, colon, dtype = text.rpartition(":")
+    dtype = dtype.removeprefix("dtype=")
+    is_path = os.path.exists(text)  # noqa: PTH110 - as above
+    return (model, dtype) if colon and dtype in DTYPES and not is_path else (text, None)
 
 
 def _is_hub_id(text: str) -> bool:

@@ -80,7 +80,7 @@ class Option:
         if not inside:  # NaN is not
             wanted = f"at most {most}" if self.least is None else f"at least {self.least}"
             wanted = wanted if None in (self.least, most) else f"{self.least} to {most}"
-            raise UsageError(f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}: {self.help}.")
+            raise UsageError(f"The option {self.key!r} of {word} is {value}.", f"Give {wanted}.")
 
 
 def option(default: Any, syntax: str, help_text: str, **more: Any) -> Any:
