@@ -127,14 +127,15 @@ def test_a_drafter_with_another_tokenizer_is_refused(predict, tmp_path):
     assert "is not that of the answers" in err
 
 
-def test_a_log_without_answers_is_refused_with_its_reasons(cli, tmp_path, models):
+def test_a_log_without_answers_is_refused_with_its_reasons(cli, tmp_path, models, monkeypatch):
     (tmp_path / "log.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
     code, _, err = cli("predict", "--answers", tmp_path / "log.jsonl", "--tokenizer", models / "small")
     assert code == 2
     assert "does not say its temperature" in err
     none = "predict", "--answers", tmp_path / "none.jsonl"
-    cli(*none, "--tokenizer", models / "small").refused(2, "cannot be read")
-    cli(*none).refused(2, "Name it with --tokenizer")
+    monkeypatch.setattr("specbench.predict.alone.load_alone", lambda *_: 1 / 0)  # before anything is loaded
+    cli(*none, "--tokenizer", models / "small").refused(2, "no file or folder")
+    cli("predict", "--answers", tmp_path / "log.jsonl").refused(2, "Name it with --tokenizer")
 
 
 def test_a_stored_run_is_predicted_as_it_was_measured(cli, models, tmp_path, monkeypatch):

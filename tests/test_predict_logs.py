@@ -180,9 +180,21 @@ BAD: list[tuple[str, Any]] = [
         {"request": ASKED, "response": chat(message={"content": None, "tool_calls": [{"function": {}}]})},
     ),
     ("thinking", {"request": ASKED, "response": chat(message={"content": "a", "reasoning_content": "b"})}),
-    ("settings", changed(frequency_penalty=0.5)),
-    ("settings", changed(response_format={"type": "json_object"})),
-    ("settings", changed(top_p=7)),
+    ("field frequency_penalty", changed(frequency_penalty=0.5)),
+    ("field response_format", changed(response_format={"type": "json_object"})),
+    ("field temperature, top_p", changed(top_p=7)),
+    ("field continue_final_message", changed(continue_final_message=True)),
+    ("field add_generation_prompt", changed(add_generation_prompt=False)),
+    ("field echo", {**FORMS["SGLang, completions"][0], "request": {**TEXT_ASKED, "echo": True}}),
+    ("field bad_words", changed(bad_words=["a"])),
+    ("field allowed_token_ids", changed(extra_body={"allowed_token_ids": [1]})),
+    ("field min_tokens", changed(sampling_params={"min_tokens": 2})),
+    ("field repeat_penalty", changed(options={"repeat_penalty": 1.1})),
+    ("field a_new_one", changed(extra_body={"a_new_one": 2})),
+    ("field min_tokens", {**PLAIN_LINE, "temperature": 0, "min_tokens": 3}),
+    ("thinking", {"request": ASKED, "message": {"content": TEXT, "thinking": "Hm"}, "done_reason": "stop"}),
+    ("form", {"prompt": "Hello"}),
+    ("form", {"messages": MESSAGES}),
     ("temperature", {"prompt": "Hello", "answer": TEXT}),
     ("kind", changed(temperature=0.7)),
 ]
@@ -194,7 +206,73 @@ def test_a_line_that_cannot_be_used_is_counted(kind, record):
     assert len(log.answers) == 1
     assert log.left_out == {kind: [2]}
     (note,) = log.notes()
-    assert note == f"1 line is left out (2): such a line {REASONS[kind]}."
+    name = kind.removeprefix("field ")
+    assert note.startswith("1 line is left out (2): such a line ")
+    assert (repr(name) if " " in kind else REASONS[kind]) in note
+
+
+def test_what_is_sent_in_parts_is_read_and_what_is_harmless_is_passed_over():
+    ollama = {"message": {"content": TEXT}, "done_reason": "length", "eval_count": len(IDS)}
+    options = {"temperature": 0, "num_predict": len(IDS), "num_ctx": 4096, "seed": 3}
+    sglang = {"sampling_params": {"temperature": 0, "max_new_tokens": len(IDS)}, "prompt": "Hello"}
+    harmless = {
+        "user": "me",
+        "stream_options": {"include_usage": True},
+        "seed": 1,
+        "logit_bias": {},
+        "stop": [],
+    }
+    records = [
+        {"request": {"messages": MESSAGES, "options": options}, "response": ollama},
+        {"request": sglang, "response": {"text": TEXT, "finish_reason": "length"}},
+        {"request": {**ASKED, "temperature": 0, "extra_body": {"top_k": 40}, **harmless}, "response": chat()},
+    ]
+    log = read(*records)
+    assert not log.left_out
+    assert [(list(each.tokens), each.limit, each.sampling.greedy) for each in log.answers] == [
+        (IDS, len(IDS), True)
+    ] * 3
+
+
+def test_an_answer_ends_with_the_token_that_stopped_it():
+    response = chat(finish_reason="stop", stop_reason=5)
+    response["usage"]["completion_tokens"] += 1
+    by_string = chat(finish_reason="stop", stop_reason="queen")
+    by_string["usage"]["completion_tokens"] += 1
+    log = read(
+        *({"request": {**ASKED, "temperature": 0}, "response": each} for each in (response, by_string))
+    )
+    assert [list(each.tokens) for each in log.answers] == [[*IDS, 5], IDS]
+
+
+def test_choices_that_are_counted_together_are_answers_each():
+    two = {**chat(), "choices": chat()["choices"] * 2, "usage": {"completion_tokens": 2 * len(IDS)}}
+    log = read({"request": {**ASKED, "temperature": 0, "n": 2}, "response": two})
+    assert [list(each.tokens) for each in log.answers] == [IDS, IDS]
+
+
+def test_a_prompt_with_its_first_token_written_out_has_it_once(monkeypatch):
+    tokenizer = tiny_tokenizer()
+    monkeypatch.setattr(
+        "specbench.predict.logs.encode_prompt",
+        lambda _, text, **__: [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]],
+    )
+    for text in ("Hello", f"{tokenizer.bos_token}Hello"):
+        line = json.dumps({"prompt": text, "answer": TEXT, "temperature": 0}).encode()
+        (answer,) = read_log([line], tokenizer).answers
+        assert list(answer.prompt) == [tokenizer.bos_token_id, *PLAIN]
+
+
+def test_tools_take_their_own_template_of_several():
+    tokenizer = tiny_tokenizer(chat_template=None)
+    tokenizer.chat_template = {
+        "default": "{% for m in messages %}{{ m['content'] }}{% endfor %}!",
+        "tool_use": "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools | length }}",
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    line = {"request": {**ASKED, "temperature": 0, "tools": tools}, "response": chat()}
+    (answer,) = read_log([json.dumps(line).encode()], tokenizer).answers
+    assert tokenizer.decode(answer.prompt) == "Hello1"
 
 
 def test_a_time_comes_from_what_a_plain_server_says():

@@ -71,6 +71,14 @@ def predict(
     Options of sampling hold where a line of the log does not say them.
     """
     from specbench.bench.axes import parse_gammas, parse_policies
+    from specbench.specs.drafters import parse_drafter
+
+    specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (opt.DEFAULT_DRAFTER,))]
+    if not asked.answers.exists():
+        raise UsageError(f"There is no file or folder {str(asked.answers)!r}.", "Check the path.")
+    tokenizer_name = _tokenizer(asked)
+    if tokenizer_name is None and not any(spec.models for spec in specs):
+        raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
     from specbench.decoding.sampling import Sampling
 
     gammas, policies = parse_gammas(drafting.gamma or _GAMMAS), parse_policies(drafting.draft_policy)
@@ -81,10 +89,8 @@ def predict(
         from specbench.predict.costs import costs_of
         from specbench.predict.forecast import forecast
         from specbench.predict.render import prediction_parts
-        from specbench.specs.drafters import parse_drafter
 
-        specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (opt.DEFAULT_DRAFTER,))]
-        drafters, tokenizer = load_alone(specs, _tokenizer(asked), progress)
+        drafters, tokenizer = load_alone(specs, tokenizer_name, progress)
         log = _read(asked, tokenizer, settings)
         if not log.answers:
             why = " ".join(log.notes())
@@ -135,8 +141,6 @@ def _read(asked: PredictOptions, tokenizer: Any, settings: Mapping[str, float]) 
     from specbench.base.files import reason
     from specbench.predict.logs import read_log
 
-    if tokenizer is None:
-        raise UsageError("Answers are read with the target's tokenizer.", "Name it with --tokenizer.")
     if asked.answers.is_dir():
         from specbench.predict.stored import stored_answers
         from specbench.results.store import find_runs

@@ -67,7 +67,7 @@ def render_chat(
     request = {
         **(variables or {}),
         "tools": tools or None,
-        "chat_template": _template(tokenizer),
+        "chat_template": _template(tokenizer, tools),
         "add_generation_prompt": add_generation_prompt,
         **tokenizer.special_tokens_map,
     }
@@ -103,9 +103,11 @@ def used_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     return frozenset(answer["variables"])
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     try:
-        return str(tokenizer.get_chat_template())
+        return str(
+            tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
+        )  # of several, "tool_use" with tools
     except ValueError as error:  # it has several, and none of them is the usual one
         raise TemplateError(excerpt(error)) from error
 

@@ -41,28 +41,67 @@ REASONS: Mapping[str, str] = {
     "parts": "has a prompt with pictures or sound",
     "tools": "calls tools, and what the model wrote for that is not in it: log with token ids or logprobs",
     "thinking": "has its thoughts cut off from the answer: log with token ids or logprobs",
-    "settings": "was decoded with settings that drafters do not apply: penalties, biases, a format or others",
     "temperature": "does not say its temperature: give it, as in --temperature 0.7",
     "kind": "was sampled at another temperature than 1 or with cuts, which needs log probabilities after these: log"
     " such (vLLM: --logprobs-mode processed_logprobs), and give --processed-logprobs",
 }
 """Why a line is left out, as the rest of a sentence."""
 
-_UNSET: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repeat_penalty": (1,), "logit_bias": ({}, []),
-    "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "structured_outputs": (), "json_schema": (), "regex": ("",), "ebnf": ("",), "grammar": ("",),
-    "dry_multiplier": (0,), "xtc_probability": (0,), "mirostat": (0,), "typical_p": (1,), "dynatemp_range": (0,),
-    "top_n_sigma": (-1,),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "dry_multiplier": (0,),
+    "dynatemp_range": (0,), "echo": (False,), "frequency_penalty": (0,), "min_tokens": (0,), "min_new_tokens": (0,),
+    "mirostat": (0,), "presence_penalty": (0,), "repeat_penalty": (1,), "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"), "top_n_sigma": (-1,), "typical_p": (1,), "use_beam_search": (False,),
+    "xtc_probability": (0,),
+    "allowed_token_ids": (), "bad_words": (), "ebnf": (), "format": (), "grammar": (), "guided_choice": (),
+    "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "logit_bias": (),
+    "regex": (), "structured_outputs": (), "suffix": (), "truncate_prompt_tokens": (),
 }  # fmt: skip
-"""Settings that change the target's distribution and that drafters do not apply, with what switches them off."""
+"""Fields that change what a prompt or an answer is, with values at which they do not; nor do empty ones."""
+
+_KNOWN = (
+    # What is read.
+    "temperature top_k top_p min_p repetition_penalty messages prompt prompt_token_ids text input_ids tools"
+    " chat_template_kwargs reasoning_effort max_tokens max_completion_tokens max_new_tokens n_predict num_predict"
+    " token_ids category id custom_id body extra_body options sampling_params"
+    # What changes neither the prompt nor the distribution of tokens.
+    " model user metadata method url stream stream_options seed stop stop_token_ids n logprobs top_logprobs"
+    " return_logprob top_logprobs_num logprob_start_len return_text_in_logprobs return_tokens_as_token_ids"
+    " return_token_ids return_tokens prompt_logprobs n_probs post_sampling_probs include_stop_str_in_output"
+    " skip_special_tokens spaces_between_special_tokens detokenize parallel_tool_calls store priority"
+    " request_id service_tier timeout cache_prompt cache_salt id_slot slot_id keep_alive timings_per_token verbosity"
+    " dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau mirostat_eta"
+    " xtc_threshold repeat_last_n n_keep n_discard min_keep grammar_lazy grammar_triggers preserved_tokens"
+    " chat_format reasoning_format reasoning_in_content thinking_forced_open backend_sampling num_ctx num_thread"
+    " ignore_eos no_stop_trim rid"
+)
+"""Other fields of requests that are known."""
+_HARMLESS = frozenset(_KNOWN.split())
+
+_PARTS = ("body", "extra_body", "options", "sampling_params")
+"""What requests hold further fields in."""
+
+_HOLDERS = (
+    "message",
+    "text",
+    "content",
+    "answer",
+    "token_ids",
+    "tokens",
+    "logprobs",
+    "completion_probabilities",
+)
+"""What holds an answer."""
+
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "n_predict", "num_predict")
+"""What a request calls the longest answer."""
 
 _CUT = ("abort", "content_filter", "error", "cancelled")
 """Reasons of a finish that are no end of an answer."""
 
 
 class UnusableError(Exception):
-    """A line cannot be used; its argument is a key of ``REASONS``."""
+    """A line cannot be used; its argument is a key of ``REASONS``, or it has "field" and a name."""
 
 
 @dataclass
@@ -71,7 +110,7 @@ class Log:
 
     Attributes:
         answers: Those that can be used.
-        left_out: Numbers of the lines that cannot, from 1, by the key of ``REASONS``.
+        left_out: Numbers of the lines that cannot, from 1, by the key of ``REASONS``, or "field" and the field's name.
         unread: Whether there are more, beyond the limit.
     """
 
@@ -83,9 +122,15 @@ class Log:
         """Return sentences on what was not read, and on each kind of line that is left out."""
         found = [f"The first {len(self.answers)} answers were read; --limit reads more."] * self.unread
         for kind, lines in self.left_out.items():
+            word, _, name = kind.partition(" ")
+            reason = (
+                f"has the field {name!r}, which may change its prompt or its answer"
+                if name
+                else REASONS[word]
+            )
             listed = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
             what = "1 line is" if len(lines) == 1 else f"{len(lines)} lines are"
-            found.append(f"{what} left out ({listed}): such a line {REASONS[kind]}.")
+            found.append(f"{what} left out ({listed}): such a line {reason}.")
         return found
 
 
@@ -116,7 +161,7 @@ def read_log(
         try:
             log.answers += reader.answers(json.loads(line), str(number))
         except UnusableError as error:
-            log.left_out.setdefault(error.args[0], []).append(number)
+            log.left_out.setdefault(" ".join(error.args), []).append(number)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):  # another shape
             log.left_out.setdefault("form", []).append(number)
     return log
@@ -142,23 +187,19 @@ class _Reader:
         if isinstance(response, str):
             response = {"answer": response}
         response = response.get("body", response)
-        outer = record.get("request") or {}
-        request = dict(record)
-        for part in (record.get("model_parameters"), outer, outer.get("body"),
-                     response.get("generation_settings")):  # fmt: skip
-            request |= part or {}
         choices = response.get("choices", [response])
-        if not choices:
+        if not any(name in choice for choice in choices for name in _HOLDERS if choice.get(name)):
             raise UnusableError("form")
+        request = _request(record, response)
         sampling, prompt = self._sampling(request), self._prompt(choices[0], response, request)
         name = str(record.get("id", record.get("custom_id", name)))
+        if len(choices) > 1:  # their tokens are counted together
+            response = {**response, "usage": {}}
         return [self._answer(choice, response, request, prompt, sampling, name) for choice in choices]
 
     # -- the request -------------------------------------------------------------------------------
 
     def _sampling(self, request: Json) -> Sampling:
-        if any(request.get(name) is not None and request[name] not in off for name, off in _UNSET.items()):
-            raise UnusableError("settings")
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: request[name] for name in names if request.get(name) is not None}
         given = {**self._default_sampling, **given}
@@ -171,11 +212,13 @@ class _Reader:
         try:
             return Sampling(**given)
         except UsageError:
-            raise UnusableError("settings") from None
+            raise UnusableError("field", ", ".join(given)) from None
 
     def _prompt(self, choice: Json, response: Json, request: Json) -> list[int]:
         holders = (choice, response, request)
-        ids = _first_ids(*(each.get(name) for each in holders for name in ("prompt_token_ids", "prompt")))
+        ids = _first_ids(
+            *(each.get(name) for each in holders for name in ("prompt_token_ids", "input_ids", "prompt"))
+        )
         if ids is not None:
             return ids
         messages, text = request.get("messages"), request.get("prompt", response.get("prompt"))
@@ -183,7 +226,10 @@ class _Reader:
             raise UnusableError("prompt")
         try:
             if not messages:
-                return encode_prompt(self._tokenizer, str(text), chat=False)
+                ids, bos = encode_prompt(self._tokenizer, str(text), chat=False), self._tokenizer.bos_token_id
+                return (
+                    ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+                )  # llama.cpp's has its own
             told = request.get("chat_template_kwargs") or {}
             template = TemplateOptions.of(told, request.get("reasoning_effort"))
             tools = request.get("tools") or ()
@@ -196,8 +242,9 @@ class _Reader:
     def _answer(
         self, choice: Json, response: Json, request: Json, prompt: list[int], sampling: Sampling, name: str
     ) -> Answer:
-        finish = choice.get("finish_reason") or response.get("stop_type")
-        count = (response.get("usage") or response).get("completion_tokens", response.get("tokens_predicted"))
+        finish = choice.get("finish_reason") or response.get("stop_type") or response.get("done_reason")
+        count = (response.get("usage") or response).get("completion_tokens")
+        count = response.get("tokens_predicted", response.get("eval_count")) if count is None else count
         entries = list(_entries(choice, response))
         tokens = _first_ids(choice.get("token_ids"), response.get("tokens"), request.get("token_ids"))
         if tokens is None:
@@ -207,14 +254,16 @@ class _Reader:
         if finish in _CUT or (count is not None and len(tokens) < count - 1):
             raise UnusableError("cut")
         ended = finish in ("stop", "eos") and count == len(tokens) + 1  # by a token that is not listed
-        if ended and sampling.greedy and self._end is not None:
-            tokens = [*tokens, self._end]
+        stopped = choice.get("stop_reason")  # vLLM's: a token or a stop string, none for its usual end token
+        end = stopped if type(stopped) is int else self._end if stopped is None else None
+        if ended and sampling.greedy and end is not None:
+            tokens = [*tokens, end]
         if len(tokens) < 2:
             raise UnusableError("short")
         probabilities = None
         if entries and not sampling.greedy:
             probabilities = self._probabilities(entries, len(tokens), sampling)
-        asked = (request.get(name) for name in ("max_completion_tokens", "max_tokens", "n_predict"))
+        asked = (request.get(name) for name in _LIMITS)
         limit = next((max(each, len(tokens)) for each in asked if each is not None and each > 0), None)
         timings = response.get("timings") or {}  # llama.cpp's
         took = None if timings.get("draft_n") else timings.get("predicted_per_token_ms")
@@ -252,7 +301,7 @@ class _Reader:
         """Return the tokens of an answer that is text alone."""
         if message.get("tool_calls"):
             raise UnusableError("tools")
-        if message.get("reasoning_content") or message.get("reasoning"):
+        if any(message.get(name) for name in ("reasoning_content", "reasoning", "thinking")):
             raise UnusableError("thinking")
         text = next((message[name] for name in ("content", "text", "answer") if message.get(name)), None)
         if text is None:
@@ -271,6 +320,31 @@ class _Reader:
         if not (post or self._processed or sampling == Sampling(temperature=1.0)):
             raise UnusableError("kind")
         return np.array(found)
+
+
+def _request(record: Json, response: Json) -> Json:
+    """Return the fields of a request, those of its parts too.
+
+    Raises:
+        UnusableError: One may change the prompt or the answer in a way that is not followed; of the line itself, which
+            holds more than a request, only those count that are known to.
+    """
+    found, parts = dict(record), [record.get("request"), record.get("model_parameters")]
+    settings = response.get("generation_settings") or {}
+    while parts:
+        part = parts.pop(0)
+        if not part:
+            continue
+        found |= part
+        parts += [part.get(name) for name in _PARTS]
+        strange = (name for name in part if name not in _NEUTRAL and name not in _HARMLESS and part[name])
+        if name := next(strange, None):
+            raise UnusableError("field", name)
+    for holder in (found, settings):
+        for name, neutral in _NEUTRAL.items():
+            if name in holder and holder[name] not in (None, "", [], {}, *neutral):
+                raise UnusableError("field", name)
+    return found | settings
 
 
 def _first_ids(*values: Any) -> list[int] | None:
