@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -195,7 +196,10 @@ READ = len(tiny_tokenizer()(TEXT)["input_ids"])
         (answer_of(TEXT, READ + 60, reasoned=True), True, READ, "tokenizer", "The server reports"),
         # A stop string is not shown.
         (answer_of(TEXT, READ + 4, reason="stop"), True, READ + 4, "usage", None),
-        (answer_of(TEXT, READ + 9, READ), False, READ, "ids", "The stream has"),
+        (answer_of(TEXT, READ + 9, READ), False, READ + 9, "usage", "The stream has"),
+        (answer_of(TEXT, READ + 9, READ), True, READ + 9, "usage", "The stream has"),
+        (answer_of(TEXT, READ, READ + 9), False, READ + 9, "ids", "The stream has"),
+        (replace(answer_of(TEXT, READ + 40), calls=True), True, READ + 40, "usage", None),
         (answer_of(TEXT, None), True, READ, "tokenizer", "The server does not report"),
         (answer_of(TEXT, None), False, None, "nothing", "The server does not report"),
         (answer_of(TEXT, 5), False, 5, "usage", None),
@@ -206,6 +210,19 @@ def test_tokens_are_counted_by_the_best_source(answer, checked, tokens, source, 
     assert (found.tokens, found.source) == (tokens, source)
     assert (found.problem is None) == (problem is None)
     assert (found.problem or "").startswith(problem or "")
+
+
+def test_drafts_beyond_the_end_of_an_answer_are_not_accepted():
+    """Of 76 tokens 15 rounds drafted, and 5 tokens a step were emitted."""
+    told = {"predicted_n": 76, "draft_n": 300, "draft_n_accepted": 210, "draft_rounds": 15}
+    last = {**said("x", "stop"), "usage": {"completion_tokens": 76}, "timings": told}
+    assert asked(last, DONE).accepted == 60
+
+
+def test_a_call_of_a_tool_is_noted():
+    call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"function": {"name": "f"}}]}}]}
+    assert asked(call, said("x", "length"), DONE).calls
+    assert not asked(said("x", "length"), DONE).calls
 
 
 JSON = {"content-type": "application/json"}

@@ -69,6 +69,7 @@ class StreamedAnswer:
         ended_s: When the finish reason arrived, in seconds since the request was sent.
         prompt_tokens, used_tokens: Tokens of the prompt and of the output, according to ``usage``.
         steps_by_kept: Numbers of steps with a draft of which 0, 1, 2, ... tokens were accepted.
+        calls: Whether it calls a tool, which is not in its text.
     """
 
     pieces: tuple[Chunk, ...]
@@ -80,6 +81,7 @@ class StreamedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     steps_by_kept: tuple[int, ...] | None = None
+    calls: bool = False
 
     @property
     def reasoned(self) -> bool:
@@ -151,12 +153,13 @@ def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | No
     if reported is None:
         problem = "The server does not report how many tokens its answer has."
         return TokenCount(read, "nothing" if read is None else "tokenizer", problem)
-    if (
-        ids is not None and answer.used_tokens is not None and abs(ids - answer.used_tokens) > 1
-    ):  # an end token
-        return TokenCount(
-            ids, "ids", f"The stream has {ids} token ids, but its usage field reports {answer.used_tokens}."
+    used = answer.used_tokens
+    if ids is not None and used is not None and abs(ids - used) > 1:  # an end token
+        # A server may hold ids back, and those that came were generated.
+        problem = (
+            f"The stream has {ids} token ids, but its usage field reports {used}: the larger one is taken."
         )
+        return TokenCount(max(ids, used), "ids" if ids > used else "usage", problem)
     if read is not None and _disagrees(reported, read, answer):
         problem = f"The server reports {reported} tokens, but its text has {read} according to the target's tokenizer."
         return TokenCount(read, "tokenizer", problem)
@@ -166,11 +169,13 @@ def count_tokens(answer: StreamedAnswer, tokenizer: PreTrainedTokenizerBase | No
 def _disagrees(reported: int, read: int, answer: StreamedAnswer) -> bool:
     """Return whether a reported count disagrees with a text that has ``read`` tokens when it is tokenized again.
 
-    A stop string is generated but not part of the text, so there is no upper limit if the answer ended with one.
+    A stop string and a call of a tool are generated but not part of the text, so there is no upper limit if the answer
+    has one.
     """
     slack = max(1.0, _TOLERANCE * read)
     most = read + slack + (_MOST_TAGS if answer.reasoned else 1)
-    return reported < read - slack or (answer.finish_reason == "length" and reported > most)
+    whole = answer.finish_reason == "length" and not answer.calls
+    return reported < read - slack or (whole and reported > most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +489,11 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
         (predicted or None, accepted),
     )
     drafted, kept = next((pair for pair in pairs if pair[0] is not None), (None, None))
+    tokens, rounds = usage.get("completion_tokens"), timings.get("draft_rounds")
+    if (
+        type(tokens) is int and type(rounds) is int and type(kept) is int
+    ):  # mlx-vlm accepts beyond an answer's end
+        kept = min(kept, max(0, tokens - 1 - rounds))
     found = {
         "prompt_tokens": usage.get("prompt_tokens"),
         "used_tokens": usage.get("completion_tokens"),
@@ -492,6 +502,8 @@ def _facts(body: Mapping[str, Any], choice: Mapping[str, Any]) -> Json:
         "accepted": kept,
     }
     counts: Json = {name: value for name, value in found.items() if type(value) is int and value >= 0}
+    if _said(choice).get("tool_calls"):
+        counts["calls"] = True
     histograms = (
         metrics.get("acceptance_histogram"),
         meta.get("spec_correct_drafts_histogram"),
