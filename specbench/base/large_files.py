@@ -43,7 +43,7 @@ def read_ahead(paths: Iterable[Path]) -> None:
 def _leave(thread: Thread) -> None:
     _leaving.set()
     forget_ahead()
-    thread.join()
+    thread.join(timeout=5.0)  # a part takes hundredths of a second, but from a network it may take for ever
 
 
 def _read_all(coming: Iterable[tuple[Path, Future[tuple[Content, str]]]]) -> None:

@@ -252,7 +252,7 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
             ) from None
         system = "\n\n".join(said) if said else system
     if not turns:
-        raise UsageError(f'{where} has no "turns".', _FORM)
+        raise UsageError(f'{where} has no "turns", "prompt" or "messages".', _FORM)
     for count, turn in enumerate(turns, 1):
         if not turn.strip():
             raise UsageError(f"{where}: turn {count} is empty.", "Write its text or take it out.")

@@ -85,5 +85,8 @@ def refuse_conflicts(ctx: typer.Context) -> None:
                 other, because = written(ctx, named[0]), f": {why}" if why else ""
                 if needed:
                     hint = f"Add {other}, or leave {option} out."
+                    words = ctx.params.get("arguments") or ()
+                    if option.startswith("[") and words and not words[0].startswith("-"):
+                        hint = f"If {words[0]!r} has prompts, write `--prompts {words[0]}`."
                     raise UsageError(f"{option} is given without {other}{because}.", hint)
                 raise UsageError(f"{option} does not go with {other}{because}.", "Leave one of them out.")

@@ -13,7 +13,7 @@ from specbench.cli.options import DEFAULT_DRAFTER
 from specbench.cli.progress import without_collector
 from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import CHECKPOINT_MTP
+from specbench.specs.models import CHECKPOINT_MTP, split_dtype
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -96,9 +96,11 @@ def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
     recipe = read_recipe(*named_row(row))
     if given(ctx, "target"):
         recipe = replace(recipe, target=asked.target)
+    told = {"dtype"} if split_dtype(str(ctx.params.get("target")))[1] else set()
     for name in GROUPS:
         new = getattr(asked, name)
-        changes = {each.name: getattr(new, each.name) for each in fields(new) if given(ctx, each.name)}
+        taken = [each.name for each in fields(new) if each.name in told or given(ctx, each.name)]
+        changes = {each: getattr(new, each) for each in taken}
         recipe = recipe.with_groups(replace(getattr(recipe, name), **changes))
     return recipe.found_in(Path())
 

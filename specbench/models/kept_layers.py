@@ -149,10 +149,10 @@ def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
-    """Return two digests: of model, layout and versions, and of the circumstances that the entry is valid for."""
+    """Return two digests: of model, layout, versions and processor, and of the files' contents."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
-    versions = [_FORMAT, native.LAYOUT, __version__, torch.__version__]
-    named = [files.place, model.dtype, cut, form, *versions], [files.digest, processor_name(), has_vnni()]
+    makers = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
+    named = [files.place, model.dtype, cut, form, *makers], [files.digest]
     first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
     return first, second
 
