@@ -158,7 +158,7 @@ def test_all_ways_give_the_same_tokens_and_ratios_to_generate(compared, capsys, 
         "specbench plain", "specbench lookup@auto", "specbench lookup@heuristic", "specbench small (float32)@3",
     }  # fmt: skip
     assert all((row["identical"], row["tie"], row["differs"]) == (2, 0, 0) for row in rows.values())
-    assert rows["generate"]["over_generate"] == [1.0, 1.0, 1.0]
+    assert rows["generate"]["over_generate"] == [1.0, None, None], "two prompts are too few"
     best = max(rows["assisted, defaults"]["over_generate"][0],
                rows["assisted, 5 and no threshold"]["over_generate"][0])  # fmt: skip
     plain = rows["specbench plain"]
