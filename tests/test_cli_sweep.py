@@ -103,6 +103,7 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
     assert f"Interrupted. 2 of 6 generations are in results/{folder.name}" in err
     assert f"--out results/{folder.name} --resume" in err
     assert "plain" in out  # the table so far
+    assert "goodput" not in out, "no limits are given"
     assert run_json(folder)["finished"] is None
 
     code, out, err = sweep("--resume")  # finds the unfinished run by itself

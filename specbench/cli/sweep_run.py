@@ -219,7 +219,8 @@ class SweepJob(RunJob):
         requests = request_rows(results, summary)
         sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
         limits = self._results.limits()
-        sheets.append(tables.goodput_sheet(goodput_rows(results, limits), limits, summary.over))
+        if rows := goodput_rows(results, limits):
+            sheets.append(tables.goodput_sheet(rows, limits, summary.over))
         if parts := part_rows(results):
             sheets.append(tables.part_sheet(parts))
         if turns := turn_rows(results):
