@@ -192,6 +192,13 @@ class TestContent:
         assert (round(row["predicted_speedup"], 9), round(row["speedup"], 9)) in points
         assert axes.get_xlim() == axes.get_ylim()
 
+    def test_bars_are_named_in_their_order_and_each_length_has_a_tick(self, df, drawn):
+        (legend,) = drawn.figures["time"].findobj(Legend)
+        assert [each.get_text() for each in legend.get_texts()][:2] == ["draft", "verify"]
+        lengths = {row.config.gamma for row in summarize(df).rows} - {None}
+        assert {*drawn.figures["speedup"].axes[0].get_xticks()} == lengths
+        assert {*map(str, lengths)} & {*texts(drawn.figures["prediction"]).split()}
+
     def test_the_heat_map_shows_every_cell_with_its_interval(self, df, drawn):
         shown = texts(drawn.figures["categories"])
         frame = to_frame(categorize(df), SummaryRow)
@@ -202,7 +209,9 @@ class TestContent:
             .to_numpy()
             .ravel()
         )
-        assert shown.count("–") >= frame["speedup_low"].notna().sum() > len(frame) / 2
+        over_prompts = [each for each in categorize(df) if each.speedup.basis != "repeats"]
+        assert shown.count("–") == sum(each.speedup.low is not None for each in over_prompts)
+        assert "No interval: too few prompts." in shown
 
 
 class TestTrees:

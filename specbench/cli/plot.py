@@ -55,6 +55,8 @@ def _draw(run: Path, folder: Path, kind: str, only: list[str] | None) -> list[Pa
     results = load_results(run)
     for problem in results.problems:
         say(problem)
+    if results.run.finished is None:
+        say(f"{run.name} is unfinished: its figures show what was measured so far.")
     drawn = draw_figures(results, only)
     if folder == run / "plots":  # in a folder that somebody else may have made
         refuse_link(folder)

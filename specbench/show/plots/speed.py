@@ -61,19 +61,31 @@ def prediction(run: PlotData) -> Figure:
     axes.plot((low, high), (low, high), color=canvas.GRAY, linewidth=0.9, zorder=1)
     axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
     axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
+    named: list[tuple[float, float]] = []
     for each in series:
         x, x_low, x_high = canvas.estimates(each.rows, "predicted_speedup")
         y, y_low, y_high = canvas.estimates(each.rows, "speedup")
         axes.vlines(x, y_low, y_high, color=each.color, linewidth=0.7, alpha=0.5)
         axes.hlines(y, x_low, x_high, color=each.color, linewidth=0.7, alpha=0.5)
         axes.plot(x, y, linestyle="none", label=each.name, **each.style)
+        for row, place in zip(each.rows, zip(x, y, strict=True), strict=True):
+            near = any(math.dist(place, other) < 0.06 * (high - low) for other in named)
+            if row.config.gamma is not None and all(map(math.isfinite, place)) and not near:
+                named.append(place)
+                style: Any = {
+                    "fontsize": 0.75 * FONT_SIZE,
+                    "color": each.color,
+                    "textcoords": "offset points",
+                }
+                axes.annotate(str(row.config.gamma), place, xytext=(3, 3), **style)
     axes.set(xlim=(low, high), ylim=(low, high), xlabel="predicted speedup (×)")
     axes.set_aspect("equal", adjustable="box")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     canvas.grid_lines(axes, "both")
     remarks = (
-        "One mark per γ. Predicted from the times of single forward passes: c of the drafter, v(γ+1) of the target.",
+        "One mark per γ, which stands beside it where there is room. Predicted from the times of single forward"
+        " passes: c of the drafter, v(γ+1) of the target.",
         "On the line both agree; below it something else takes time.",
         run.intervals,
     )
@@ -91,7 +103,7 @@ def by_category(run: PlotData) -> Figure:
     categories = list(dict.fromkeys(cell.category for cell in cells))
     if len(categories) == 1:
         raise NoDataError("all prompts are of one category")
-    without = [cell for cell in cells if cell.speedup.low is None]
+    without = [cell for cell in cells if not _has_interval(cell)]
     plain_cells = len(without) == len(cells)  # ratios alone need less space
     line = 0.17 if plain_cells else 0.27  # inches of a row
     heads = {name: short(name, 18).replace("-", "-\n", 1) for name in categories}
@@ -125,12 +137,10 @@ def by_category(run: PlotData) -> Figure:
         map(str, sorted({min(cell.prompts for cell in cells), max(cell.prompts for cell in cells)}))
     )
     means = f"Geometric means over prompts ({prompts} per category)"
-    one = all(cell.prompts == 1 for cell in without)
     remarks = (
         "Blue: faster, orange: slower.",
         f"{means}." if plain_cells else f"{means}, below them the intervals. Bold: the interval excludes 1.",
-        "*: one prompt; over its repeats." if any(cell.speedup.basis == "repeats" for cell in cells) else "",
-        f"No interval: {'one run of one prompt' if one else 'too few prompts'}." if without else "",
+        "No interval: too few prompts." if without else "",
     )
     return canvas.finish(body, run, "Speedup by category", *remarks)
 
@@ -141,14 +151,18 @@ _SLOWER_FASTER = LinearSegmentedColormap.from_list(
 
 
 def _write_cell(axes: Axes, x: int, y: int, cell: SummaryRow, ink: str) -> None:
-    low, high = cell.speedup.low, cell.speedup.high
-    weight = "normal" if cell.verdict == "cannot tell" else "bold"
+    low, high = (cell.speedup.low, cell.speedup.high) if _has_interval(cell) else (None, None)
+    weight = "normal" if low is None or cell.verdict == "cannot tell" else "bold"
     middle: Any = {"ha": "center", "va": "center", "color": ink}
     ratio, alone = decimals(cell.speedup.value), low is None or high is None
     axes.text(x, y if alone else y - 0.17, ratio, fontsize=0.83 * FONT_SIZE, weight=weight, **middle)
     if low is not None and high is not None:
-        star = "*" if cell.speedup.basis == "repeats" else ""
-        axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}{star}", fontsize=0.63 * FONT_SIZE, **middle)
+        axes.text(x, y + 0.24, f"{_end(low)}–{_end(high)}", fontsize=0.63 * FONT_SIZE, **middle)
+
+
+def _has_interval(cell: SummaryRow) -> bool:
+    """Return whether a category has an interval over prompts: one over the repeats of a prompt says nothing of it."""
+    return cell.speedup.low is not None and cell.speedup.basis != "repeats"
 
 
 def _end(value: float) -> str:
