@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -33,8 +34,8 @@ class ThinkingSplit:
     """Tells of the tokens of an answer, one after the other, which are thinking.
 
     An answer thinks if it begins with an opening mark, or if its prompt ends with one, as a template renders it behind
-    all messages: marks inside a message open nothing. After the closing mark comes the answer itself, whatever it
-    holds. Tokens that may be the beginning of a mark are held until that is known.
+    all messages, maybe with a first word: marks inside a message open nothing. After the closing mark comes the answer
+    itself, whatever it holds. Tokens that may be the beginning of a mark are held until that is known.
 
     Args:
         tokenizer: The target's.
@@ -46,12 +47,30 @@ class ThinkingSplit:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        before = self._text(prompt[-_NEAR:]).rstrip()
-        opened = next((opening for opening in _CLOSINGS if before.endswith(opening)), "")
-        self._closings = _CLOSINGS.get(opened, ())
+        self._closings = _CLOSINGS.get(self._opened_by(prompt[-_NEAR:]), ())
         self.thinks = bool(self._closings)
         self._begun = self.thinks  # whether it is known if the answer thinks
         self._held: list[int] = []
+
+    def _opened_by(self, ending: Sequence[int]) -> str:
+        """Return the mark that the end of a prompt has left open; empty for none.
+
+        A template's own mark is the last text, or the first behind the last turn's special token and role.
+        """
+        marks = [*_CLOSINGS, *(closing for closings in _CLOSINGS.values() for closing in closings)]
+        added = self._tokenizer.added_tokens_decoder
+        turns = {
+            token for token, each in added.items() if each.special and not any(str(each) in m for m in marks)
+        }
+        begins = max((place + 1 for place, token in enumerate(ending) if token in turns), default=None)
+        whole = self._text(ending).rstrip()
+        turn = "" if begins is None else self._text(ending[begins:])
+        for opening, closings in _CLOSINGS.items():
+            first = re.match(rf"\s*\w*\s*{re.escape(opening)}", turn)
+            is_open = first is not None and not any(closing in turn[first.end() :] for closing in closings)
+            if is_open or whole.endswith(opening):
+                return opening
+        return ""
 
     def push(self, token: int) -> Labeled:
         """Add a token; return those of which the part is now known."""
