@@ -303,13 +303,10 @@ class GenerationRun:
         else:
             self._steps.append(record)
 
-    def text_stream(self, *, special: bool = False) -> TextStream[Any] | None:
-        """Return a stream that turns generated tokens into text, with any labels; ``None`` without a tokenizer.
-
-        ``special`` is whether special tokens become text too.
-        """
+    def text_stream(self) -> TextStream[Any] | None:
+        """Return a stream that turns generated tokens into text, with any labels; ``None`` without a tokenizer."""
         tokenizer = self.target.tokenizer
-        return None if tokenizer is None else TextStream(tokenizer, self.decoding.stop, special=special)
+        return None if tokenizer is None else TextStream(tokenizer, self.decoding.stop)
 
     def answer(self) -> str:
         """Return the text so far without the thinking before the answer; empty without a tokenizer."""

@@ -72,7 +72,6 @@ def test_messages_are_those_of_a_template():
             {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
             {"role": "assistant", "content": "d", "reasoning_content": "hm", "reasoning": None},
             {"role": "assistant", "content": "e", "reasoning": "so"},
-            {"role": "tool", "content": "7", "name": "get", "tool_call_id": "1"},
         ]
     )
     assert [each.to_dict() for each in asked.messages] == [
@@ -81,7 +80,6 @@ def test_messages_are_those_of_a_template():
         {"role": "assistant", "content": "c"},
         {"role": "assistant", "content": "d", "reasoning_content": "hm", "reasoning": "hm"},
         {"role": "assistant", "content": "e", "reasoning_content": "so", "reasoning": "so"},
-        {"role": "tool", "content": "7", "name": "get", "tool_call_id": "1"},
     ]
 
 
@@ -96,12 +94,13 @@ WRONG: list[tuple[type[BaseRequest], bytes | dict[str, Any], str]] = [
     (ChatRequest, {}, "messages: "),
     (ChatRequest, {"messages": []}, "messages: "),
     (ChatRequest, {"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role: "),
-    (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0: a message has no content"),
+    (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0.content: "),
     (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "and no image_url"),
     (ChatRequest, {"messages": SAID, "temprature": 1}, "temprature: "),
     (ChatRequest, {"messages": SAID, "n": 2}, "n can only be 1"),
     (ChatRequest, {"messages": SAID, "logprobs": True}, "logprobs can only be false"),
-    (ChatRequest, {"messages": SAID, "tools": [{}]}, "tools.0.type: "),
+    (ChatRequest, {"messages": SAID, "tools": [{}]}, "Tool calls are not supported. Leave tools out, or"),
+    (ChatRequest, {"messages": [{**SAID[0], "tool_calls": [{}]}]}, "messages.0.tool_calls: "),
     *(
         (ChatRequest, {"messages": SAID, name: value}, f"{name}: ")
         for name, value in (("temperature", "1"), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", 1.5),

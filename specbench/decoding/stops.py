@@ -77,13 +77,10 @@ class TextStream(Generic[Label]):
     Args:
         tokenizer: Decodes token ids.
         stop_strings: Texts that end the output; empty ones are not allowed.
-        special: Whether special tokens become their text; otherwise nothing.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = (), *, special: bool = False
-    ) -> None:
-        self._tokenizer, self._special = tokenizer, special
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
         self._stops = tuple(stop_strings)
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._ids: list[int] = []
@@ -154,8 +151,7 @@ class TextStream(Generic[Label]):
     def _is_special(self, token: int) -> bool:
         return not self._decode([token]) and bool(self._decode([token], special=True))
 
-    def _decode(self, ids: Sequence[int], *, special: bool | None = None) -> str:
-        special = self._special if special is None else special
+    def _decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.applications import Starlette
@@ -28,7 +28,6 @@ from specbench.decoding.sampling import Sampling
 from specbench.decoding.thinking import ThinkingSplit
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun, encode_messages, encode_prompt, shown_tokens
-from specbench.options import DecodingOptions, Format
 from specbench.policies import build_policy
 from specbench.serve.engine import BusyError, Engine, StoppedError
 from specbench.serve.metrics import CONTENT_TYPE, metrics_text
@@ -38,12 +37,10 @@ from specbench.serve.protocol import (
     Reply,
     SpeculationOptions,
     TextRequest,
-    Thought,
     Usage,
     error_body,
     parse,
 )
-from specbench.serve.tools import CallParser, call_form
 from specbench.specs.policies import default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -53,10 +50,9 @@ if TYPE_CHECKING:
     from specbench.decoding.protocols import DraftPolicy
     from specbench.decoding.records import FinishReason, Prefill, Step
     from specbench.decoding.schedule import Event
-    from specbench.decoding.thinking import Labeled, Part
+    from specbench.decoding.thinking import Labeled
     from specbench.recipe import Recipe
     from specbench.serve.engine import Job
-    from specbench.serve.tools import CallDelta, CallForm
 
 _T = TypeVar("_T")
 
@@ -141,8 +137,8 @@ class _Api:
 
     async def answer(self, request: Request, kind: type[ChatRequest] | type[TextRequest]) -> Response:
         # In a thread: parsing a large body takes a second, in which others have to be answered.
-        parsed, run, parser = await run_in_threadpool(self._parse, await _read_body(request), kind)
-        records = _RecordStream(self._engine, run, parser, splits=kind is ChatRequest)
+        parsed, run = await run_in_threadpool(self._parse, await _read_body(request), kind)
+        records = _RecordStream(self._engine, run, splits=kind is ChatRequest)
         reply = Reply(
             parsed, f"{kind.id_prefix}-{secrets.token_hex(12)}", int(time.time()), self._model["id"]
         )
@@ -158,8 +154,8 @@ class _Api:
 
     def _parse(
         self, body: bytes, kind: type[ChatRequest] | type[TextRequest]
-    ) -> tuple[ChatRequest | TextRequest, GenerationRun, CallParser | None]:
-        """Parse a request; return the generation that answers it, and the parser of its tool calls, if it has tools.
+    ) -> tuple[ChatRequest | TextRequest, GenerationRun]:
+        """Parse a request; return it with the generation that answers it.
 
         Raises:
             UsageError, _ProtocolError: The request is invalid.
@@ -167,19 +163,13 @@ class _Api:
         parsed = parse(body, kind)
         self._check_model(parsed.model)
         recipe, limit = self._recipe, self._engine.max_tokens
-        form, parser = None, None
-        if isinstance(parsed, ChatRequest) and parsed.offered:
-            form = self._call_form
-            parser = CallParser(form, [tool["function"]["name"] for tool in parsed.offered])
-        prompt = self._prompt(parsed, form)
+        prompt = self._prompt(parsed)
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens; prompt and output together are limited to {limit}.",
                 "Shorten the prompt.",
             )
         decoding = recipe.decoding.with_changes(**parsed.decoding)
-        if form is not None:
-            decoding = self._calling(parsed, form, decoding)
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
         seed = self._seed if parsed.sampling_seed is None else parsed.sampling_seed
@@ -193,33 +183,7 @@ class _Api:
             seed=secrets.randbits(63) if seed is None else seed,
             decoding=decoding,
         )
-        return parsed, run, parser
-
-    @cached_property
-    def _call_form(self) -> CallForm:
-        return call_form(self._tokenizer, self._engine.target.end_ids)
-
-    def _calling(
-        self, parsed: ChatRequest | TextRequest, form: CallForm, decoding: DecodingOptions
-    ) -> DecodingOptions:
-        """Return the options of a request that may call tools.
-
-        Raises:
-            UsageError: Its tools cannot be a format, or it has another one.
-        """
-        assert isinstance(parsed, ChatRequest)
-        grammar = parsed.call_grammar(form)
-        if grammar is None:
-            return decoding
-        if "format" in parsed.decoding:
-            raise UsageError("tools: these calls do not go with a response_format.", "Leave one of them out.")
-        try:
-            least = parsed.min_tokens or 0  # the server's own does not go with a format
-            decoding = decoding.with_changes(format=f"grammar={grammar}", min_new_tokens=least)
-            self._engine.target.language_model.formats.compile(Format("grammar", grammar))
-        except UsageError as error:
-            raise UsageError(f"tools: {error.message}", error.hint) from error
-        return decoding
+        return parsed, run
 
     def _policy(
         self, asked: Literal["off"] | SpeculationOptions | None, sampling: Sampling
@@ -242,17 +206,15 @@ class _Api:
             message = f"There is no model {model!r} here. Ask for {self._model['id']!r}, or leave it out."
             raise _ProtocolError(404, message, "model_not_found")
 
-    def _prompt(self, parsed: ChatRequest | TextRequest, form: CallForm | None) -> list[int]:
+    def _prompt(self, parsed: ChatRequest | TextRequest) -> list[int]:
         if isinstance(parsed, TextRequest):
             prompt = parsed.single_prompt
             return encode_prompt(self._tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
         if not getattr(self._tokenizer, "chat_template", None):
             raise UsageError("The model has no chat template.", "Use /v1/completions.")
-        as_text = form is not None and form.arguments_as_text
-        messages = [message.to_dict(arguments_as_text=as_text) for message in parsed.messages]
         try:
-            offered = [] if form is None else parsed.offered
-            return encode_messages(self._tokenizer, messages, offered, parsed.template)
+            messages = [message.to_dict() for message in parsed.messages]
+            return encode_messages(self._tokenizer, messages, template=parsed.template)
         except UsageError as error:  # whose hint is for a command line
             raise UsageError(error.message, "Send other messages.") from error
 
@@ -275,12 +237,10 @@ class _RecordStream(AsyncIterator["Prefill | Step"]):
         SpecbenchError: The engine refuses the request, or decoding fails.
     """
 
-    def __init__(
-        self, engine: Engine, run: GenerationRun, parser: CallParser | None, *, splits: bool
-    ) -> None:
+    def __init__(self, engine: Engine, run: GenerationRun, *, splits: bool) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine, self.run, self.parser, self.splits = engine, run, parser, splits
+        self._engine, self.run, self.splits = engine, run, splits
 
         def deliver(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has been closed
@@ -298,11 +258,6 @@ class _RecordStream(AsyncIterator["Prefill | Step"]):
             raise event
         self._ended = event.finish_reason is not None
         return event
-
-    @property
-    def called(self) -> bool:
-        """Whether the answer so far has tool calls, the last one whole."""
-        return self.parser is not None and self.parser.called
 
     def close(self) -> None:
         """Cancel the request if it has not ended."""
@@ -350,60 +305,52 @@ class _OpenRequestLimit:
             self._open -= 1
 
 
-async def _parts(
+async def _pieces(
     records: _RecordStream, first: Prefill | Step, usage: Usage
-) -> AsyncGenerator[tuple[list[str | CallDelta], FinishReason | None]]:
-    """Yield what becomes final with each record, and its finish reason, which only the last one has."""
-    parser, run, tokenizer = records.parser, records.run, records.run.target.tokenizer
-    stream = run.text_stream(special=parser is not None and parser.form.hidden)
+) -> AsyncGenerator[tuple[str, str, FinishReason | None]]:
+    """Yield the thinking and the text that become final with each record, and its finish reason."""
+    run, tokenizer = records.run, records.run.target.tokenizer
+    stream = run.text_stream()
     assert stream is not None
     assert tokenizer is not None
     split = ThinkingSplit(tokenizer, run.prompt) if records.splits else None
     record: Prefill | Step | None = first
     while record is not None:
         ended = record.finish_reason is not None
-        pieces: list[tuple[Part, str]] = []
         tokens = shown_tokens(usage.add(record), record.finish_reason)
         labeled: Labeled = [(token, "answer") for token in tokens]
         if split is not None:
             labeled = [each for token in tokens for each in split.push(token)]
             labeled += split.finish() if ended else []
-        for token, part in labeled:
-            pieces += stream.push(token, part)
+        pieces = [piece for token, part in labeled for piece in stream.push(token, part)]
         if ended:
             pieces += stream.finish("answer")
-        thought = "".join(text for part, text in pieces if part == "thinking")
-        text = "".join(text for part, text in pieces if part == "answer")
-        parts: list[str | CallDelta] = [Thought(thought)] if thought else []
-        if parser is not None:
-            parts += parser.push(text) + (parser.finish() if ended else [])
-        elif text:
-            parts.append(text)
-        yield parts, record.finish_reason
+        thinking, text = (
+            "".join(text for of, text in pieces if of == part) for part in ("thinking", "answer")
+        )
+        yield thinking, text, record.finish_reason
         record = await anext(records, None)
 
 
 async def _whole(reply: Reply, records: _RecordStream, first: Prefill | Step) -> Json:
     usage = Usage()
-    by_record = [each async for each in _parts(records, first, usage)]
-    reason = by_record[-1][1]
-    assert reason is not None
-    return reply.whole(
-        [part for parts, _ in by_record for part in parts], reason, usage, called=records.called
-    )
+    thoughts, texts, reasons = zip(*[each async for each in _pieces(records, first, usage)], strict=True)
+    return reply.whole("".join(thoughts), "".join(texts), reasons[-1], usage)
 
 
 async def _events(reply: Reply, records: _RecordStream, first: Prefill | Step) -> AsyncGenerator[str]:
     usage = Usage()
-    if (opening := reply.first_chunk()) is not None:
-        yield _event(opening)
+    if reply.is_chat:
+        yield _event(reply.chunk({"role": "assistant", "content": ""}))
     try:
-        async with aclosing(_parts(records, first, usage)) as by_record:
-            async for parts, reason in by_record:
-                for part in parts:
-                    yield _event(reply.part_chunk(part))
+        async with aclosing(_pieces(records, first, usage)) as pieces:
+            async for thinking, text, reason in pieces:
+                if thinking:
+                    yield _event(reply.chunk({"reasoning_content": thinking}))
+                if text:
+                    yield _event(reply.chunk({"content": text}))
                 if reason is not None:
-                    yield _event(reply.finish_chunk(reason, called=records.called))
+                    yield _event(reply.chunk({}, reason))
         if reply.request.wants_usage:
             yield _event(reply.usage_chunk(usage))
     except Exception as error:  # the status has been sent

@@ -7,11 +7,10 @@ https://platform.openai.com/docs/api-reference/chat and /completions. Fields tha
 from __future__ import annotations
 
 import json
-import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,7 +20,6 @@ from specbench.base.record import Json, not_json
 from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.options import DecodingKeywords, TemplateOptions
-from specbench.serve.tools import CallDelta, CallForm
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     "eos": "stop",
@@ -42,8 +40,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "tools": ([],),
 }
 """Fields that are accepted with these values only."""
 
@@ -100,10 +97,6 @@ class _ResponseFormat(BaseModel):
         """The JSON Schema of the answer; of any text, that of any object."""
         content = self.json_schema.content if self.type == "json_schema" and self.json_schema else None
         return json.dumps({"type": "object"} if content is None else content)
-
-
-class Thought(str):
-    """A piece of text that is thinking."""
 
 
 class SpeculationOptions(_Body):
@@ -190,84 +183,25 @@ class _Part(BaseModel):
         return data
 
 
-class _CalledFunction(BaseModel):
-    name: str
-    arguments: str
-
-
-class _Call(BaseModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: _CalledFunction
-
-
 class _Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | _List[_Part] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _List[_Part]
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: _List[_Call] | None = None
-    tool_call_id: str | None = None
+    tool_calls: None = None
 
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise PydanticCustomError("missing", "a message has no content")
-        return self
-
-    def to_dict(self, *, arguments_as_text: bool = False) -> Json:
-        """Return the message as chat templates take it, with the arguments of calls as objects or as text.
-
-        Raises:
-            UsageError: Arguments of a call are not a JSON object.
-        """
-        parts = self.content or ""
+    def to_dict(self) -> Json:
+        """Return the message as chat templates take it."""
+        parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         message: Json = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
-        if self.role == "tool" and self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
         thoughts = self.reasoning_content or self.reasoning  # the field's older and newer name
         if self.role == "assistant" and thoughts:
             message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-        if self.role == "assistant" and self.tool_calls:
-            calls = [call.model_dump() for call in self.tool_calls]
-            for function in [call["function"] for call in calls if not arguments_as_text]:
-                function["arguments"] = _arguments(function["arguments"])
-            message["tool_calls"] = calls
         return message
-
-
-def _arguments(text: str) -> Json:
-    try:
-        arguments = json.loads(text, parse_constant=not_json)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise UsageError(
-            "messages: the arguments of a tool call are no JSON object.", "Send them as they came."
-        )
-    return arguments
-
-
-class _Function(BaseModel):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """A function that the model can call."""
-
-    type: Literal["function"]
-    function: _Function
-
-    def to_dict(self) -> Json:
-        """Return the function as it was given."""
-        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(BaseRequest):
@@ -277,23 +211,9 @@ class ChatRequest(BaseRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     reasoning_effort: str | None = Field(None, max_length=MAX_NAME)
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
-    tools: _List[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
-    parallel_tool_calls: bool | None = None
 
     id_prefix: ClassVar[str] = "chatcmpl"
     kind: ClassVar[str] = "chat.completion"
-
-    @model_validator(mode="after")
-    def _has_the_tools(self) -> Self:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len({*names}) < len(names):
-            raise PydanticCustomError("tools", "tools: two functions have the same name")
-        if isinstance(self.tool_choice, Tool) and self.tool_choice.function.name not in names:
-            raise PydanticCustomError("tools", "tool_choice: tools has no such function")
-        if self.tool_choice == "required" and not names:
-            raise PydanticCustomError("tools", "tool_choice: there are no tools")
-        return self
 
     @property
     def template(self) -> TemplateOptions:
@@ -303,23 +223,6 @@ class ChatRequest(BaseRequest):
             UsageError: It sets a variable that the conversation sets.
         """
         return TemplateOptions.of(self.chat_template_kwargs or {}, self.reasoning_effort)
-
-    @property
-    def offered(self) -> list[Json]:
-        """The functions that the model may call."""
-        return [] if self.tool_choice == "none" else [tool.to_dict() for tool in self.tools or ()]
-
-    def call_grammar(self, form: CallForm) -> str | None:
-        """Return the grammar of the answers that these tools allow; ``None`` for any text."""
-        tools, choice = self.offered, self.tool_choice
-        several = self.parallel_tool_calls is not False
-        if isinstance(choice, Tool):
-            named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-            return form.grammar(named, several=False)
-        if choice == "required":
-            return form.grammar(tools, several=several)
-        strict = any(tool["function"].get("strict") for tool in tools)
-        return form.grammar(tools, several=several, text=True) if strict else None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -366,6 +269,11 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
         raise UsageError("The body is not JSON.", "Send one object.") from error
     if not isinstance(data, dict):
         raise UsageError("The body is not a JSON object.", "Send one object.")
+    if data.get("tools"):
+        raise UsageError(
+            "Tool calls are not supported.",
+            "Leave tools out, or take an engine that parses them, such as vLLM.",
+        )
     given = {}
     for name, value in data.items():
         if value is None or name in _IGNORED_FIELDS:
@@ -457,82 +365,37 @@ class Reply:
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(
-        self,
-        parts: Sequence[str | CallDelta],
-        finish_reason: FinishReason,
-        usage: Usage,
-        *,
-        called: bool = False,
-    ) -> Json:
-        """Return the answer without a stream; see ``finish_chunk`` for ``called``."""
-        thoughts = "".join(part for part in parts if isinstance(part, Thought))
-        text = "".join(part for part in parts if isinstance(part, str) and not isinstance(part, Thought))
-        calls: list[Json] = []
-        for part in parts:
-            if isinstance(part, str):
-                continue
-            if part.name is not None:
-                calls.append(_begun_call(part.name))
-            calls[part.index]["function"]["arguments"] += part.arguments
-        message: Json = {"role": "assistant", "content": text}
-        message |= {"reasoning_content": thoughts} if thoughts else {}
-        if calls:
-            message |= {"content": text or None, "tool_calls": calls}
+    def whole(self, thinking: str, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
+        """Return the answer without a stream."""
+        message = {"role": "assistant", "content": text}
+        message |= {"reasoning_content": thinking} if thinking else {}
         content: Json = {"message": message} if self.is_chat else {"text": text}
-        return {
-            **self._head(self.request.kind),
-            "choices": [_choice(content, finish_reason, called=called)],
-            **usage.fields(),
-        }
+        return {**self._body(self.request.kind, content, finish_reason), **usage.fields()}
 
-    def first_chunk(self) -> Json | None:
-        """Return the chunk before any text; ``None`` if there is none."""
-        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
-
-    def part_chunk(self, part: str | CallDelta) -> Json:
-        """Return a chunk with more text, more thinking, or more of a tool call."""
-        if isinstance(part, Thought):
-            return self._chunk({"reasoning_content": str(part)})
-        if isinstance(part, str):
-            return self._chunk({"content": part})
-        begun = {"function": {}} if part.name is None else _begun_call(part.name)
-        begun["function"]["arguments"] = part.arguments
-        return self._chunk({"tool_calls": [{"index": part.index, **begun}]})
-
-    def finish_chunk(self, finish_reason: FinishReason, *, called: bool) -> Json:
-        """Return the chunk that says why the answer ends; ``called``: after whole tool calls."""
-        return self._chunk({}, finish_reason, called=called)
+    def chunk(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
+        """Return a chunk of a stream; ``delta`` is that of a chat, of which texts have only the ``content``."""
+        content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        usage = {"usage": None} if self.request.wants_usage else {}
+        return {**self._body(self._chunk_kind, content, finish_reason), **usage}
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""
-        return {**self._head(self._chunk_kind), "choices": [], **usage.fields()}
+        return {**self._body(self._chunk_kind), **usage.fields()}
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else self.request.kind
 
-    def _chunk(self, delta: Json, finish_reason: FinishReason | None = None, *, called: bool = False) -> Json:
-        content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        usage = {"usage": None} if self.request.wants_usage else {}
+    def _body(
+        self, kind: str, content: Json | None = None, finish_reason: FinishReason | None = None
+    ) -> Json:
+        reason = None if finish_reason is None else _FINISH_REASONS[finish_reason]
+        choice = {"index": 0, **(content or {}), "logprobs": None, "finish_reason": reason}
+        choices = [] if content is None else [choice]
         return {
-            **self._head(self._chunk_kind),
-            "choices": [_choice(content, finish_reason, called=called)],
-            **usage,
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
         }
-
-    def _head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def _begun_call(name: str) -> Json:
-    """Return a call without its arguments; its id has nine letters and digits, which all chat templates take."""
-    function = {"name": name, "arguments": ""}
-    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
-
-
-def _choice(content: Mapping[str, Any], finish_reason: FinishReason | None, *, called: bool) -> Json:
-    reason = None if finish_reason is None else _FINISH_REASONS[finish_reason]
-    if called and reason == "stop":
-        reason = "tool_calls"
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
