@@ -30,12 +30,8 @@ OPTIONS = (
 )
 
 
-def build(root: Path, more: tuple[str, ...] = ()) -> str | None:
+def build(root: Path) -> str | None:
     """Build the library in a tree; what an earlier build has left there goes.
-
-    Args:
-        root: Of the tree.
-        more: Options for the compiler.
 
     Returns:
         Why it was not built; ``None`` if it was.
@@ -46,7 +42,7 @@ def build(root: Path, more: tuple[str, ...] = ()) -> str | None:
         return "it is written for Linux on x86-64"
     work = library.with_name(f".{library.name}.{os.getpid()}")
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    command = [*compiler, *OPTIONS, *more, "-o", str(work), str(root / SOURCE), "-lm"]
+    command = [*compiler, *OPTIONS, "-o", str(work), str(root / SOURCE), "-lm"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         work.replace(library)
@@ -72,5 +68,5 @@ class NativeLibrary(BuildHookInterface[Any]):
 
 
 if __name__ == "__main__":
-    failed = build(Path(__file__).parent, tuple(sys.argv[1:]))
+    failed = build(Path(__file__).parent)
     sys.exit(f"The native library was not built: {failed}." if failed else 0)

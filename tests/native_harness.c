@@ -1,5 +1,5 @@
 /* Passes of random models over random shapes, masks and caches, for sanitizers: one thread and several have to give the
- * same bits, and where there are tiles, vectors and tiles. All memory is as large as what is asked for, and no larger. Exit code 1 where something differs.
+ * same bits. All memory is as large as what is asked for, and no larger. Exit code 1 where something differs.
  */
 #include "../specbench/backends/torch/kernels/native.c"
 
@@ -146,7 +146,6 @@ static int same(const Model *model, int level) {
             .states = told ? of_layers : NULL, .states_stride = HIDDEN, .rows = rows, .wanted = wanted,
             .is_bfloat16 = is_bfloat16, .parallel = run ? on_threads : NULL, .threads = run ? 4 : 1, .level = level,
         };
-        for (int form = 0; form < FORMS_OF_BYTES; form++) tiles_from[form] = run && may_use_tiles() ? 2 : NO_TILES;
         if (specbench_pass(&pass)) exit(2);
         Pass alone = pass;
         alone.x = queries;
@@ -220,11 +219,6 @@ int main(int count, char **arguments) {
         printf("parts of wide passes take memory\n");
         return 1;
     }
-    for (int form = 4; form < FORMS_OF_BYTES; form += form == 5 ? 3 : 1)
-        if (specbench_tiles(form, on_threads, 4, specbench_level()) == TILES_DIFFER) {
-            printf("tiles of form %d differ\n", form);
-            return 1;
-        }
     static const int WIDTHS_IN_BITS[] = {4, 8, 12, 16, 32};
     for (int level = 1; level <= specbench_level(); level++) {
         for (int i = 0; i < passes; i++)

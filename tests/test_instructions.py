@@ -15,9 +15,8 @@ from specbench.backends.torch.kernels.linear import can_pack
 @pytest.mark.parametrize(
     ("limit", "left"),
     [
-        (None, {"avx512", "vnni", "bfloat16", "tiles"}),
-        ("ALL", {"avx512", "vnni", "bfloat16", "tiles"}),
-        ("AVX512_CORE_AMX", {"avx512", "vnni", "bfloat16", "tiles"}),
+        (None, {"avx512", "vnni", "bfloat16"}),
+        ("ALL", {"avx512", "vnni", "bfloat16"}),
         ("AVX512_CORE_BF16", {"avx512", "vnni", "bfloat16"}),
         ("avx512_core_vnni", {"avx512", "vnni"}),
         ("AVX512_CORE", {"avx512"}),
@@ -31,7 +30,7 @@ def test_a_limit_of_onednn_holds_for_everything(monkeypatch, name, limit, left):
         monkeypatch.delenv(each, raising=False)
     if limit is not None:
         monkeypatch.setenv(name, limit)
-    assert {each for each in ("avx512", "vnni", "bfloat16", "tiles") if is_allowed(each)} == left
+    assert {each for each in ("avx512", "vnni", "bfloat16") if is_allowed(each)} == left
 
 
 def test_what_is_not_allowed_is_not_there(monkeypatch):

@@ -303,29 +303,6 @@ def test_numbers_of_too_many_sizes_are_not_shortened():
     assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
 
 
-@pytest.mark.skipif(
-    not native.is_available() or native.loaded().highest < 3, reason="oneDNN unpacks bfloat16 here"
-)
-def test_many_rows_are_multiplied_by_slices_where_there_are_tiles(monkeypatch):
-    weight, bias = torch.randn(448, 96).bfloat16(), torch.randn(448).bfloat16()
-    if linear._slice_of(128, 96) is None:
-        pytest.skip("oneDNN packs weights in another order here")
-    monkeypatch.setattr(linear, "has_tiles", lambda: True)
-    monkeypatch.setattr(native, "has_tiles", lambda: True)
-    monkeypatch.setattr(linear, "_SLICE_BYTES", 128 * 96 * 2)  # three slices and a half
-    unpacked = []
-    unpack = native.Panels.unpack
-    monkeypatch.setattr(
-        native.Panels, "unpack", lambda panels, *place: (unpacked.append(place[:2]), unpack(panels, *place))
-    )
-    packed = PackedLinear(weight, bias)
-    for rows in (64, 65, 150):
-        x = torch.randn(2, rows, 96).bfloat16()
-        expected = torch.nn.functional.linear(x, weight, bias)
-        torch.testing.assert_close(packed(x), expected, rtol=2e-2, atol=2e-2)
-    assert unpacked == 2 * [(0, 2), (2, 2), (4, 2), (6, 1)]
-
-
 def test_where_all_orders_look_alike_none_is_taken(monkeypatch):
     assert numbers(torch.randn(128, 96)).width % 8 == 0
     monkeypatch.setattr(onednn_layout, "_known", {})  # what weights of this shape have told

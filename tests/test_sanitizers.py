@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).with_name("native_harness.c")
-EMULATED_TILES = Path(__file__).with_name("emulated_tiles.h")
 COMPILER = os.environ.get("CC") or "cc"
 
 
@@ -40,16 +39,15 @@ def compiled(source: Path, program: Path, *options: str) -> str | None:
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="it is written for Linux on x86-64"
 )
-@pytest.mark.parametrize("tiles", [(), (f'-DSPECBENCH_EMULATE_TILES="{EMULATED_TILES}"',)], ids=["", "tiles"])
 @pytest.mark.parametrize(("sanitizers", "passes"), [("address,undefined", 40), ("thread", 20), ("", 400)])
-def test_passes_are_clean(sanitizers, passes, tiles, tmp_path):
+def test_passes_are_clean(sanitizers, passes, tmp_path):
     options = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
     reason = compiled(empty, tmp_path / "empty", *options)
     if reason is not None:
         pytest.skip(f"no compiler with these sanitizers: {reason[:200]}")
-    assert compiled(HARNESS, tmp_path / "harness", *options, *tiles) is None
+    assert compiled(HARNESS, tmp_path / "harness", *options) is None
     done = subprocess.run(
         [str(tmp_path / "harness"), str(passes)], capture_output=True, text=True, timeout=600, check=False
     )

@@ -15,17 +15,15 @@ from typing import Literal
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # variables that limit oneDNN, the newer one first
 _NO_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
-_NO_BFLOAT16 = _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"}
 _WITHOUT = {
     "avx512": _NO_AVX512,
     "vnni": frozenset({"SSE41", "AVX", "AVX2", "AVX512_CORE"}),
-    "bfloat16": _NO_BFLOAT16,
-    "tiles": _NO_BFLOAT16 | {"AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"},
+    "bfloat16": _NO_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"},
 }
 """Values of these variables that exclude instructions."""
 
 
-def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16", "tiles"]) -> bool:
+def is_allowed(instructions: Literal["avx512", "vnni", "bfloat16"]) -> bool:
     """Return whether no variable excludes such instructions; the processor can still lack them."""
     limit = next((os.environ[name] for name in _LIMITS if name in os.environ), "")
     return limit.upper() not in _WITHOUT[instructions]
@@ -47,16 +45,9 @@ def has_bfloat16() -> bool:
     try:
         if platform.machine() in ("aarch64", "arm64"):
             return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return bool(torch.cpu._is_avx512_bf16_supported())
     except (AttributeError, RuntimeError):  # questions that other versions or builds of torch do not know
         return False
-
-
-def has_tiles() -> bool:
-    """Return whether tiles of bfloat16 matrices are multiplied (AMX), several times as fast as vectors."""
-    import torch
-
-    return bool(torch.cpu._is_amx_tile_supported()) and is_allowed("tiles")
 
 
 def processor_name() -> str | None:

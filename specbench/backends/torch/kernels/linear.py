@@ -9,7 +9,6 @@ per 32 inputs, its activations are those of an int8 layer.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import has_bfloat16, has_tiles, has_vnni, is_allowed
-from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
+from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed
 from specbench.base.errors import UsageError
 from specbench.options import QuantizedName
 
@@ -110,10 +108,7 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             assert self.panels is not None
             flat = x.reshape(-1, self.in_features)
-            if self.panels.bits == 12 and has_tiles() and len(flat) > native.most_rows(x.dtype):
-                out = _product_of_slices(flat, self.panels, self.bias)
-            else:
-                out = self.panels.product(flat, None if self.bias is None else self.bias.float())
+            out = self.panels.product(flat, None if self.bias is None else self.bias.float())
             return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
         out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return out
@@ -125,73 +120,20 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
-_SLICE_BYTES = 6 << 20
-"""Bytes of a weight in 12 bits that are unpacked at a time: they stay in a processor's caches."""
-
-_slices = threading.local()
-
-
-def _slice_of(outputs: int, inputs: int) -> PackedLayout | None:
-    """Return memory of this thread in oneDNN's layout of a weight; ``None`` if it is not that of our own panels."""
-    known: dict[tuple[int, int], PackedLayout | None] = vars(_slices).setdefault("known", {})
-    if (outputs, inputs) not in known:
-        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-        known[outputs, inputs] = None
-        for hint in (_ROWS_HINT, 1):  # with tiles, only the second may give panels as wide as ours
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, hint)
-            found = layout_of(packed, weight, native.loaded().level)
-            if found is not None and (found.width, found.depth) == (native.WIDE_PANEL, inputs):
-                known[outputs, inputs] = found
-                break
-    return known[outputs, inputs]
-
-
 def native_passes() -> dict[str, str]:
-    """Return whether passes are native here and use tiles, with what trials on this machine refuse."""
+    """Return whether passes are native here, and in how many bits they take bfloat16."""
     if (reason := native.why_unavailable()) is not None:
-        return {"native passes": f"no, {reason}", "tiles": "no"}
+        return {"native passes": f"no, {reason}"}
     found = native.loaded()
-    if found.level < 2:
-        bits = "16 bits: 12 need AVX-512 VNNI"
-    elif _takes_12_bits((512, 512), ()):
-        bits = "12 bits"
-    else:
-        bits = "16 bits: for 12 oneDNN lays out weights in another way here"
+    bits = "16 bits: 12 need AVX-512 VNNI" if found.level < 2 else "12 bits"
     slow = "; without bfloat16 instructions, which are slow here" if found.level < found.highest else ""
-    tiles = f"int8 {native.tiles_of(8)}; int4 {native.tiles_of(4)}"
-    return {"native passes": f"yes, bfloat16 in {bits}{slow}", "tiles": tiles}
-
-
-def _slice_rows(outputs: int, inputs: int) -> int:
-    width = native.WIDE_PANEL
-    return min(outputs, max(width, _SLICE_BYTES // (2 * inputs) // width * width))
+    return {"native passes": f"yes, bfloat16 in {bits}{slow}"}
 
 
 def _takes_12_bits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a bfloat16 weight of this shape may be packed in 12 bits: oneDNN can multiply many rows by it."""
+    """Return whether a bfloat16 weight of this shape fills panels of 12 bits."""
     outputs, inputs = shape
-    if not outputs * inputs or any(size % native.WIDE_PANEL for size in sizes or (outputs,)):
-        return False
-    rows = _slice_rows(outputs, inputs)
-    slices = {rows, outputs % rows or rows} if has_tiles() else ()
-    return all(_slice_of(each, inputs) is not None for each in slices)
-
-
-def _product_of_slices(x: Tensor, panels: native.Panels, bias: Tensor | None) -> Tensor:
-    """[rows, in] -> [rows, out], in bfloat16, by oneDNN, which multiplies tiles: by a weight in 12 bits in slices.
-
-    Without tiles native products take less time than oneDNN's with this unpacking.
-    """
-    rows = _slice_rows(panels.outputs, panels.inputs)
-    out = x.new_empty(len(x), panels.outputs)
-    for first in range(0, panels.outputs, rows):
-        count = min(rows, panels.outputs - first)
-        laid = _slice_of(count, panels.inputs)
-        assert laid is not None
-        panels.unpack(first // panels.width, count // panels.width, laid.address)
-        own = None if bias is None else bias[first : first + count]
-        out[:, first : first + count] = torch.ops.mkldnn._linear_pointwise(x, laid.data, own, "none", [], "")
-    return out
+    return outputs * inputs > 0 and all(size % native.WIDE_PANEL == 0 for size in sizes or (outputs,))
 
 
 _single_rows: dict[tuple[int, int], bool] = {}

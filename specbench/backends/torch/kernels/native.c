@@ -15,7 +15,6 @@
  * own OpenMP).
  */
 #define _GNU_SOURCE
-#include <cpuid.h>
 #include <immintrin.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -27,13 +26,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VERSION = 13,       /* of what Python hands over */
+    VERSION = 14,       /* of what Python hands over */
     PANEL = 32,         /* outputs */
     GROUP = 32,         /* inputs that share a scale, in 4 bits */
     GROUP_OF_NIBBLES = 4 * PANEL + PANEL * GROUP / 2, /* bytes */
@@ -178,7 +176,6 @@ typedef struct {
     int32_t *totals, *sums; /* of a row, and of each of its groups */
     char *numbers;          /* [rows, padded] in bfloat16 or float32, in place of bytes */
     int inputs, padded, form;
-    int tiles; /* 1 to multiply bytes by tiles, -1 by vectors, 0 by what takes less time */
 } Given;
 
 typedef struct {
@@ -319,18 +316,7 @@ INLINE float rounded_bfloat16(float x) {
     return x;
 }
 
-/* From so many rows on bytes are multiplied by tiles, by the bits of weights, one more with scales in float16; without any
- * such number it is one of these. */
-enum { UNTRIED, TRYING = -1, NO_TILES = -2, TILES_DIFFER = -3, TILES_LOSE = -4, FORMS_OF_BYTES = 10 };
-
-static atomic_int tiles_from[FORMS_OF_BYTES];
-
 INLINE int form_of_bytes(const Matrix *matrix) { return matrix->bits + matrix->float16; }
-
-INLINE int takes_tiles(const Given *x, int form, int rows) {
-    const int from = atomic_load_explicit(&tiles_from[form], memory_order_relaxed);
-    return x->tiles ? x->tiles > 0 : from > 0 && rows >= from;
-}
 
 INLINE int64_t place_of(const int32_t *places, int position) { return places ? places[position] : position; }
 
@@ -410,24 +396,6 @@ static __attribute__((target(AVX512))) void unpack_avx512(
     }
     put_exceptions(block, exceptions, to);
 }
-
-#ifdef SPECBENCH_EMULATE_TILES /* a header in place of the instructions, for tests */
-#include SPECBENCH_EMULATE_TILES
-#elif defined(__clang__) || __GNUC__ >= 11
-#define WITH_TILES __attribute__((target(AVX512 ",amx-tile,amx-int8")))
-#define TILES_PAY(tiles, vectors) ((tiles) < 0.97 * (vectors))
-#define TILES_TRIAL_OUTPUTS 4083 /* the last panel is cut */
-
-/* Whether the processor has tiles of bytes, and the system saves them and lends them to this process. */
-static int may_use_tiles(void) {
-    enum { TILES_AND_BYTES = 3 << 24, SAVES_REGISTERS = 1 << 27, ARE_SAVED = 3 << 17, ASK = 0x1023, DATA_OF_TILES = 18 };
-    unsigned a, b, c, d, saved, more;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & SAVES_REGISTERS)) return 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_AND_BYTES) != TILES_AND_BYTES) return 0;
-    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(more) : "c"(0));
-    return (saved & ARE_SAVED) == ARE_SAVED && !syscall(SYS_arch_prctl, ASK, DATA_OF_TILES);
-}
-#endif
 
 #define LANES 16
 #define UNPACK unpack_avx512
@@ -573,13 +541,6 @@ INLINE AVX2 __m256i dot_nibbles_avx2(__m256i sum, __m256i weights, __m256i x) {
 #define HALVES_ALONE NULL
 #define HALVE NULL
 #include "native.h"
-
-#ifndef WITH_TILES /* the compiler does not know them */
-#define TILES_PAY(tiles, vectors) 0
-#define TILES_TRIAL_OUTPUTS 1
-static int may_use_tiles(void) { return 0; }
-static void leave_tiles(void) {}
-#endif
 
 static const Ways *const WAYS[] = {NULL, &ways_avx2, &ways_avx512, &ways_avx512};
 
@@ -1094,7 +1055,6 @@ static void run(void *given) {
         take_part(stage++, pieces_of(&layer->down), own, work, layer, bring_down, after_layer);
     }
     take_pieces(stage, pieces_of(&model->head), own, work, NULL, tell, NULL); /* who lent the threads waits for all */
-    leave_tiles();
 }
 
 /* ---- memory ---- */
@@ -1171,17 +1131,6 @@ static void lay_out(Work *work, Arena *arena) {
     work->parts = some_parts(arena, pass);
 }
 
-static int choose_tiles(int form, Parallel parallel, int threads, int level);
-
-static void choose_for_pass(const Pass *pass) {
-    const Model *model = pass->model;
-    for (const Layer *layer = model->layers; layer < model->layers + model->count; layer++) {
-        const Matrix *matrices[] = {&layer->projections, &layer->output, &layer->gates, &layer->down, &model->head};
-        for (int i = 0; i < 5; i++)
-            choose_tiles(form_of_bytes(matrices[i]), pass->parallel, pass->threads, pass->level);
-    }
-}
-
 static void all_threads(Parallel parallel, int threads, void (*each)(void *), void *given) {
     if (parallel && threads > 1)
         parallel(each, given, (unsigned)threads, 0);
@@ -1192,7 +1141,6 @@ static void all_threads(Parallel parallel, int threads, void (*each)(void *), vo
 /* Make a pass. 0, or 1 where memory or this processor's instructions are missing. */
 int specbench_pass(const Pass *pass) {
     if (pass->level < 1 || pass->level > specbench_level()) return 1;
-    choose_for_pass(pass);
     Work work = {.pass = pass, .ways = WAYS[pass->level], .shares = shares_for(pass->parallel, pass->threads)};
     Arena arena = {0};
     lay_out(&work, &arena);
@@ -1228,7 +1176,7 @@ typedef struct {
     void *out;
     Given given;
     Parts parts; /* of attention */
-    int first, rows, shares, is_bfloat16; /* x and out */
+    int rows, shares, is_bfloat16; /* x and out */
     atomic_int joined[2];
     Stage stages[2];
 } Single;
@@ -1286,12 +1234,12 @@ static void attend_alone(const Single *work, int piece) {
 
 static void pack_panel(const Single *work, int piece) { work->ways->pack(work->packing, piece); }
 
-/* A panel in 12 bits to one in bfloat16 in `out`, where that of panel `first` comes first. */
-static void unpack_panel(const Single *work, int piece) {
+/* A panel in 12 bits to one in bfloat16. */
+static void unpack_panel(const Single *work, int number) {
     const Matrix *matrix = work->matrix;
-    const int steps = matrix->depth / 2, number = work->first + piece;
+    const int steps = matrix->depth / 2;
     const uint8_t *panel = matrix->panels + number * panel_bytes(matrix);
-    uint16_t *out = (uint16_t *)work->out + (int64_t)piece * steps * 2 * MOST_WIDTH;
+    uint16_t *out = (uint16_t *)work->out + (int64_t)number * steps * 2 * MOST_WIDTH;
     for (int step = 0; step < steps; step += STRETCH) {
         const Block *block = (const Block *)(panel + bytes_in_12_bits(step));
         const int count = steps - step < STRETCH ? steps - step : STRETCH;
@@ -1315,7 +1263,6 @@ static void run_product(void *given) {
     Single *work = given;
     take_singly(work, 0, (work->rows + MOST_TILE - 1) / MOST_TILE, give_rows);
     take_singly(work, 1, panels_of(work->matrix), multiply_panel);
-    leave_tiles();
 }
 
 static void run_attention(void *given) {
@@ -1331,7 +1278,7 @@ static void run_packing(void *given) {
 
 static void run_unpacking(void *given) {
     Single *work = given;
-    take_singly(work, 0, work->rows, unpack_panel);
+    take_singly(work, 0, panels_of(work->matrix), unpack_panel);
 }
 
 static void run_rule(void *given) {
@@ -1348,10 +1295,11 @@ static void share_with(Single *work, Parallel parallel, int threads, void (*each
     all_threads(parallel, threads, each, work);
 }
 
-/* x [rows, inputs] -> out [rows, outputs], both in float32 or, beside numbers, in bfloat16; `tiles` as of Given. */
-static int multiply_all(
-    const Matrix *matrix, const void *x, int64_t rows, void *out, int is_bfloat16, int tiles, Parallel parallel,
-    int threads, int level) {
+/* x [rows, inputs] -> out [rows, outputs], both in float32 or, beside numbers, in bfloat16. */
+int specbench_product(
+    const Matrix *matrix, const void *x, int64_t rows, void *out, int is_bfloat16, Parallel parallel, int threads,
+    int level) {
+    if (level < 1 || level > specbench_level()) return 1;
     Single work = {.matrix = matrix, .ways = WAYS[level], .is_bfloat16 = is_bfloat16};
     Arena arena = {0};
     const int most = rows < ROWS_AT_ONCE ? (int)rows : ROWS_AT_ONCE, form = form_of(matrix->bits, level);
@@ -1361,7 +1309,6 @@ static int multiply_all(
     if (!memory) return 1;
     arena.next = memory;
     work.given = some_given(&arena, most, matrix->inputs, form);
-    work.given.tiles = tiles;
     for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
         work.x = (const char *)x + first * matrix->inputs * number;
         work.out = (char *)out + first * matrix->outputs * number;
@@ -1370,93 +1317,6 @@ static int multiply_all(
     }
     free(memory);
     return 0;
-}
-
-int specbench_product(
-    const Matrix *matrix, const void *x, int64_t rows, void *out, int is_bfloat16, Parallel parallel, int threads,
-    int level) {
-    if (level < 1 || level > specbench_level()) return 1;
-    choose_tiles(form_of_bytes(matrix), parallel, threads, level);
-    return multiply_all(matrix, x, rows, out, is_bfloat16, 0, parallel, threads, level);
-}
-
-/* ---- whether tiles take less time than vectors ---- */
-
-static atomic_int tiles_excluded;
-
-void specbench_exclude_tiles(void) { atomic_store(&tiles_excluded, 1); }
-
-/* Random bytes as weights. */
-static void fill_panels(const Matrix *matrix, uint8_t *panels) {
-    const int form = form_of_bytes(matrix), common = form == 9 ? 2 * PANEL : 4 * PANEL; /* bytes of scales, one after the other */
-    const int64_t size = panels_of(matrix) * panel_bytes(matrix);
-    const int64_t block = form == 8 ? panel_bytes(matrix) : form == 9 ? GROUP_OF_BYTES : GROUP_OF_NIBBLES;
-    uint32_t drawn = 1;
-    for (int64_t i = 0; i < size; i++) {
-        drawn = drawn * 1664525 + 1013904223;
-        panels[i] = (uint8_t)(drawn >> 24);
-        if (i % block < common) panels[i] = panels[i] % 4 | 0x38; /* numbers of usual sizes: tiny ones take long */
-    }
-}
-
-/* Seconds that a product takes. */
-static double timed(const Matrix *matrix, const float *x, int rows, float *out, int tiles, Parallel parallel, int threads, int level) {
-    struct timespec begin, end;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
-    if (multiply_all(matrix, x, rows, out, 0, tiles, parallel, threads, level)) return INFINITY;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
-}
-
-enum { TRIAL_INPUTS = 2080, TRIAL_TURNS = 4, TRIAL_ROWS = 150 };
-
-/* Products of a prompt's rows, and then of fewer and fewer, by tiles and by vectors in turn: the least rows for which, and for
- * all more, tiles take less time. Bits that differ exclude them. */
-static int try_tiles(int form, Parallel parallel, int threads, int level) {
-    static const int ROWS[] = {TRIAL_ROWS, 40, 16, 8, 4, 2};
-    Matrix matrix = {
-        .outputs = TILES_TRIAL_OUTPUTS, .inputs = TRIAL_INPUTS, .bits = form & ~1, .float16 = form & 1, .width = PANEL,
-        .depth = TRIAL_INPUTS};
-    const int64_t size = panels_of(&matrix) * panel_bytes(&matrix), numbers = TRIAL_ROWS * TRIAL_INPUTS;
-    const int64_t outputs = TRIAL_ROWS * TILES_TRIAL_OUTPUTS;
-    uint8_t *panels = aligned_alloc(64, (size_t)((size + 4 * (numbers + 2 * outputs) + 63) / 64 * 64));
-    if (!panels) return NO_TILES;
-    float *x = (float *)(panels + size), *outs[] = {x + numbers, x + numbers + outputs};
-    matrix.panels = panels;
-    fill_panels(&matrix, panels);
-    for (int64_t i = 0; i < numbers; i++) x[i] = (float)(i * 7919 % 2001) / 1000.0f - 1.0f;
-    int found = TILES_LOSE;
-    for (int i = 0; i < (int)(sizeof ROWS / sizeof *ROWS); i++) {
-        double least[] = {INFINITY, INFINITY};
-        for (int turn = 0; turn < 2 * TRIAL_TURNS; turn++) {
-            const int tiles = turn % 2;
-            least[tiles] = fmin(least[tiles], timed(&matrix, x, ROWS[i], outs[tiles], tiles ? 1 : -1, parallel, threads, level));
-        }
-        if (memcmp(outs[0], outs[1], sizeof(float) * (size_t)(ROWS[i] * TILES_TRIAL_OUTPUTS))) {
-            found = TILES_DIFFER;
-            break;
-        }
-        if (!TILES_PAY(least[1], least[0])) break;
-        found = ROWS[i];
-    }
-    free(panels);
-    return found;
-}
-
-/* What is known of tiles for weights of this form, after a trial, if there was none. Vectors serve who comes meanwhile. */
-static int choose_tiles(int form, Parallel parallel, int threads, int level) {
-    int known = UNTRIED;
-    if (form >= FORMS_OF_BYTES || level < 2) return NO_TILES;
-    if (atomic_load(&tiles_from[form]) != UNTRIED || !atomic_compare_exchange_strong(&tiles_from[form], &known, TRYING))
-        return atomic_load(&tiles_from[form]);
-    known = may_use_tiles() && !atomic_load(&tiles_excluded) ? try_tiles(form, parallel, threads, level) : NO_TILES;
-    atomic_store(&tiles_from[form], known);
-    return known;
-}
-
-int specbench_tiles(int form, Parallel parallel, int threads, int level) {
-    if (level < 1 || level > specbench_level()) return NO_TILES;
-    return choose_tiles(form, parallel, threads, level);
 }
 
 /* Attention alone, where something else makes the rest of a pass: rows of x, [rows, heads, size], are rotated queries, and
@@ -1655,11 +1515,10 @@ int specbench_pack(const Packing *packing, Parallel parallel, int threads, int l
     return 0;
 }
 
-/* Some panels of a weight in 12 bits, from `first` on, to as many in bfloat16. */
-int specbench_unpack(
-    const Matrix *matrix, int first, int panels, void *out, Parallel parallel, int threads, int level) {
+/* All panels of a weight in 12 bits to bfloat16. */
+int specbench_unpack(const Matrix *matrix, void *out, Parallel parallel, int threads, int level) {
     if (level < 1 || level > specbench_level()) return 1;
-    Single work = {.matrix = matrix, .first = first, .rows = panels, .out = out, .ways = WAYS[level]};
+    Single work = {.matrix = matrix, .out = out, .ways = WAYS[level]};
     share_with(&work, parallel, threads, run_unpacking);
     return 0;
 }

@@ -156,10 +156,6 @@ INLINE TARGET void NAME(tile_of_groups)(
     NAME(finish_tile)(x, first, bias, out, stride, found, count);
 }
 
-#if LANES == 16 && defined(WITH_TILES)
-#include "native_tiles.h"
-#endif
-
 /* Panel number `panel` of the outputs, of all rows; `out` points to the first row's first output of the matrix. */
 TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows, int panel, float *out, int64_t stride) {
     const uint8_t *weights = matrix->panels + (int64_t)panel * panel_bytes(matrix);
@@ -168,12 +164,6 @@ TARGET static void NAME(product)(const Matrix *matrix, const Given *x, int rows,
     const float *bias = matrix->bias ? matrix->bias + begin : NULL;
     float cut[MOST_TILE * PANEL], padded_bias[PANEL] = {0};
     if (bias && left < PANEL) bias = memcpy(padded_bias, bias, sizeof(float) * (size_t)left);
-#if LANES == 16 && defined(WITH_TILES)
-    if (takes_tiles(x, form, rows)) {
-        product_of_tiles(weights, form, x, rows, bias, out + begin, stride, left);
-        return;
-    }
-#endif
     for (int first = 0, count; first < rows; first += count) {
         const int tiles = (rows - first + most - 1) / most;
         count = (rows - first + tiles - 1) / tiles;

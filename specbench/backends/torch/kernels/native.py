@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.kernels.instructions import has_tiles, is_allowed
+from specbench.backends.torch.kernels.instructions import is_allowed
 from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
 
 LIBRARY = "_native.so"
@@ -41,7 +41,7 @@ STEP = 16
 MOST_HEAD_SIZE = 256
 
 _CHUNK_ROWS = 128 * PANEL  # rows of a weight that are converted to float32 at a time
-_VERSION = 13  # of the interface; the library's must be the same
+_VERSION = 14  # of the interface; the library's must be the same
 
 LAYOUT = 3
 """Version of the layout of our own panels, with which they are stored."""
@@ -167,8 +167,6 @@ def _load(name: str = LIBRARY) -> _Native | str:
         library = ctypes.CDLL(str(path))
         if library.specbench_version() != _VERSION:
             return "the library has another version: install specbench again"
-        if not is_allowed("tiles"):
-            library.specbench_exclude_tiles()
     except (OSError, AttributeError):
         return "the library cannot be loaded"
     limit = _LEVELS.get(os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), 3)
@@ -188,7 +186,7 @@ def _load(name: str = LIBRARY) -> _Native | str:
     threads = (c_void_p, c_int, c_int)
     library.specbench_packed_bytes.restype = c_int64
     library.specbench_product.argtypes = (POINTER(CMatrix), c_void_p, c_int64, c_void_p, c_int, *threads)
-    library.specbench_unpack.argtypes = (POINTER(CMatrix), c_int, c_int, c_void_p, *threads)
+    library.specbench_unpack.argtypes = (POINTER(CMatrix), c_void_p, *threads)
     library.specbench_pack.argtypes = (POINTER(CPacking), *threads)
     library.specbench_prompt.argtypes = (POINTER(CPrompt), *threads)
     library.specbench_delta_rule.argtypes = (c_void_p, *threads)
@@ -212,15 +210,6 @@ def loaded() -> _Native:
     return found
 
 
-def tiles_of(bits: int) -> str:
-    """Return which passes multiply weights in 8 or 4 bits by tiles (AMX), after a trial on this machine."""
-    native = loaded()
-    threads = (c_void_p(native.parallel), torch.get_num_threads(), native.level)
-    found = native.library.specbench_tiles(bits, *threads)
-    reasons = {-2: "there are none", -3: "their bits differ", -4: "they are slower"}
-    return f"from {found} tokens on" if found > 0 else f"no, {reasons.get(found, 'a trial goes on')}"
-
-
 def check(status: int) -> None:
     if status:
         raise MemoryError("no memory for a pass")
@@ -238,7 +227,7 @@ _MAX_ROWS = {1: 48, 2: 128, 3: 128}
 def most_rows(dtype: torch.dtype) -> float:
     """Return the number of rows up to which native products in this dtype are faster than torch's."""
     level = loaded().level
-    return math.inf if dtype == torch.bfloat16 and level < 3 and not has_tiles() else _MAX_ROWS[level]
+    return math.inf if dtype == torch.bfloat16 and level < 3 else _MAX_ROWS[level]
 
 
 class Panels:
@@ -402,16 +391,12 @@ class Panels:
         """Of the numbers that products multiply."""
         return torch.int8 if self.bits <= 8 else torch.bfloat16 if self.bits <= 16 else torch.float32
 
-    def unpack(self, first: int, count: int, address: int) -> None:
-        """Write panels of a weight in 12 bits, ``count`` from number ``first`` on, to memory, as bfloat16."""
-        loaded().call("unpack", byref(self.matrix(None)), first, count, address)
-
     def dense(self) -> Tensor:
         """Return the weight of panels in bfloat16 of our own, [out, in]."""
         data, count = self.data, -(-self.outputs // self.width)
         if self.bits == 12:
             data = torch.empty(count * self.width * self.depth * 2, dtype=torch.uint8)
-            self.unpack(0, count, data.data_ptr())
+            loaded().call("unpack", byref(self.matrix(None)), data.data_ptr())
         panels = data.view(torch.bfloat16).view(count, self.depth // 2, self.width, 2)
         padded = panels.permute(0, 2, 1, 3).reshape(-1, self.depth)
         return padded[: self.outputs, : self.inputs].contiguous()
