@@ -17,7 +17,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path("specbench/backends/torch/kernels")
+KERNELS = Path("specbench/kernels")
 SOURCE, LIBRARY = KERNELS / "native.c", KERNELS / "_native.so"
 OPTIONS = (
     "-std=c11",

@@ -25,9 +25,9 @@ import parts  # noqa: F401 - before torch
 import torch
 from torch import nn
 
-from specbench.backends.torch.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.passes import time_in_turn
+from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.models.target import load_target
 from specbench.options import CacheKind, LoadOptions
 

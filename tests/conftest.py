@@ -68,7 +68,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def small_pages() -> Iterator[None]:
     """Large weights load in a third of the time where nobody lays them into huge pages."""
-    from specbench.backends.torch.kernels import huge_pages
+    from specbench.kernels import huge_pages
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huge_pages, "huge_page_setting", lambda: "never")

@@ -1,7 +1,7 @@
 /* Passes of random models over random shapes, masks and caches, for sanitizers: one thread and several have to give the
  * same bits. All memory is as large as what is asked for, and no larger. Exit code 1 where something differs.
  */
-#include "../specbench/backends/torch/kernels/native.c"
+#include "../specbench/kernels/native.c"
 
 #include <pthread.h>
 #include <stdio.h>

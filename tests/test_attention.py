@@ -12,15 +12,15 @@ from tiny import tiny_llama
 from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.backends.torch.kernels import attention
-from specbench.backends.torch.kernels.attention import (
+from specbench.kernels import attention
+from specbench.kernels.attention import (
     FOLDED,
     causal_attention,
     fold_attention,
     folded_attention,
     folded_mask,
 )
-from specbench.backends.torch.kernels.native import is_available, prompt_attention
+from specbench.kernels.native import is_available, prompt_attention
 
 
 class Layer(torch.nn.Module):

@@ -14,7 +14,6 @@ from test_zoo import ZOO, build
 from tiny import tiny_llama
 
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.kernels.surgery import quantize_linears
 from specbench.backends.torch.pools import KVPool, PoolKind
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
@@ -22,6 +21,7 @@ from specbench.decoding.records import Generation
 from specbench.drafters.lookup import LookupDrafter
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
+from specbench.kernels.surgery import quantize_linears
 from specbench.models.target import wrap_target
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")

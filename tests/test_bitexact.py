@@ -10,13 +10,13 @@ from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from specbench.backends.torch import trials
-from specbench.backends.torch.kernels import attention, linear, native
-from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS
-from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import speculative_generate
+from specbench.kernels import attention, linear, native
+from specbench.kernels.attention import KEY_BLOCK, LONGEST_PASS
+from specbench.kernels.linear import can_pack
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target

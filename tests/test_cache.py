@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
-from specbench.backends.torch.kernels import linear, native
-from specbench.backends.torch.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.base import cache, large_files
 from specbench.base.cache import cache_folder, cached, entries_in, remove_cached
 from specbench.base.errors import RunError
+from specbench.kernels import linear, native
+from specbench.kernels.linear import Int8Weight, int8_weight, quantize_int8
 from specbench.models import kept_layers as module
 from specbench.models.ahead import LAYERS_FILE, read_layers_ahead
 from specbench.models.drafters import load_drafter

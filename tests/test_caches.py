@@ -15,7 +15,6 @@ from tiny import tiny_llama
 
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
@@ -25,6 +24,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.drafters.chain import warn_of_no_numbers
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
+from specbench.kernels.surgery import first_layers
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target

@@ -15,9 +15,9 @@ from cli_runs import Result
 from tiny import tiny_llama, tiny_tokenizer
 
 import specbench.check.run
-from specbench.backends.torch.kernels import native
 from specbench.decoding import verify
 from specbench.generate import encode_prompt
+from specbench.kernels import native
 
 Check = Callable[..., "Checked"]
 

@@ -27,8 +27,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from specbench.backends.torch.forward import NativeForward
-from specbench.backends.torch.kernels import native
 from specbench.base.errors import UsageError
+from specbench.kernels import native
 from specbench.models.checkpoints import check_config, read_config, weights_of
 from specbench.models.composites import unread_weights
 from specbench.models.drafters import load_drafter

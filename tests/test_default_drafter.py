@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specbench.backends.torch.kernels import native
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.cli.policy import default_drafter
+from specbench.kernels import native
 from specbench.models import devices
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe

@@ -10,9 +10,9 @@ import pytest
 from test_hooks import CONTEXT, plain_model
 
 import specbench
-from specbench.backends.torch.kernels import native
 from specbench.generate import speculative_generate
 from specbench.generate_many import speculative_generate_many
+from specbench.kernels import native
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 

@@ -41,9 +41,9 @@ from llama_cpp import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specbench.backends.torch.kernels import native
 from specbench.base.errors import UsageError
 from specbench.generate import speculative_generate
+from specbench.kernels import native
 from specbench.models.gguf import convert_gguf
 from specbench.models.gguf_blocks import _Blocks
 from specbench.models.gguf_tokenizers import splitter

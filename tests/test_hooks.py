@@ -13,12 +13,12 @@ import torch
 import transformers as hf
 
 from specbench.backends.torch import forward as ways
-from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.linear import can_pack
-from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears, quantized_copy
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.generate import speculative_generate
+from specbench.kernels.attention import fold_attention
+from specbench.kernels.linear import can_pack
+from specbench.kernels.surgery import pack_linears, quantize_linears, quantized_copy
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specbench.backends.torch.kernels import huge_pages
-from specbench.backends.torch.kernels.huge_pages import huge_page_setting, in_huge_pages
-from specbench.backends.torch.kernels.linear import can_pack
+from specbench.kernels import huge_pages
+from specbench.kernels.huge_pages import huge_page_setting, in_huge_pages
+from specbench.kernels.linear import can_pack
 
 MEBIBYTE = 1 << 20
 SIZE = 32 * MEBIBYTE
@@ -90,8 +90,8 @@ CHILD = """
 import sys
 import torch
 from torch import nn
-from specbench.backends.torch.kernels import huge_pages
-from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
+from specbench.kernels import huge_pages
+from specbench.kernels.surgery import pack_linears, quantize_linears
 
 collapse = huge_pages._collapse
 huge_pages._collapse = lambda blocks, size: (laid.append(len(blocks) * size), collapse(blocks, size))

@@ -7,9 +7,9 @@ import platform
 import pytest
 import torch
 
-from specbench.backends.torch.kernels import instructions, native
-from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed, processor_name
-from specbench.backends.torch.kernels.linear import can_pack
+from specbench.kernels import instructions, native
+from specbench.kernels.instructions import has_bfloat16, has_vnni, is_allowed, processor_name
+from specbench.kernels.linear import can_pack
 
 
 @pytest.mark.parametrize(

@@ -26,21 +26,6 @@ from specbench.backends.torch.head_forward import (
     choose_head_forward,
 )
 from specbench.backends.torch.heads import EagleHead, EagleShape
-from specbench.backends.torch.kernels import linear, native, onednn_layout
-from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.linear import (
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
-    can_pack,
-    fake_quantize_int4,
-)
-from specbench.backends.torch.kernels.surgery import (
-    first_layers,
-    pack_linears,
-    quantize_linears,
-    quantized_copy,
-)
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.bench.environment import reset_peak_memory
@@ -49,6 +34,21 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
+from specbench.kernels import linear, native, onednn_layout
+from specbench.kernels.attention import fold_attention
+from specbench.kernels.linear import (
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    can_pack,
+    fake_quantize_int4,
+)
+from specbench.kernels.surgery import (
+    first_layers,
+    pack_linears,
+    quantize_linears,
+    quantized_copy,
+)
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target

@@ -14,11 +14,11 @@ from test_native import level as level
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer
-from specbench.backends.torch.kernels import decoder_parts, native
-from specbench.backends.torch.kernels.linear import can_pack
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
+from specbench.kernels import decoder_parts, native
+from specbench.kernels.linear import can_pack
 
 pytestmark = pytest.mark.skipif(
     not (native.is_available() and can_pack(torch.float32, "cpu")), reason="no native passes here"

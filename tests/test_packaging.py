@@ -26,7 +26,7 @@ FILES = (
     ".ci/run", "CHANGELOG.md", "LICENSE", "README.md", "constraints.txt", "hatch_build.py", "zensical.toml",
     "pyproject.toml",
 )  # fmt: skip
-LIBRARY = "specbench/backends/torch/kernels/_native.so"
+LIBRARY = "specbench/kernels/_native.so"
 
 
 def output(command: list[str], cwd: Path, **more: str) -> str:

@@ -12,17 +12,17 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from test_caches import USUAL, VOCAB
 from torch import nn
 
-from specbench.backends.torch.kernels import linear as module
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import has_vnni
-from specbench.backends.torch.kernels.linear import Int8Linear, PackedLinear, can_pack
-from specbench.backends.torch.kernels.surgery import (
+from specbench.base.errors import UsageError
+from specbench.kernels import linear as module
+from specbench.kernels import native
+from specbench.kernels.instructions import has_vnni
+from specbench.kernels.linear import Int8Linear, PackedLinear, can_pack
+from specbench.kernels.surgery import (
     first_layers,
     pack_linears,
     quantize_linears,
     quantized_copy,
 )
-from specbench.base.errors import UsageError
 from specbench.models.target import wrap_target
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tiny import tiny_llama
 
 from specbench.backends.torch.blocks import BlockAllocator, BlockTable
-from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, cache_size
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
+from specbench.kernels.surgery import first_layers
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 

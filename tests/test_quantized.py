@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from test_models import edit_config
 from tiny import save_tiny
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.native import Panels
 from specbench.base.errors import UsageError
 from specbench.generate import speculative_generate
+from specbench.kernels import native
+from specbench.kernels.native import Panels
 from specbench.models import stored_layers
 from specbench.models.load import load_model
 from specbench.models.quantized import stored_weights

@@ -14,8 +14,6 @@ from scripted import ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specbench.backends.torch.batch import RequestFactory
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.delta_rule import delta_rule
 from specbench.backends.torch.parity import find_difference
 from specbench.backends.torch.pools import cache_size
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, MOST_SPARE
@@ -28,6 +26,8 @@ from specbench.drafters.model import ModelDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns, speculative_generate_many
+from specbench.kernels import native
+from specbench.kernels.delta_rule import delta_rule
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength

@@ -9,10 +9,10 @@ import torch
 from tiny import tiny_llama
 
 from specbench.backends.torch.forward import NativeForward
-from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.surgery import pack_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
+from specbench.kernels.attention import fold_attention
+from specbench.kernels.surgery import pack_linears
 
 CONTEXT, DRAFT, LAYERS = [5, 9, 2, 7, 11, 3], [4, 8, 6], (0, 1, 2)
 

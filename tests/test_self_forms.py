@@ -15,8 +15,6 @@ from test_caches import USUAL as TINY
 from tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from torch import nn
 
-from specbench.backends.torch.kernels.linear import Int8Linear
-from specbench.backends.torch.kernels.surgery import pack_linears, quantize_linears
 from specbench.backends.torch.scorer import Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form, skippable_layers
 from specbench.base.errors import UsageError
@@ -25,6 +23,8 @@ from specbench.decoding.logits import Logits
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.kernels.linear import Int8Linear
+from specbench.kernels.surgery import pack_linears, quantize_linears
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import CacheKind

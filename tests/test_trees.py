@@ -11,7 +11,6 @@ import torch
 from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_table, tokens_of
 from tiny import tiny_llama
 
-from specbench.backends.torch.kernels.surgery import first_layers
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
@@ -25,6 +24,7 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
+from specbench.kernels.surgery import first_layers
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shapes
 from specbench.specs.policies import DynamicTree

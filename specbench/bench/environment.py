@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from specbench._version import __version__
-from specbench.backends.torch.kernels.huge_pages import huge_page_setting
-from specbench.backends.torch.kernels.instructions import processor_name
+from specbench.kernels.huge_pages import huge_page_setting
+from specbench.kernels.instructions import processor_name
 from specbench.results.run import Environment
 
 

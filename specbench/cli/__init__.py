@@ -109,8 +109,8 @@ def _show_version(verbose: bool) -> None:
     typer.echo(f"specbench {__version__}")
     if not verbose:
         return
-    from specbench.backends.torch.kernels.linear import native_passes
     from specbench.bench.environment import describe_environment
+    from specbench.kernels.linear import native_passes
     from specbench.models.load import reads_bfloat16
 
     dtype = "bfloat16 if stored in it, else float32" if reads_bfloat16() else "float32, bfloat16 is slow here"

@@ -43,7 +43,7 @@ def cache(
         ]
     for line in lines:
         typer.echo(terminal_safe(line))
-    from specbench.backends.torch.kernels.linear import native_passes
+    from specbench.kernels.linear import native_passes
 
     typer.echo("\nLayers are packed for this machine:")
     for name, found in native_passes().items():

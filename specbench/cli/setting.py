@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specbench.backends.torch.kernels.decoder_parts import family_name
-from specbench.backends.torch.kernels.native import why_unavailable
-from specbench.backends.torch.kernels.surgery import quantization_of
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.translate import TranslatingDrafter
+from specbench.kernels.decoder_parts import family_name
+from specbench.kernels.native import why_unavailable
+from specbench.kernels.surgery import quantization_of
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter

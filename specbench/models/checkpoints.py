@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from specbench.backends.torch.kernels.linear import bytes_per_weight
 from specbench.backends.torch.recurrent import can_keep_states
 from specbench.base.errors import RunError, UsageError
 from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
+from specbench.kernels.linear import bytes_per_weight
 from specbench.models.composites import causal_class, composite_class, text_only
 from specbench.models.devices import available_memory
 from specbench.models.quantized import quantization_of

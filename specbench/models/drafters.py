@@ -16,8 +16,6 @@ from torch import nn
 
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import OfTarget
-from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form
 from specbench.base.errors import UsageError
@@ -32,6 +30,8 @@ from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
+from specbench.kernels.attention import fold_attention
+from specbench.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options, resolve_device

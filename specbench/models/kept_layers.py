@@ -28,9 +28,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import torch
 
 from specbench._version import __version__
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import has_vnni, processor_name
-from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight
 from specbench.base.cache import (
     LAYERS_FOLDER,
     MANIFEST,
@@ -41,11 +38,14 @@ from specbench.base.cache import (
 )
 from specbench.base.files import reason, sync
 from specbench.base.progress import Progress, announce
+from specbench.kernels import native
+from specbench.kernels.instructions import has_vnni, processor_name
+from specbench.kernels.linear import Int8Weight, QuantizedWeight
 from specbench.models.ahead import LAYERS_FILE, entry_name
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.kernels.surgery import KeptLayers
     from specbench.base.large_files import Content
+    from specbench.kernels.surgery import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
 
 Kind = Literal["int8", "int4", "packed"]

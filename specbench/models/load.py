@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
-from specbench.backends.torch.kernels.instructions import has_bfloat16
 from specbench.base.errors import RunError, SpecbenchError
 from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
+from specbench.kernels import native
+from specbench.kernels.huge_pages import give_back_free_memory
+from specbench.kernels.instructions import has_bfloat16
 from specbench.models.adapters import Adapter, with_base
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
-from specbench.backends.torch.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
-from specbench.backends.torch.kernels.native import Panels
-from specbench.backends.torch.kernels.surgery import KeptLayers
+from specbench.kernels import native
+from specbench.kernels.huge_pages import give_back_free_memory
+from specbench.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
+from specbench.kernels.native import Panels
+from specbench.kernels.surgery import KeptLayers
 from specbench.options import QuantizedName
 
 _CHUNK = 1 << 20

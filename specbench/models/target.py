@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from specbench.backends.torch.caches import make_cache
-from specbench.backends.torch.kernels.attention import fold_attention
-from specbench.backends.torch.kernels.huge_pages import give_back_free_memory
-from specbench.backends.torch.kernels.linear import PackedLinear
-from specbench.backends.torch.kernels.surgery import (
+from specbench.backends.torch.scorer import Scorer
+from specbench.base.errors import UsageError
+from specbench.base.progress import Progress, announce
+from specbench.kernels.attention import fold_attention
+from specbench.kernels.huge_pages import give_back_free_memory
+from specbench.kernels.linear import PackedLinear
+from specbench.kernels.surgery import (
     has_layer,
     pack_linears,
     quantization_of,
     quantize_linears,
 )
-from specbench.backends.torch.scorer import Scorer
-from specbench.base.errors import UsageError
-from specbench.base.progress import Progress, announce
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model, wrap_model
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from specbench.backends.torch.kernels.attention import LONGEST_PASS
-from specbench.backends.torch.kernels.native import KVPointers
+from specbench.kernels.attention import LONGEST_PASS
+from specbench.kernels.native import KVPointers
 
 INITIAL_CAPACITY = 256
 _MIN_GROWTH = 256

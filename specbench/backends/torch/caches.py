@@ -33,10 +33,10 @@ from specbench.backends.torch.cache_layers import (
     growing,
     zero_nonfinite,
 )
-from specbench.backends.torch.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent
 from specbench.backends.torch.recurrent_cache import RecurrentCache, running
 from specbench.base.errors import UsageError
+from specbench.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.options import CacheKind as CacheKind
 
 if TYPE_CHECKING:

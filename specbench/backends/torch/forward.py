@@ -17,14 +17,14 @@ from torch import Tensor
 
 from specbench.backends.torch.cache_layers import LayerGroup
 from specbench.backends.torch.caches import KVCache, rotates_by_length
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, is_folded
-from specbench.backends.torch.kernels.decoder_parts import ModelParts, read_parts
-from specbench.backends.torch.kernels.native import DecoderStack, KVPointers, NativeRequest
-from specbench.backends.torch.kernels.surgery import Hooks
 from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.backends.torch.recurrent import keep_states
 from specbench.backends.torch.recurrent_cache import running
 from specbench.decoding.protocols import ForwardOutput
+from specbench.kernels.attention import LONGEST_PASS, is_folded
+from specbench.kernels.decoder_parts import ModelParts, read_parts
+from specbench.kernels.native import DecoderStack, KVPointers, NativeRequest
+from specbench.kernels.surgery import Hooks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -18,11 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
 from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, concat
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, attend, causal_attention, fold_mask
-from specbench.backends.torch.kernels.decoder_parts import joint_product, make_stack, native_product
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.kernels import native
+from specbench.kernels.attention import LONGEST_PASS, attend, causal_attention, fold_mask
+from specbench.kernels.decoder_parts import joint_product, make_stack, native_product
 
 LONG_READING = 1024
 """Tokens from which on reading them takes less time in torch operators than in a native call."""

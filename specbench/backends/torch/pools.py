@@ -37,11 +37,11 @@ from specbench.backends.torch.blocks import (
     view_of,
 )
 from specbench.backends.torch.caches import KVCache, cache_arguments
-from specbench.backends.torch.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
-from specbench.backends.torch.kernels.native import NativeRequest, supports_attention
 from specbench.backends.torch.recurrent import is_recurrent, keep_states
 from specbench.backends.torch.recurrent_cache import MOST_SPARE, JointRecurrentCache, RecurrentCache
 from specbench.base.errors import UsageError
+from specbench.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
+from specbench.kernels.native import NativeRequest, supports_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

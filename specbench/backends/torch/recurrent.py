@@ -34,8 +34,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from specbench.backends.torch.kernels.delta_rule import delta_rule, fits
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, running
+from specbench.kernels.delta_rule import delta_rule, fits
 
 Function = Callable[..., Any]
 _MAMBA_1 = "mamba_selective_scan"

@@ -15,7 +15,6 @@ from torch import Tensor
 from specbench.backends.torch.caches import KVCache, NoKVCache, make_cache
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
 from specbench.backends.torch.forward import HFForward, join_passes
-from specbench.backends.torch.kernels.surgery import quantizes_activations
 from specbench.backends.torch.pools import PoolKind
 from specbench.backends.torch.trials import (
     choose_forward,
@@ -27,6 +26,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.kernels.surgery import quantizes_activations
 from specbench.options import CacheKind
 
 if TYPE_CHECKING:

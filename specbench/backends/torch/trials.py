@@ -24,11 +24,11 @@ from specbench.backends.torch.caches import (
 )
 from specbench.backends.torch.forward import Forward, HFForward, NativeForward, RaggedForward
 from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_capture
-from specbench.backends.torch.kernels.attention import KEY_BLOCK, enable_ragged, is_folded
-from specbench.backends.torch.kernels.surgery import first_layers, float32_sample, quantizes_activations
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
+from specbench.kernels.attention import KEY_BLOCK, enable_ragged, is_folded
+from specbench.kernels.surgery import first_layers, float32_sample, quantizes_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specbench.backends.torch.kernels.native import (
+from specbench.kernels.native import (
     Attention,
     NativeRequest,
     prompt_attention,

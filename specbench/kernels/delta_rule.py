@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.kernels import native
+from specbench.kernels import native
 
 
 class _DeltaRule(Structure):

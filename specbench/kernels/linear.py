@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.instructions import has_bfloat16, has_vnni, is_allowed
 from specbench.base.errors import UsageError
+from specbench.kernels import native
+from specbench.kernels.instructions import has_bfloat16, has_vnni, is_allowed
 from specbench.options import QuantizedName
 
 _ROWS_HINT = 5  # rows the packed layout is chosen for: verification at a usual draft length

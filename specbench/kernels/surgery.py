@@ -19,8 +19,9 @@ from torch.nn.modules import module as all_modules
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.backends.torch.kernels.huge_pages import give_back_free_memory, in_huge_pages
-from specbench.backends.torch.kernels.linear import (
+from specbench.base.errors import UsageError
+from specbench.kernels.huge_pages import give_back_free_memory, in_huge_pages
+from specbench.kernels.linear import (
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -30,8 +31,7 @@ from specbench.backends.torch.kernels.linear import (
     int8_weight,
     is_usable,
 )
-from specbench.backends.torch.kernels.native import Panels
-from specbench.base.errors import UsageError
+from specbench.kernels.native import Panels
 from specbench.options import QuantizedName
 
 if TYPE_CHECKING:

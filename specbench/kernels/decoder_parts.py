@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from specbench.backends.torch.kernels import native
-from specbench.backends.torch.kernels.linear import PackedLinear, QuantizedLinear
-from specbench.backends.torch.kernels.surgery import MergedLinear
+from specbench.kernels import native
+from specbench.kernels.linear import PackedLinear, QuantizedLinear
+from specbench.kernels.surgery import MergedLinear
 
 
 class Family(NamedTuple):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.kernels.instructions import is_allowed
-from specbench.backends.torch.kernels.onednn_layout import PackedLayout, layout_of
+from specbench.kernels.instructions import is_allowed
+from specbench.kernels.onednn_layout import PackedLayout, layout_of
 
 LIBRARY = "_native.so"
 """The file next to this one that the build makes."""
