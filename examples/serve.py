@@ -19,7 +19,7 @@ def main() -> dict[str, Any]:
     engine = Engine(target, load_drafter("lookup", target), max_batch=4, max_waiting=16, pool_tokens=None)
     listening = socket.create_server(("127.0.0.1", 0))  # a free port
     recipe = Recipe(parse_model("smollm2-135m"), parse_drafter("lookup"))
-    server = Server(engine, recipe, listening, grace_s=5.0)
+    server = Server(engine, recipe, listening)
     thread = threading.Thread(target=server.run)
     thread.start()
     question = {

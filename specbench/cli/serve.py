@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 _MOST_TOKENS = 1024
-_KV_MEMORY = 1024
 
 _server = group("Server")
 
@@ -46,16 +45,7 @@ class _ServerOptions:
     port: int = _server(8000, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
     batch: int = _server(8, "--batch N", "Requests decoded at a time.", min=1)
     queue: int = _server(64, "--queue N", "Requests that may wait; more are refused.", min=0)
-    kv_memory: int | None = _server(
-        None,
-        "--kv-memory MB",
-        f"Memory for the target's KV cache. Default: {_KV_MEMORY}, or less if --batch requests with full"
-        f" contexts fit in less.",
-        min=1,
-    )
-    grace: float = _server(
-        20.0, "--grace SECONDS", "Time that running requests get to finish after SIGTERM.", min=0.0
-    )
+    kv_memory: int = _server(1024, "--kv-memory MB", "Most memory for the target's KV cache.", min=1)
 
 
 def serve(
@@ -77,16 +67,13 @@ def serve(
     from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
     from specbench.models.ahead import read_layers_ahead
-    from specbench.serve.loading import refusing
 
     _require_extra()
     with ExitStack() as stack:
-        listening = stack.enter_context(_bound(server.host, server.port))
-        address, port = listening.getsockname()[:2]
-        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-        if not quiet:
-            show_notes([f"{url} is open; requests get status 503 until the model is loaded."], spaced=False)
-        with refusing(listening), starting(quiet) as progress:
+        _listening(
+            server.host, server.port
+        ).close()  # a port that is taken is not found out after the loading
+        with starting(quiet) as progress:
             recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
             refuse_for_many(recipe)
             read_layers_ahead(recipe)
@@ -104,6 +91,9 @@ def serve(
                 max_waiting=server.queue,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
+        listening = stack.enter_context(_listening(server.host, server.port))
+        address, port = listening.getsockname()[:2]
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         if not any((drafting.recipe, drafting.draft_policy, drafting.gamma)):
             recipe = replace(recipe, policy=None)  # each request has that of its own temperature
         seed = recipe.sampling.seed if given(ctx, "seed") else None
@@ -117,14 +107,14 @@ def serve(
                 )
             notes.append(f"{setting.models}, is served on {url}/v1 (Ctrl-C ends it).")
             show_notes(notes, spaced=False)
-        Server(engine, recipe, listening, server.grace, seed).run()
+        Server(engine, recipe, listening, seed).run()
 
 
 def _require_extra() -> None:
     """Refuse to begin without the packages that only this command needs."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(
             f"`specbench serve` needs {', '.join(missing)}.",
@@ -132,8 +122,8 @@ def _require_extra() -> None:
         )
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """Return a listening socket: no other program gets the port.
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
 
     Raises:
         UsageError: The address is not available.
@@ -159,13 +149,11 @@ def _pool_tokens(target: Target, server: _ServerOptions) -> int:
     from specbench.generate_many import TREE_POSITIONS
 
     size = cache_size(target.language_model.model)
-    if server.kv_memory is not None:
-        tokens, least = size.tokens(server.kv_memory * 2**20, server.batch), 2 * TREE_POSITIONS
-        if tokens < least:
-            raise UsageError(
-                f"--kv-memory {server.kv_memory} holds {counted(max(0, tokens), 'token')}: too few for a request.",
-                f"Give at least {math.ceil((least * size.token + server.batch * size.request) / 2**20)}.",
-            )
-        return tokens
-    budget, limit = size.tokens(_KV_MEMORY * 2**20, server.batch), target.scorer.context_limit
-    return budget if limit is None else min(budget, server.batch * (limit + TREE_POSITIONS))
+    tokens, least = size.tokens(server.kv_memory * 2**20, server.batch), 2 * TREE_POSITIONS
+    if tokens < least:
+        raise UsageError(
+            f"--kv-memory {server.kv_memory} holds {counted(max(0, tokens), 'token')}: too few for a request.",
+            f"Give at least {math.ceil((least * size.token + server.batch * size.request) / 2**20)}.",
+        )
+    limit = target.scorer.context_limit
+    return tokens if limit is None else min(tokens, server.batch * (limit + TREE_POSITIONS))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,6 +23,9 @@ if TYPE_CHECKING:
     from specbench.models.target import Target
 
 Deliver: TypeAlias = Callable[[Event], None]
+"""Takes every record of a request, or the exception that ends it, in the engine's thread; it returns at once, and
+raises nothing.
+"""
 
 
 class BusyError(RunError):
@@ -33,18 +34,6 @@ class BusyError(RunError):
 
 class StoppedError(RunError):
     """The engine is stopping."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A submitted request.
-
-    ``deliver`` is called in the engine's thread with every record, or with the exception that ends the request.
-    """
-
-    run: GenerationRun
-    deliver: Deliver
-    number: int | None = None
 
 
 class Engine:
@@ -76,17 +65,14 @@ class Engine:
         self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
         self.factory.open(drafter)  # runs the trials of models now, not while a request waits
         use = self.factory.use
-        limits = [
-            target.scorer.context_limit,
-            None if use is None else use.block * use.blocks - TREE_POSITIONS,
-        ]
-        self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
-        self._changed = threading.Condition()
-        self._jobs: set[Job] = set()
-        self._numbered: dict[int, Job] = {}
-        self._submitted: deque[Job] = deque()
-        self._cancelled: deque[Job] = deque()
-        self._deadline: float | None = None  # when the requests that are left end; None: not stopping
+        room = None if use is None else use.block * use.blocks - TREE_POSITIONS
+        limits = [limit for limit in (target.scorer.context_limit, room) if limit is not None]
+        self.max_tokens = min(limits, default=None)
+        self._lock = threading.Lock()
+        self._open: dict[GenerationRun, Deliver] = {}
+        self._scheduled: dict[int, GenerationRun] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread has to do
+        self._stopping = False
         self._thread = threading.Thread(target=self._work, name="decoding", daemon=True)
         self._thread.start()
 
@@ -98,37 +84,31 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests waiting for their turn."""
-        return max(0, len(self._jobs) - self.running)
+        return max(0, len(self._open) - self.running)
 
-    def submit(self, run: GenerationRun, deliver: Deliver) -> Job:
-        """Submit a generation with the engine's target and drafter; ``deliver`` (see ``Job``) must return immediately.
+    def submit(self, run: GenerationRun, deliver: Deliver) -> None:
+        """Submit a generation with the engine's target and drafter.
 
         Raises:
             BusyError, StoppedError: The queue is full, or the engine is stopping.
         """
-        job = Job(run, deliver)
-        with self._changed:
-            if self._deadline is not None:
+        with self._lock:
+            if self._stopping:
                 raise StoppedError("The server is stopping.", "Use another one.")
-            if len(self._jobs) >= self.max_requests:
-                raise BusyError(f"{len(self._jobs)} requests are running or waiting.", "Try again later.")
-            self._jobs.add(job)
-            self._submitted.append(job)
-            self._changed.notify()
-        return job
+            if len(self._open) >= self.max_requests:
+                raise BusyError(f"{len(self._open)} requests are running or waiting.", "Try again later.")
+            self._open[run] = deliver
+        self._inbox.put(partial(self._schedule, run))
 
-    def cancel(self, job: Job) -> None:
-        """Cancel a request if it has not ended; one more record may be delivered."""
-        with self._changed:
-            self._cancelled.append(job)
-            self._changed.notify()
+    def cancel(self, run: GenerationRun) -> None:
+        """Cancel a generation if it has not ended; one more record may be delivered."""
+        self._inbox.put(partial(self._end, run, "cancelled"))
 
-    def stop(self, grace_s: float) -> None:
-        """Refuse new requests, and end those left after ``grace_s`` seconds; returns immediately."""
-        with self._changed:
-            deadline = time.monotonic() + grace_s
-            self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
-            self._changed.notify()
+    def stop(self) -> None:
+        """Refuse new requests, and end the others with a ``StoppedError``; returns immediately."""
+        with self._lock:
+            self._stopping = True
+        self._inbox.put(lambda: None)  # wakes the thread
 
     def join(self) -> None:
         """Wait until all requests have ended; call ``stop`` first."""
@@ -136,32 +116,25 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            while self._has_work():
-                self._update_jobs()
+            while self._empty_inbox():
                 self._step()
         finally:  # after a failure of the engine itself too: no client may wait forever
-            self.stop(0.0)
+            self.stop()
             self._end_all(StoppedError("The server stopped before the answer ended.", "Use another one."))
 
-    def _has_work(self) -> bool:
-        """Wait until there is work and return true; return false once everything has to end."""
-        with self._changed:
-            while not (self._jobs or self._cancelled or self._deadline is not None):
-                self._changed.wait()
-            return self._deadline is None or (bool(self._jobs) and time.monotonic() < self._deadline)
+    def _empty_inbox(self) -> bool:
+        """Do what is in the inbox, and wait for more while there is nothing to decode; false at the end."""
+        while not self._stopping:
+            try:
+                self._inbox.get(block=not self._scheduled)()
+            except queue.Empty:
+                return True
+        return False
 
-    def _update_jobs(self) -> None:
-        """Schedule submitted requests, and end cancelled ones."""
-        with self._changed:
-            submitted = [job for job in self._submitted if job in self._jobs]
-            cancelled = [*self._cancelled]
-            self._submitted.clear()
-            self._cancelled.clear()
-        for job in submitted:
-            job.number = self._scheduler.add(partial(job.run.as_request, self.factory, self._load))
-            self._numbered[job.number] = job
-        for job in cancelled:
-            self._end(job, "cancelled")
+    def _schedule(self, run: GenerationRun) -> None:
+        if run in self._open:
+            number = self._scheduler.add(partial(run.as_request, self.factory, self._load))
+            self._scheduled[number] = run
 
     def _step(self) -> None:
         """Run a step of the scheduler, and deliver its events."""
@@ -171,36 +144,28 @@ class Engine:
             self._end_all(error)
             return
         for number, event in events:
-            job = self._numbered.get(number)
-            if job is None:
-                continue
+            run = self._scheduled[number]
+            reason: str | None = "failed"
             if not isinstance(event, Exception):
                 self.counts.add(event)
-            try:
-                job.deliver(event)
-            except Exception:  # its consumer is gone; the others continue
-                self._end(job, "failed")
-                continue
-            if isinstance(event, Exception):
-                self._end(job, "failed")
-            elif event.finish_reason is not None:
-                self._end(job, event.finish_reason)
+                reason = event.finish_reason
+            self._open[run](event)
+            if reason is not None:
+                self._end(run, reason)
 
     def _end_all(self, error: Exception) -> None:
         self._scheduler.close()
-        with self._changed:
-            jobs = [*self._jobs]
-        for job in jobs:
-            with suppress(Exception):
-                job.deliver(error)
-            self._end(job, "failed")
+        with self._lock:
+            left = [*self._open.items()]
+        for run, deliver in left:
+            deliver(error)
+            self._end(run, "failed")
 
-    def _end(self, job: Job, reason: str) -> None:
-        with self._changed:
-            if job not in self._jobs:
+    def _end(self, run: GenerationRun, reason: str) -> None:
+        with self._lock:
+            if self._open.pop(run, None) is None:
                 return
-            self._jobs.discard(job)
         self.ended[reason] += 1
-        if job.number is not None:
-            self._numbered.pop(job.number, None)
-            self._scheduler.cancel(job.number)
+        for number in [number for number, each in self._scheduled.items() if each is run]:
+            del self._scheduled[number]
+            self._scheduler.cancel(number)

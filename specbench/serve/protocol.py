@@ -7,16 +7,18 @@ https://platform.openai.com/docs/api-reference/chat and /completions. Fields tha
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+import msgspec
+from msgspec import Meta
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Json, not_json
+from specbench.base.record import Count, Json, Record, Size
 from specbench.base.textsafe import excerpt, one_line
 from specbench.decoding.records import FinishReason, Prefill, Step
 from specbench.options import DecodingKeywords, TemplateOptions
@@ -31,15 +33,11 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
 _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "cache_prompt": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
-    "suffix": ("",),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
     "tools": ([],),
 }
 """Fields that are accepted with these values only."""
@@ -47,102 +45,43 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 _IGNORED_FIELDS = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields that do not change the text."""
 
-_MAX_STOPS = 16
-
-_SEEDS = 2**64
-
-MAX_NAME = 60
-"""Characters of an unknown field or model that an error repeats."""
+_Limit = Annotated[int, Meta(ge=1)]
 
 
-class _FirstErrorOnly(FailFast):
-    __hash__ = object.__hash__  # unions keep their members in sets
-
-
-_Item = TypeVar("_Item")
-_List = Annotated[list[_Item], _FirstErrorOnly()]
-"""A list that is checked up to its first wrong item: a body has room for a million."""
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, data: Any) -> Any:
-        """Leave out what is null: clients send fields like this that they have not set, also ones unknown here."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None}
-
-
-class _StreamOptions(_Body):
+class _StreamOptions(Record, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
-    include_obfuscation: bool | None = None  # padding, which our stream does not have
 
 
-class _JsonSchema(BaseModel):
-    model_config = ConfigDict(populate_by_name=True)
-
-    content: dict[str, Any] | None = Field(None, alias="schema")
-
-
-class _ResponseFormat(BaseModel):
+class _ResponseFormat(Record):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-    @property
-    def schema_text(self) -> str:
-        """The JSON Schema of the answer; of any text, that of any object."""
-        content = self.json_schema.content if self.type == "json_schema" and self.json_schema else None
-        return json.dumps({"type": "object"} if content is None else content)
+    json_schema: Json | None = None
 
 
-class SpeculationOptions(_Body):
-    """How much is drafted for a request: a draft length, or a draft policy as ``--draft-policy`` takes it."""
-
-    gamma: int | None = Field(None, ge=1, le=1024)
-    policy: str | None = Field(None, max_length=200)
-
-
-class BaseRequest(_Body):
+class BaseRequest(Record, forbid_unknown_fields=True):
     """Fields of both kinds of requests; ``None`` means the server's default."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
-    stop: str | _List[str] | None = None
-    seed: int | None = Field(None, ge=-_SEEDS // 2, lt=_SEEDS)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    min_tokens: Count | None = None
+    stop: str | Annotated[list[str], Meta(max_length=16)] | None = None
+    seed: Count | None = None
+    temperature: Size | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, lt=1e18)] | None = None
     ignore_eos: bool | None = None
     response_format: _ResponseFormat | None = None
-    speculation: Literal["off"] | SpeculationOptions | None = None
-
-    id_prefix: ClassVar[str]
-    kind: ClassVar[str]
-
-    @property
-    def sampling_seed(self) -> int | None:
-        """Seed of the sampling, not negative; the protocol has negative ones too."""
-        return None if self.seed is None else self.seed % _SEEDS
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Limit on the output's length."""
-        return self.max_tokens
+    speculation: Literal["off"] | None = None
 
     @property
     def decoding(self) -> DecodingKeywords:
         """Decoding options that are given."""
         every: Json = {
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
             "min_new_tokens": self.min_tokens,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "ignore_eos": self.ignore_eos,
@@ -150,13 +89,9 @@ class BaseRequest(_Body):
         given: Any = {name: value for name, value in every.items() if value is not None}
         form = self.response_format
         if form is not None and form.type != "text":  # in place of the server's own format
-            given = {"min_new_tokens": 0, **given, "format": f"json-schema={form.schema_text}"}
+            schema = (form.json_schema or {}).get("schema") or {"type": "object"}
+            given = {"min_new_tokens": 0, **given, "format": f"json-schema={json.dumps(schema)}"}
         return cast("DecodingKeywords", given)
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def transforms(self) -> Json:
@@ -168,24 +103,14 @@ class BaseRequest(_Body):
         return given
 
 
-class _Part(BaseModel):
+class _Part(Record):
     type: Literal["text"]
     text: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(
-                "not_text", "only text is read, and no {kind}", {"kind": excerpt(kind, MAX_NAME)}
-            )
-        return data
 
-
-class _Message(BaseModel):
+class _Message(Record):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _List[_Part]
+    content: str | list[_Part]
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -195,25 +120,24 @@ class _Message(BaseModel):
         """Return the message as chat templates take it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message: Json = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            message["name"] = self.name
-        thoughts = self.reasoning_content or self.reasoning  # the field's older and newer name
-        if self.role == "assistant" and thoughts:
-            message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-        return message
+        thinking = self.reasoning_content or self.reasoning  # the field's older and newer name
+        role = "system" if self.role == "developer" else self.role
+        every = {
+            "role": role,
+            "content": text,
+            "name": self.name,
+            "reasoning_content": thinking,
+            "reasoning": thinking,
+        }
+        return {name: value for name, value in every.items() if value is not None}
 
 
 class ChatRequest(BaseRequest):
     """A conversation to answer."""
 
-    messages: _List[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    reasoning_effort: str | None = Field(None, max_length=MAX_NAME)
-    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=32)
-
-    id_prefix: ClassVar[str] = "chatcmpl"
-    kind: ClassVar[str] = "chat.completion"
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Json | None = None
 
     @property
     def template(self) -> TemplateOptions:
@@ -224,37 +148,11 @@ class ChatRequest(BaseRequest):
         """
         return TemplateOptions.of(self.chat_template_kwargs or {}, self.reasoning_effort)
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
 
 class TextRequest(BaseRequest):
     """A text, or its token ids, to continue."""
 
-    prompt: str | _List[str] | _List[int] | _List[_List[int]]
-
-    id_prefix: ClassVar[str] = "cmpl"
-    kind: ClassVar[str] = "text_completion"
-
-    @property
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt.
-
-        Raises:
-            UsageError: There are several, or none.
-        """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return prompt
-        tokens = [token for token in prompt if isinstance(token, int)]
-        if tokens and len(tokens) == len(prompt):
-            return tokens
-        if len(prompt) != 1:
-            raise UsageError(f"prompt: there are {len(prompt)}.", "Send one in each request.")
-        only = prompt[0]
-        assert not isinstance(only, int)
-        return only
+    prompt: str | list[int]
 
 
 def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatRequest | TextRequest:
@@ -264,11 +162,9 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
         UsageError: The first thing that is wrong with it.
     """
     try:
-        data = json.loads(body, parse_constant=not_json)
-    except (ValueError, RecursionError) as error:  # invalid UTF-8 as well
-        raise UsageError("The body is not JSON.", "Send one object.") from error
-    if not isinstance(data, dict):
-        raise UsageError("The body is not a JSON object.", "Send one object.")
+        data = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError("The body is not a JSON object.", "Send one.") from error
     if data.get("tools"):
         raise UsageError(
             "Tool calls are not supported.",
@@ -278,28 +174,14 @@ def parse(body: bytes, kind: type[ChatRequest] | type[TextRequest]) -> ChatReque
     for name, value in data.items():
         if value is None or name in _IGNORED_FIELDS:
             continue
-        if (allowed := _FIXED_FIELDS.get(name)) is not None:
-            if not any(type(value) is type(each) and value == each for each in allowed):  # true is not 1
-                raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
-        elif name not in kind.model_fields:
-            raise UsageError(f"{excerpt(name, MAX_NAME)}: this field does not exist.", "Leave it out.")
-        else:
+        if (allowed := _FIXED_FIELDS.get(name)) is None:
             given[name] = value
+        elif not any(type(value) is type(each) and value == each for each in allowed):  # true is not 1
+            raise UsageError(f"{name} can only be {json.dumps(allowed[0])} here.", "Leave it out.")
     try:
-        request = kind.model_validate(given)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
-        worst = max(found, key=lambda each: len(each["loc"]))  # of alternatives, the one that fits furthest
-        place = ".".join(str(part) for part in worst["loc"])
-        raise UsageError(f"{f'{one_line(place)}: ' if place else ''}{one_line(worst['msg'])}.") from error
-    if len(request.decoding.get("stop") or ()) > _MAX_STOPS:
-        raise UsageError(f"stop: there are more than {_MAX_STOPS}.", "Send fewer.")
-    return request
-
-
-def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    """Return the body of an error, whose message is shortened to a printable line."""
-    return {"error": {"message": excerpt(message), "type": kind, "param": None, "code": code}}
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{excerpt(one_line(str(error)))}.") from error
 
 
 @dataclass
@@ -354,48 +236,42 @@ class Usage:
 
 @dataclass(frozen=True)
 class Reply:
-    """Makes the bodies of the answer to one request; ``created`` is in seconds since the epoch."""
+    """Makes the bodies of the answer to one request to a model."""
 
     request: ChatRequest | TextRequest
-    id: str
-    created: int
     model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, thinking: str, text: str, finish_reason: FinishReason, usage: Usage) -> Json:
+    def whole(self, thinking: str, text: str, finish_reason: FinishReason | None, usage: Usage) -> Json:
         """Return the answer without a stream."""
         message = {"role": "assistant", "content": text}
         message |= {"reasoning_content": thinking} if thinking else {}
         content: Json = {"message": message} if self.is_chat else {"text": text}
-        return {**self._body(self.request.kind, content, finish_reason), **usage.fields()}
+        return {**self._body("", content, finish_reason), **usage.fields()}
 
     def chunk(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
         """Return a chunk of a stream; ``delta`` is that of a chat, of which texts have only the ``content``."""
         content: Json = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        usage = {"usage": None} if self.request.wants_usage else {}
-        return {**self._body(self._chunk_kind, content, finish_reason), **usage}
+        return self._body(".chunk", content, finish_reason)
 
     def usage_chunk(self, usage: Usage) -> Json:
         """Return the last chunk, for clients that ask for the usage."""
-        return {**self._body(self._chunk_kind), **usage.fields()}
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else self.request.kind
+        return {**self._body(".chunk"), **usage.fields()}
 
     def _body(
-        self, kind: str, content: Json | None = None, finish_reason: FinishReason | None = None
+        self, suffix: str, content: Json | None = None, finish_reason: FinishReason | None = None
     ) -> Json:
         reason = None if finish_reason is None else _FINISH_REASONS[finish_reason]
         choice = {"index": 0, **(content or {}), "logprobs": None, "finish_reason": reason}
-        choices = [] if content is None else [choice]
         return {
-            "id": self.id,
-            "object": kind,
+            "id": f"chatcmpl-{self.id}" if self.is_chat else f"cmpl-{self.id}",
+            "object": f"chat.completion{suffix}" if self.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
-            "choices": choices,
+            "choices": [] if content is None else [choice],
         }
