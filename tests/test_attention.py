@@ -12,15 +12,15 @@ from tiny import tiny_llama
 from transformers import AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specbench.kernels import attention
-from specbench.kernels.attention import (
+from specbench.backends.torch import attention
+from specbench.backends.torch.attention import (
     FOLDED,
     causal_attention,
     fold_attention,
     folded_attention,
     folded_mask,
 )
-from specbench.kernels.native import is_available, prompt_attention
+from specbench.kernels import native
 
 
 class Layer(torch.nn.Module):
@@ -121,11 +121,9 @@ def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, req
     whole = model(input_ids=ids).logits
     fold_attention(model)
     calls, masks = [], []
-    monkeypatch.setattr(
-        attention, "prompt_attention", lambda *given: calls.append(1) or prompt_attention(*given)
-    )
+    monkeypatch.setattr(attention, "attend_natively", lambda *given: calls.append(1) or native.attend(*given))
     if not natively:
-        monkeypatch.setattr(attention, "supports_attention", lambda *_: False)
+        monkeypatch.setattr(attention, "can_attend", lambda *_: False)
 
     def noted(**arguments: Any) -> Any:
         masks.append(folded_mask(**arguments))
@@ -135,7 +133,7 @@ def test_long_passes_over_a_cache_need_no_mask(natively, dtype, monkeypatch, req
     cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
     parts = [model(input_ids=ids[:, a:b], past_key_values=cache).logits for a, b in ((12, 60), (60, 120))]
     assert [mask is None for mask in masks] == [True, True, True]
-    assert len(calls) == (2 * 2 if natively and is_available() else 0)
+    assert len(calls) == (2 * 2 if natively and native.is_available() else 0)
     error = (torch.cat(parts, 1) - whole[:, 12:]).norm() / whole.norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
@@ -157,7 +155,7 @@ def test_causal_attention_is_the_same_with_and_without_native_code(window, monke
     query = torch.randn(1, 4, 50, 32)
     key, value = (torch.randn(1, 2, 120, 32) for _ in range(2))
     found = causal_attention(query, key, value, None, window)
-    monkeypatch.setattr(attention, "supports_attention", lambda *_: False)
+    monkeypatch.setattr(attention, "can_attend", lambda *_: False)
     torch.testing.assert_close(causal_attention(query, key, value, None, window), found)
 
 

@@ -21,7 +21,7 @@ from specbench.decoding.records import Generation
 from specbench.drafters.lookup import LookupDrafter
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
-from specbench.kernels.surgery import quantize_linears
+from specbench.kernels.surgery import quantize
 from specbench.models.target import wrap_target
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
@@ -181,7 +181,7 @@ def test_why_some_are_not_read_together():
     growing = Scorer(hf.LlamaForCausalLM(config).eval())
     assert "rotation" in (BatchedModel(growing, pool_of(growing, "paged")).why_not_batched or "")
     model = tiny_llama(vocab_size=VOCAB)
-    quantize_linears(model)
+    quantize(model)
     int8 = Scorer(model, "preallocated")
     if int8.rounding == torch.int8:
         assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_not_batched or "")

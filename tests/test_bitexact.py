@@ -9,14 +9,14 @@ import torch
 from tiny import tiny_llama
 from transformers import Lfm2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from specbench.backends.torch import trials
+from specbench.backends.torch import attention, trials
+from specbench.backends.torch.attention import KEY_BLOCK, LONGEST_PASS
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import speculative_generate
-from specbench.kernels import attention, linear, native
-from specbench.kernels.attention import KEY_BLOCK, LONGEST_PASS
-from specbench.kernels.linear import can_pack
+from specbench.kernels import linear, native
+from specbench.kernels.weights import can_pack
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
@@ -111,7 +111,7 @@ def test_a_rounded_target_is_bit_exact_or_says_why_not(rounded, monkeypatch):
     assert "preallocated" in (grown.widths_differ or "")
     assert not wrap_target(tiny_llama(), name="tiny").bit_exact
     # Where rows are not rounded, nothing is made of a last bit.
-    monkeypatch.setattr(native, "is_available", lambda: False)
+    monkeypatch.setattr(native, "_load", lambda: "it was not built")
     monkeypatch.setattr(linear, "_prepack_int8", lambda quantized: None)
     coarse = rounded_target(tiny_llama(), rounded)
     assert coarse.dtype == rounded

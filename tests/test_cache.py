@@ -19,8 +19,8 @@ from tiny import save_tiny
 from specbench.base import cache, large_files
 from specbench.base.cache import cache_folder, cached, entries_in, remove_cached
 from specbench.base.errors import RunError
-from specbench.kernels import linear, native
-from specbench.kernels.linear import Int8Weight, int8_weight, quantize_int8
+from specbench.kernels import native, weights
+from specbench.kernels.weights import Int8Weight, int8_weight, quantize_int8
 from specbench.models import kept_layers as module
 from specbench.models.ahead import LAYERS_FILE, read_layers_ahead
 from specbench.models.drafters import load_drafter
@@ -60,7 +60,7 @@ def roundings(monkeypatch) -> list[torch.Size]:
         done.append(weight.shape)
         return quantize_int8(weight)
 
-    monkeypatch.setattr(linear, "quantize_int8", counted)
+    monkeypatch.setattr(weights, "quantize_int8", counted)
     in_panels = native.Panels.quantize_int4
     monkeypatch.setattr(
         native.Panels, "quantize_int4", lambda weight: done.append(weight.shape) or in_panels(weight)
@@ -166,7 +166,7 @@ def test_packed_layers_are_kept(folder, monkeypatch, mapped):
 def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, monkeypatch):
     """Whole by their checksums, as another version has made them."""
     if part == "scales":
-        monkeypatch.setattr(native, "is_available", lambda: False)
+        monkeypatch.setattr(native, "_load", lambda: "it was not built")
     expected = int8_logits(folder)
     made, (entry,) = len(roundings), entries()
     path = first_of(entry)
@@ -331,16 +331,6 @@ def test_small_models_and_those_of_no_file_keep_nothing(folder, monkeypatch):
 
 
 # -- the folder -------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
-)
-def test_what_a_trial_refuses_is_named(cli, monkeypatch):
-    assert ": yes, bfloat16 in 12 bits" in cli("cache").out
-    monkeypatch.setattr(linear, "_takes_12_bits", lambda *_: False)
-    assert "bfloat16 in 16 bits: for 12 oneDNN" in cli("cache").out
-    assert "bfloat16 in 16 bits: for 12 oneDNN" in cli("--version", "--verbose").out
 
 
 def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):

@@ -16,6 +16,7 @@ from tiny import tiny_llama
 from specbench.backends.torch.cache_layers import PreallocatedSlidingLayer
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import Draft
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, StepPlan
@@ -24,7 +25,6 @@ from specbench.decoding.sampling import Sampling
 from specbench.drafters.chain import warn_of_no_numbers
 from specbench.generate import GenerationRun, speculative_generate
 from specbench.generate_many import GenerationRuns
-from specbench.kernels.surgery import first_layers
 from specbench.models.drafters import join_cascade, load_drafter, wrap_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, wrap_target

@@ -28,12 +28,12 @@ import specbench.models.drafters
 import specbench.models.prepare
 import specbench.models.target
 from specbench.base.errors import RunError
+from specbench.base.machine import processor_name
 from specbench.base.textsafe import terminal_safe
 from specbench.cli import run
 from specbench.cli.summary import Advice
 from specbench.decoding.sampling import Sampling
 from specbench.decoding.verify import Verification, verification_of
-from specbench.kernels.instructions import processor_name
 from specbench.specs.drafters import DRAFTERS
 from specbench.specs.policies import VerificationName
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from specbench import kernels
 from specbench.cli.options import DEFAULT_TARGET
 from specbench.cli.policy import default_drafter
-from specbench.kernels import native
 from specbench.models import devices
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe
@@ -30,7 +30,7 @@ def test_the_built_in_model_drafts_for_itself_where_int4_is_fast(
     monkeypatch, target, native_passes, options, expected
 ):
     """The device "auto" is a GPU here."""
-    monkeypatch.setattr(native, "is_available", lambda: native_passes)
+    monkeypatch.setattr(kernels, "is_available", lambda: native_passes)
     monkeypatch.setattr(devices, "_has_mps", lambda: True)
     monkeypatch.setattr(devices.torch.cuda, "is_available", lambda: False)
     assert str(default_drafter(Recipe(parse_model(target), models=options))) == expected

@@ -13,12 +13,13 @@ import torch
 import transformers as hf
 
 from specbench.backends.torch import forward as ways
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import quantized_copy
 from specbench.decoding.protocols import Drafter, ForwardRequest
 from specbench.generate import speculative_generate
-from specbench.kernels.attention import fold_attention
-from specbench.kernels.linear import can_pack
-from specbench.kernels.surgery import pack_linears, quantize_linears, quantized_copy
+from specbench.kernels.surgery import pack, quantize
+from specbench.kernels.weights import can_pack
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target
 
@@ -50,7 +51,7 @@ def plain_model(kind: str = "Qwen3") -> Any:
 def packed_model(kind: str = "Llama") -> Any:
     model = plain_model(kind)
     fold_attention(model)
-    pack_linears(model)
+    pack(model)
     return model
 
 
@@ -113,7 +114,7 @@ def test_products_that_are_replaced_later_are_noticed():
     scorer = Scorer(model)
     packed = passes(scorer)
     for each in (fresh, model):
-        quantize_linears(each)
+        quantize(each)
     assert identical(passes(scorer), passes(Scorer(fresh)))
     assert not identical(passes(scorer), packed)
 
@@ -129,7 +130,7 @@ def _threads_in_quick_turns() -> Iterator[None]:
 @pytest.mark.usefixtures("_threads_in_quick_turns")
 def test_two_threads_decode_with_a_target_each():
     int8 = packed_model("Qwen3")
-    quantize_linears(int8)
+    quantize(int8)
     targets = [wrap_target(packed_model(), name="packed"), wrap_target(int8, name="int8")]
     drafters = [
         load_drafter(spec, target) for spec, target in zip(("self:int8", "lookup"), targets, strict=True)
@@ -153,7 +154,7 @@ def test_what_is_not_known_goes_the_way_of_transformers():
         plain_model(),
         *(packed_model() for _ in range(3)),
     )
-    pack_linears(unfolded)
+    pack(unfolded)
     fold_attention(unpacked)
     for module in (layer_wrapped.model.layers[1], wrapped.model):
         module.forward = module.forward  # as a device map leaves it

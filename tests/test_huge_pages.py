@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specbench.base import machine
+from specbench.base.machine import huge_page_setting
 from specbench.kernels import huge_pages
-from specbench.kernels.huge_pages import huge_page_setting, in_huge_pages
-from specbench.kernels.linear import can_pack
+from specbench.kernels.huge_pages import in_huge_pages
+from specbench.kernels.weights import can_pack
 
 MEBIBYTE = 1 << 20
 SIZE = 32 * MEBIBYTE
@@ -91,7 +93,7 @@ import sys
 import torch
 from torch import nn
 from specbench.kernels import huge_pages
-from specbench.kernels.surgery import pack_linears, quantize_linears
+from specbench.kernels.surgery import pack, quantize
 
 collapse = huge_pages._collapse
 huge_pages._collapse = lambda blocks, size: (laid.append(len(blocks) * size), collapse(blocks, size))
@@ -100,7 +102,7 @@ for kind in sys.argv[1:]:
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
     x = torch.randn(3, 2048)
     expected = model(x)
-    done = pack_linears(model) if kind == "packed" else quantize_linears(model)
+    done = pack(model) if kind == "packed" else quantize(model)
     assert done and type(model[0]) is not nn.Linear
     assert (model(x) - expected).abs().max() <= 0.05 * expected.abs().max()
     print(kind, sum(laid))
@@ -140,7 +142,7 @@ def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch):
 def test_setting_is_read(tmp_path, monkeypatch, text, setting):
     if text is not None:
         (tmp_path / "enabled").write_text(text)
-    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path)
     assert huge_page_setting() == setting
 
 
@@ -149,7 +151,8 @@ def test_nothing_is_done_where_they_are_not_wanted_or_proc_tells_nothing(tmp_pat
     if text is not None:
         (tmp_path / "enabled").write_text(text)
         (tmp_path / "hpage_pmd_size").write_text("2097152\n")
-    monkeypatch.setattr(huge_pages, "_SYSTEM", tmp_path)
+    for module in (machine, huge_pages):
+        monkeypatch.setattr(module, "HUGE_PAGES", tmp_path)
     if text is not None and "[always]" in text:
         monkeypatch.setattr(huge_pages, "_PROCESS", tmp_path)
     else:

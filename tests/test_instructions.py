@@ -7,9 +7,10 @@ import platform
 import pytest
 import torch
 
+from specbench.base.machine import processor_name
 from specbench.kernels import instructions, native
-from specbench.kernels.instructions import has_bfloat16, has_vnni, is_allowed, processor_name
-from specbench.kernels.linear import can_pack
+from specbench.kernels.instructions import has_bfloat16, has_vnni, is_allowed
+from specbench.kernels.weights import can_pack
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,16 @@ def test_imports_go_one_way():
             assert same or rank(imported) < rank(name), f"{name} imports {imported}, which is not below it"
 
 
+def test_kernels_are_used_by_their_public_names_alone():
+    """docs/kernels.md lists them."""
+    for name in modules():
+        if name.split(".")[0] != "kernels":
+            used = {each for each in own(imports(name, checked=True)) if each.split(".")[0] == "kernels"}
+            assert used <= {"kernels", "kernels.weights"}, (
+                f"{name} imports what specbench/kernels does not export"
+            )
+
+
 def test_no_circles():
     left = {name: own(imports(name, checked=True)) - {""} for name in modules() if name}
     while free := {name for name, needed in left.items() if not needed & left.keys()}:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from specbench.base.errors import RunError, UsageError
 from specbench.cli.policy import default_drafter
 from specbench.generate import autoregressive_generate, speculative_generate
+from specbench.kernels import native, passes
 from specbench.models import checkpoints, devices, load
 from specbench.models.devices import check_options
 from specbench.models.drafters import wrap_drafter
@@ -159,8 +160,8 @@ def test_a_model_of_the_same_files_takes_the_tokenizer_of_another(folder, tmp_pa
 @pytest.mark.parametrize("asked", ["auto", "float32", "int8", "int4"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_cpu_gets_the_dtype_it_is_good_at(tmp_path, monkeypatch, stored, asked, instructions, products):
-    monkeypatch.setattr(load, "has_bfloat16", lambda: instructions)
-    monkeypatch.setattr(load.native, "is_available", lambda: products)
+    monkeypatch.setattr(passes, "has_bfloat16", lambda: instructions)
+    monkeypatch.setattr(native, "is_available", lambda: products)
     save_tiny(tmp_path / "m", dtype=stored)
     loaded = load_model(str(tmp_path / "m"), LoadOptions(dtype=asked, device="cpu"), tokenizer=False)
     half = stored is torch.bfloat16 and (instructions or products)  # it does not hold the values of float16

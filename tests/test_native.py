@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from specbench.backends.torch import forward as ways
 from specbench.backends.torch import head_forward, trials
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.batch import BatchedModel, RequestFactory
 from specbench.backends.torch.cache_layers import PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
@@ -28,27 +29,17 @@ from specbench.backends.torch.head_forward import (
 from specbench.backends.torch.heads import EagleHead, EagleShape
 from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import first_layers, quantized_copy
 from specbench.bench.environment import reset_peak_memory
 from specbench.decoding.clocks import peak_memory
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
-from specbench.kernels import linear, native, onednn_layout
-from specbench.kernels.attention import fold_attention
-from specbench.kernels.linear import (
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
-    can_pack,
-    fake_quantize_int4,
-)
-from specbench.kernels.surgery import (
-    first_layers,
-    pack_linears,
-    quantize_linears,
-    quantized_copy,
-)
+from specbench.kernels import linear, native, onednn_layout, weights
+from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear
+from specbench.kernels.surgery import pack, quantize
+from specbench.kernels.weights import can_pack, fake_quantize_int4
 from specbench.models.drafters import load_drafter
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, default_cache, prepare_target, wrap_target
@@ -217,7 +208,7 @@ def test_without_the_library_weights_are_rounded_all_the_same(monkeypatch):
     assert own.panels is not None
     expected = own(x)
     monkeypatch.setattr(native, "_load", lambda: "it was not built")
-    assert native.why_unavailable() == "it was not built"
+    assert native.why_not() == "it was not built"
     assert Int8Linear(weight, None).panels is None
     slow = Int4Linear(weight, None)
     assert slow.panels is None
@@ -315,7 +306,8 @@ def test_where_all_orders_look_alike_none_is_taken(monkeypatch):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_halves_are_packed_where_onednn_has_no_products_of_them(bias, level, monkeypatch):
-    monkeypatch.setattr(linear, "onednn_packs", lambda dtype: dtype == torch.float32)
+    for module in (linear, weights):
+        monkeypatch.setattr(module, "onednn_packs", lambda dtype: dtype == torch.float32)
     assert can_pack(torch.bfloat16, "cpu")
     layer = torch.nn.Linear(64, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
     packed = PackedLinear(layer.weight, layer.bias)
@@ -392,7 +384,7 @@ def test_every_pass_is_that_of_torch_up_to_rounding(kind, bits, kept, level):
 def target_of(kind: str, dtype: torch.dtype, **more: Any) -> Any:
     """A packed model whose gates fill panels."""
     model = build(kind, dtype, **{"intermediate_size": 128} | more)
-    pack_linears(model)
+    pack(model)
     numbers(torch.randn(128, 96))  # or else skipped
     return model
 
@@ -517,14 +509,14 @@ def test_rows_attend_to_what_their_requests_hold(level):
     seen = torch.rand(2, 50, generator=choice) < 0.5
     seen[:, 0] = True
     asked = [
-        native.NativeRequest(1, 130, indices=order[:131]),
-        native.NativeRequest(3, 0, indices=order[131:134]),
-        native.NativeRequest(2, 40, seen, order[134:176]),
+        native.Request(1, 130, indices=order[:131]),
+        native.Request(3, 0, indices=order[131:134]),
+        native.Request(2, 40, seen, order[134:176]),
     ]
     query = torch.randn(6, 6, 32, generator=choice)
     for dtype in (torch.float32, torch.bfloat16):
         keys, values = (torch.randn(1, 2, 300, 32, generator=choice).to(dtype) for _ in range(2))
-        assert native.supports_attention(keys, values)
+        assert native.can_attend(keys, values)
         found = native.Attention(asked)(query, keys, values)
         for request, rows, own in zip(asked, found.split([1, 3, 2]), query.split([1, 3, 2]), strict=True):
             held = cast("torch.Tensor", request.indices).long()
@@ -550,13 +542,13 @@ def test_long_contexts_are_taken_in_parts_whose_joint_is_the_same_for_any_rows(l
         keys, values = (torch.randn(1, 2, past + rows, size, generator=choice).to(dtype) for _ in range(2))
         k, v = (each[0].float().repeat_interleave(3, 0) for each in (keys, values))
         for mask in (None, tree):
-            found = native.Attention([native.NativeRequest(rows, past, mask)])(query, keys, values)
+            found = native.Attention([native.Request(rows, past, mask)])(query, keys, values)
             seen = torch.ones(rows, past + rows, dtype=torch.bool).tril(past) if mask is None else mask
             expected = scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=seen)
             assert relative(found, expected.transpose(0, 1)) < 1e-5
             for row in {*range(3), *range(rows - 1, 3, -9)}:
                 own = None if mask is None else mask[row : row + 1]
-                alone = native.NativeRequest(1, past + row if own is None else past + rows - 1, own)
+                alone = native.Request(1, past + row if own is None else past + rows - 1, own)
                 assert torch.equal(
                     native.Attention([alone])(query[row : row + 1], keys, values)[0], found[row]
                 )
@@ -568,7 +560,7 @@ def test_attention_of_many_rows_takes_bounded_memory():
     choice, threads, found = torch.Generator().manual_seed(0), torch.get_num_threads(), []
     query = torch.randn(rows, heads, size, generator=choice)
     keys, values = (torch.randn(1, shared, count, size, generator=choice).bfloat16() for _ in range(2))
-    attention = native.Attention([native.NativeRequest(rows, count - rows)])
+    attention = native.Attention([native.Request(rows, count - rows)])
     try:
         for number in (1, 16):
             torch.set_num_threads(number)
@@ -604,7 +596,7 @@ def test_a_prompt_s_rows_attend_to_all_before_them(heads, size, rows, keys, wind
     query = (2 * torch.randn(1, rows, heads[0], size, generator=choice)).to(dtype).transpose(1, 2)
     key = torch.randn(1, heads[1], keys + 9, size, generator=choice).to(dtype)[:, :, :keys]
     value = torch.randn(1, keys, heads[1], size, generator=choice).to(dtype).transpose(1, 2)
-    found = native.prompt_attention(query, key, value, 0.2, window)
+    found = native.attend(query, key, value, 0.2, window)
     assert found.dtype == dtype
     exact = scaled_dot_product_attention(
         query.double(),
@@ -615,14 +607,14 @@ def test_a_prompt_s_rows_attend_to_all_before_them(heads, size, rows, keys, wind
         enable_gqa=True,
     )
     assert relative(found.double(), exact.transpose(1, 2)) < (1e-5 if dtype == torch.float32 else 0.02)
-    last = native.prompt_attention(query[:, :, 20:], key, value, 0.2, window)
+    last = native.attend(query[:, :, 20:], key, value, 0.2, window)
     assert torch.equal(last, found[:, 20:]), "a row does not depend on those before it"
 
 
 def test_a_prompt_s_attention_takes_huge_scores(level):
     query, key = torch.full((1, 1, 40, 16), 1e4), torch.zeros(1, 1, 300, 16)
     key[0, 0, 100], value = 1e4, torch.arange(300.0)[None, None, :, None].expand(1, 1, 300, 16)
-    found = native.prompt_attention(query, key, value)
+    found = native.attend(query, key, value)
     assert torch.equal(found, torch.full_like(found, 100.0))
 
 
@@ -792,7 +784,7 @@ def head_of(bits: int, sizes: Mapping[str, Any] | None = None, vocab: int = 90, 
         for name, parameter in head.named_parameters():
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     head.eval().requires_grad_(False)
-    quantize_linears(cast("Any", head), "int8" if bits == 8 else "int4")
+    quantize(cast("Any", head), "int8" if bits == 8 else "int4")
     return head
 
 

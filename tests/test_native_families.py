@@ -18,7 +18,7 @@ from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
 from specbench.kernels import decoder_parts, native
-from specbench.kernels.linear import can_pack
+from specbench.kernels.weights import can_pack
 
 pytestmark = pytest.mark.skipif(
     not (native.is_available() and can_pack(torch.float32, "cpu")), reason="no native passes here"

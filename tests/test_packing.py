@@ -12,17 +12,14 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from test_caches import USUAL, VOCAB
 from torch import nn
 
+from specbench.backends.torch.submodels import first_layers, quantized_copy
 from specbench.base.errors import UsageError
 from specbench.kernels import linear as module
 from specbench.kernels import native
 from specbench.kernels.instructions import has_vnni
-from specbench.kernels.linear import Int8Linear, PackedLinear, can_pack
-from specbench.kernels.surgery import (
-    first_layers,
-    pack_linears,
-    quantize_linears,
-    quantized_copy,
-)
+from specbench.kernels.linear import Int8Linear, PackedLinear
+from specbench.kernels.surgery import pack, quantize
+from specbench.kernels.weights import can_pack
 from specbench.models.target import wrap_target
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -70,7 +67,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture(params=["native", "packed", "fallback"])
 def _with_and_without_operators(request, monkeypatch):
     if request.param != "native":
-        monkeypatch.setattr(native, "is_available", lambda: False)
+        monkeypatch.setattr(native, "_load", lambda: "it was not built")
     elif not native.is_available():
         pytest.skip("no native library here")
     if request.param == "fallback":
@@ -107,7 +104,7 @@ def test_a_packed_model_computes_the_same(tied):
     model = llama(tie_word_embeddings=tied)
     expected = logits(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert pack_linears(model)
+    assert pack(model)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     assert not any(type(module) is nn.Linear for module in model.modules())
     # Nothing holds the unpacked weights any more, but for those the embeddings are.
@@ -115,7 +112,7 @@ def test_a_packed_model_computes_the_same(tied):
     assert left == {name for name in left if "norm" in name} | {"model.embed_tokens.weight"}
     assert sum(parameter.numel() for parameter in model.parameters()) < parameters
     packed = logits(model)
-    pack_linears(model)
+    pack(model)
     assert torch.equal(logits(model), packed)
 
 
@@ -129,7 +126,7 @@ def test_other_layers_are_left_alone():
 
     model: Any = nn.Sequential(Doubling(3, 3), nn.Linear(3, 3), linear(3, 3, False))
     model[2].forward = torch.relu
-    assert pack_linears(model)
+    assert pack(model)
     assert [type(layer) for layer in model] == [Doubling, PackedLinear, nn.Linear]
 
 
@@ -159,7 +156,7 @@ def test_a_packed_model_is_saved_as_it_was(options, dtype, tmp_path):
 
 def test_an_int8_model_is_not_saved(tmp_path):
     model = llama()
-    quantize_linears(model)
+    quantize(model)
     for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(UsageError, match=r"int8 model cannot be saved.* Load the model in another"):
             save()
@@ -171,7 +168,7 @@ def test_a_model_that_is_wrapped_again_is_told_for_what_it_is():
     model = llama()
     packed = [wrap_target(model, name="one", pack=pack).packed for pack in (False, True, True, False)]
     assert packed == [False, True, True, True]
-    quantize_linears(model)
+    quantize(model)
     again = wrap_target(model, name="one")
     assert not again.packed
     assert again.dtype == "int8"
@@ -190,9 +187,9 @@ class SharedInput(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("replace", [pack_linears, quantize_linears])
+@pytest.mark.parametrize("replace", [pack, quantize])
 def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, monkeypatch):
-    if replace is pack_linears and not can_pack(dtype, "cpu"):
+    if replace is pack and not can_pack(dtype, "cpu"):
         pytest.skip("no packed layers here")
     model: Any = SharedInput(bias, dtype)
     weights = [layer.weight.clone() for layer in model.children()]
@@ -211,7 +208,7 @@ def test_layers_that_read_the_same_input_are_one_product(replace, bias, dtype, m
     # A layer asked alone, or twice, gives what it gives among the others.
     assert torch.equal(model.k_proj(inputs[1]), model.k_proj(inputs[1]))
     assert torch.equal(model.k_proj(inputs[1]), model(inputs[1])[:, -32:])
-    if replace is pack_linears:
+    if replace is pack:
         assert all(torch.equal(a.weight, b) for a, b in zip(model.children(), weights, strict=True))
         int8: Any = quantized_copy(model)
         assert {type(layer.layer) for layer in int8.children()} == {Int8Linear}
@@ -222,7 +219,7 @@ def test_layers_that_do_not_fit_together_stay_apart():
     model: Any = SharedInput(True, torch.float32)
     model.v_proj = linear(64, 32, False)
     expected = model(random_rows(3, 64))
-    quantize_linears(model)
+    quantize(model)
     assert {type(layer) for layer in model.children()} == {Int8Linear}
     assert relative_error(model(random_rows(3, 64)), expected) < 0.02
 
@@ -241,7 +238,7 @@ class Sharing(nn.Module):
 
 
 @needs_packing
-@pytest.mark.parametrize(("replace", "kind"), [(pack_linears, PackedLinear), (quantize_linears, Int8Linear)])
+@pytest.mark.parametrize(("replace", "kind"), [(pack, PackedLinear), (quantize, Int8Linear)])
 def test_shared_layers_stay_shared(replace, kind):
     model: Any = Sharing()
     clone: Any = quantized_copy(model)
@@ -305,7 +302,7 @@ def test_zeros_stay_zeros_and_extremes_give_no_nan():
 def test_sums_do_not_overflow_without_vnni(monkeypatch):
     """Such a processor adds pairs of products in 16 bits; here it may be one that would not overflow."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    monkeypatch.setattr(native, "is_available", lambda: False)
+    monkeypatch.setattr(native, "_load", lambda: "it was not built")
     layer = linear(96, 64, True)
     quick = Int8Linear(layer.weight, layer.bias)
     for scale in (1.0, 1e-3):
@@ -317,7 +314,7 @@ def test_sums_do_not_overflow_without_vnni(monkeypatch):
 def test_a_quantized_model_is_close(tied):
     model = llama(tie_word_embeddings=tied)
     expected = logits(model)
-    assert quantize_linears(model)
+    assert quantize(model)
     assert 0 < relative_error(logits(model), expected) < MODEL_CLOSE
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert model.get_output_embeddings().weight.shape[0] == VOCAB

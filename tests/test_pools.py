@@ -18,9 +18,9 @@ from tiny import tiny_llama
 from specbench.backends.torch.blocks import BlockAllocator, BlockTable
 from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, cache_size
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
-from specbench.kernels.surgery import first_layers
 
 KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
 

@@ -27,7 +27,7 @@ from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns, speculative_generate_many
 from specbench.kernels import native
-from specbench.kernels.delta_rule import delta_rule
+from specbench.kernels.recurrence import delta_rule
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import FixedLength

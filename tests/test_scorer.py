@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny import tiny_llama
 
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.forward import NativeForward
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
-from specbench.kernels.attention import fold_attention
-from specbench.kernels.surgery import pack_linears
+from specbench.kernels.surgery import pack
 
 CONTEXT, DRAFT, LAYERS = [5, 9, 2, 7, 11, 3], [4, 8, 6], (0, 1, 2)
 
@@ -32,7 +32,7 @@ def test_a_chain(cache, short):
     expected = states(model, fed, len(fed))
     if short:
         fold_attention(model)
-        pack_linears(model)
+        pack(model)
     scorer = Scorer(model, cache)
     assert isinstance(scorer.forward, NativeForward) <= (short and cache not in ("static", "none"))
     scorer.begin()

@@ -24,7 +24,7 @@ from specbench.decoding.sampling import Sampling
 from specbench.drafters.model import SelfDrafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.kernels.linear import Int8Linear
-from specbench.kernels.surgery import pack_linears, quantize_linears
+from specbench.kernels.surgery import pack, quantize
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.target import wrap_target
 from specbench.options import CacheKind
@@ -108,7 +108,7 @@ def test_it_computes_what_a_model_with_those_layers_computes(family, kept):
 def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     source: Any = tiny_llama(layers=LAYERS)
     if packed:
-        pack_linears(source)
+        pack(source)
     expected = whole(source, [5, 6, 7, 8])
     form: Any = cheaper_form(source, kept, "int8")
     quantized = [module for module in form.modules() if isinstance(module, Int8Linear)]
@@ -120,7 +120,7 @@ def test_int8_layers_are_made_of_the_kept_ones_alone(kept, packed):
     assert not any(isinstance(module, Int8Linear) for module in source.modules())
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
     plain = cheaper_form(source, kept)
-    quantize_linears(plain)
+    quantize(plain)
     assert torch.equal(whole(form, [5, 6, 7, 8]), whole(plain, [5, 6, 7, 8]))
     assert torch.equal(whole(source, [5, 6, 7, 8]), expected)
 

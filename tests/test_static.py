@@ -14,6 +14,7 @@ from head_files import few_head, few_tokens
 from tiny import tiny_language_model, tiny_llama
 
 import specbench.backends.torch.caches
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.graph_forward import COMPILERS, GraphForward, compiled, cuda_capture
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError, UsageError
@@ -21,7 +22,6 @@ from specbench.decoding.protocols import ForwardOutput, ForwardRequest
 from specbench.decoding.records import Step
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
-from specbench.kernels.attention import fold_attention
 from specbench.models.drafters import load_drafter
 from specbench.models.target import wrap_target
 from specbench.policies import build_policy

@@ -12,6 +12,7 @@ from scripted import ScriptedCache, ScriptedScorer, enumerate_outcomes, random_t
 from tiny import tiny_llama
 
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.distributions import Scores, largest
 from specbench.decoding.drafts import Draws, GrowingTree, StepOutcome
@@ -24,7 +25,6 @@ from specbench.drafters.lookup import LookupDrafter
 from specbench.drafters.model import ModelDrafter, SelfDrafter
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
-from specbench.kernels.surgery import first_layers
 from specbench.policies import FixedLength, build_policy
 from specbench.policies.trees import DynamicTreePolicy, StaticTreePolicy, best_shapes
 from specbench.specs.policies import DynamicTree

@@ -16,14 +16,15 @@ import transformers as hf
 
 from specbench.backends.torch import forward
 from specbench.backends.torch.scorer import Scorer
+from specbench.backends.torch.submodels import quantized_copy
 from specbench.base.errors import UsageError
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.generate import GenerationRun, autoregressive_generate
 from specbench.kernels import native
-from specbench.kernels.linear import PackedLinear, can_pack
-from specbench.kernels.surgery import quantized_copy
+from specbench.kernels.linear import PackedLinear
+from specbench.kernels.weights import can_pack
 from specbench.models.checkpoints import check_config
 from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, wrap_target

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 
 from specbench._version import __version__
-from specbench.kernels.huge_pages import huge_page_setting
-from specbench.kernels.instructions import processor_name
+from specbench.base.machine import huge_page_setting, processor_name
 from specbench.results.run import Environment
 
 

@@ -110,11 +110,10 @@ def _show_version(verbose: bool) -> None:
     if not verbose:
         return
     from specbench.bench.environment import describe_environment
-    from specbench.kernels.linear import native_passes
-    from specbench.models.load import reads_bfloat16
+    from specbench.kernels import describe, reads_bfloat16
 
     dtype = "bfloat16 if stored in it, else float32" if reads_bfloat16() else "float32, bfloat16 is slow here"
-    rows = {**to_dict(describe_environment()), "dtype_auto": f"{dtype} (CPU)", **native_passes()}
+    rows = {**to_dict(describe_environment()), "dtype_auto": f"{dtype} (CPU)", **describe()}
     del rows["specbench"]
     for name, value in rows.items():
         text = (

@@ -43,10 +43,10 @@ def cache(
         ]
     for line in lines:
         typer.echo(terminal_safe(line))
-    from specbench.kernels.linear import native_passes
+    from specbench.kernels import describe
 
     typer.echo("\nLayers are packed for this machine:")
-    for name, found in native_passes().items():
+    for name, found in describe().items():
         typer.echo(f"  {name}: {found}")
 
 

@@ -66,7 +66,7 @@ def default_drafter(recipe: Recipe) -> DrafterSpec:
 
 def _passes_in_int4(models: ModelOptions) -> bool:
     """Return whether a target that is loaded so has native passes in int4."""
-    from specbench.kernels.native import is_available
+    from specbench.kernels import is_available
     from specbench.models.devices import resolve_device
 
     return quantized(models.dtype) is None and is_available() and resolve_device(models.device).type == "cpu"

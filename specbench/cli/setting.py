@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
-
+from specbench import kernels
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import SpecbenchError
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.chain import ChainDrafter
 from specbench.drafters.parts import models_of
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.kernels.decoder_parts import family_name
-from specbench.kernels.native import why_unavailable
-from specbench.kernels.surgery import quantization_of
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter
@@ -85,7 +81,4 @@ def _without_native_products(scorer: Scorer | None) -> str | None:
     """Return why a model has no native forward passes on a CPU; ``None`` if it has, or could not have them."""
     if scorer is None or scorer.device.type != "cpu":
         return None
-    if quantization_of(scorer.model) is not None:
-        return why_unavailable()
-    is_known = family_name(scorer.model) is not None and scorer.model.dtype != torch.float16
-    return why_unavailable() if is_known else None
+    return kernels.why_not(scorer.model)

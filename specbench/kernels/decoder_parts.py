@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from specbench.kernels import native
 from specbench.kernels.linear import PackedLinear, QuantizedLinear
@@ -152,6 +151,8 @@ def read_layer(
     Raises:
         AttributeError, ValueError: It is not what its family has.
     """
+    from transformers.activations import ACT2FN
+
     attention, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
     own = type(layer).__module__
     activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn

@@ -11,28 +11,19 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
+from specbench.base.machine import HUGE_PAGES, huge_page_setting
+
 _PROCESS = Path("/proc/self")
 
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels refuse it, and nothing changes
 _PRESENT = np.uint64(1 << 63)
 
 _LEAST_FULL = 0.9  # share of a block that must be in use: the rest is allocated too
-
-
-def huge_page_setting() -> str | None:
-    """Return the system's setting for transparent huge pages: "always", "madvise", "never"; ``None`` where there are
-    none.
-    """
-    try:
-        return (_SYSTEM / "enabled").read_text().partition("[")[2].partition("]")[0] or None
-    except OSError:
-        return None
 
 
 @contextmanager
@@ -55,21 +46,12 @@ def in_huge_pages() -> Iterator[list[tuple[int, int]]]:
         _collapse([block for block in _full_blocks(size) if block not in before], size)
 
 
-def give_back_free_memory() -> None:
-    """Return memory that glibc keeps between other memory to the system:
-    a tenth of a model, once its weights are replaced.
-    """
-    if sys.platform.startswith("linux"):
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def _huge_page_size() -> int:
     """Return the size in bytes; 0 where there are none or they are switched off."""
     if not sys.platform.startswith("linux") or huge_page_setting() in (None, "never"):
         return 0
     try:
-        return int((_SYSTEM / "hpage_pmd_size").read_text())
+        return int((HUGE_PAGES / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
         return 0
 

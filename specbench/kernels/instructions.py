@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # variables that limit oneDNN, the newer one first
@@ -48,19 +45,3 @@ def has_bfloat16() -> bool:
         return bool(torch.cpu._is_avx512_bf16_supported())
     except (AttributeError, RuntimeError):  # questions that other versions or builds of torch do not know
         return False
-
-
-def processor_name() -> str | None:
-    """Return the processor's model; ``None`` if it is not known."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
-                return " ".join(value.split())
-    if platform.system() == "Darwin":
-        with suppress(OSError, subprocess.SubprocessError, ValueError):
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-    return platform.processor() or platform.machine() or None

@@ -10,46 +10,25 @@ per 32 inputs, its activations are those of an int8 layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specbench.base.errors import UsageError
 from specbench.kernels import native
-from specbench.kernels.instructions import has_bfloat16, has_vnni, is_allowed
+from specbench.kernels.instructions import has_vnni
+from specbench.kernels.weights import (
+    MIN_SCALE,
+    QuantizedWeight,
+    fake_quantize_int4,
+    int8_weight,
+    onednn_packs,
+    takes_12_bits_in,
+)
 from specbench.options import QuantizedName
 
 _ROWS_HINT = 5  # rows the packed layout is chosen for: verification at a usual draft length
-_CHUNK_NUMBERS = 1 << 18
-"""Numbers of a weight that are quantized at a time: in float32 they fit into a processor's caches."""
-
-_MIN_SCALE = 1e-30  # least value taken for the largest element of a row, so that rows of zeros have a scale
-
-
-def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return whether there are packed linear layers for this dtype."""
-    if torch.device(device).type != "cpu":
-        return False
-    return onednn_packs(dtype) or (dtype == torch.bfloat16 and native.is_available())
-
-
-def onednn_packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs weights of this dtype here.
-
-    Without instructions for bfloat16, oneDNN unpacks it for every product, if it supports it at all: native products
-    are faster.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if not all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
-        return False
-    if dtype == torch.bfloat16:
-        known = is_allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return known and (has_bfloat16() or not native.is_available())
-    if dtype == torch.float16:
-        return is_allowed("avx512") and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
 
 
 class PackedLinear(nn.Module):
@@ -75,7 +54,7 @@ class PackedLinear(nn.Module):
             return
         self.out_features, self.in_features = weight.shape
         if weight.dtype == torch.bfloat16 and native.is_available():
-            if _takes_12_bits(weight.shape, sizes):
+            if takes_12_bits_in(weight.shape, sizes):
                 self.panels = native.Panels.shorten_bfloat16(weight)
             if self.panels is None and not onednn_packs(weight.dtype):
                 self.panels = native.Panels.from_bfloat16(weight)
@@ -120,22 +99,6 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
-def native_passes() -> dict[str, str]:
-    """Return whether passes are native here, and in how many bits they take bfloat16."""
-    if (reason := native.why_unavailable()) is not None:
-        return {"native passes": f"no, {reason}"}
-    found = native.loaded()
-    bits = "16 bits: 12 need AVX-512 VNNI" if found.level < 2 else "12 bits"
-    slow = "; without bfloat16 instructions, which are slow here" if found.level < found.highest else ""
-    return {"native passes": f"yes, bfloat16 in {bits}{slow}"}
-
-
-def _takes_12_bits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a bfloat16 weight of this shape fills panels of 12 bits."""
-    outputs, inputs = shape
-    return outputs * inputs > 0 and all(size % native.WIDE_PANEL == 0 for size in sizes or (outputs,))
-
-
 _single_rows: dict[tuple[int, int], bool] = {}
 _TRIAL_OUTPUTS = 10_000
 
@@ -162,67 +125,6 @@ def _single_rows_differ(packed: Tensor, dtype: torch.dtype, width: int) -> bool:
             for row in rows.split(1)
         )
     return _single_rows[key]
-
-
-class Int8Weight(NamedTuple):
-    """A weight in int8."""
-
-    quantized: Tensor  # [out, in], int8
-    scales: Tensor  # [out], float32, factors of the rows
-
-
-def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Quantize a weight [out, in], some rows at a time: in float32 all of it takes much memory."""
-    quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), device=weight.device)
-    step = max(1, _CHUNK_NUMBERS // max(1, weight.shape[1]))
-    for first in range(0, len(weight), step):
-        rows = slice(first, first + step)
-        full = weight[rows].float()
-        scales[rows] = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        quantized[rows] = (full / scales[rows, None]).round_()
-    return Int8Weight(quantized, scales)
-
-
-QuantizedWeight = Int8Weight | native.Panels
-"""A weight as a quantized layer keeps it: native products read another layout."""
-
-
-def is_usable(
-    weight: QuantizedWeight,
-    kind: QuantizedName | Literal["packed"],
-    shape: tuple[int, int],
-    sizes: Sequence[int],
-) -> bool:
-    """Return whether a layer of this kind, shape [out, in] and ``sizes`` could have made this weight here."""
-    if isinstance(weight, Int8Weight):
-        dtypes = weight.quantized.dtype, weight.scales.dtype
-        shapes = weight.quantized.shape, weight.scales.shape
-        return (kind, *dtypes) == ("int8", torch.int8, torch.float32) and shapes == (shape, shape[:1])
-    if (weight.outputs, weight.inputs) != shape or not native.is_available():
-        return False
-    if kind != "packed":
-        return weight.bits == (8 if kind == "int8" else 4)
-    if weight.bits == 12:
-        return _takes_12_bits(shape, sizes)
-    return weight.bits == 16 and not onednn_packs(torch.bfloat16)
-
-
-def int8_weight(weight: Tensor) -> QuantizedWeight:
-    """Return a weight [out, in] in the int8 form that layers use on this machine."""
-    made = quantize_int8(weight)
-    if weight.device.type == "cpu" and native.is_available():
-        return native.Panels.from_int8(made.quantized, made.scales)
-    return made
-
-
-def bytes_per_weight(kind: QuantizedName, wide: int) -> float:
-    """Return the bytes per number of a quantized layer, with its share of scales;
-    int4 keeps the ``wide`` bytes it had without native products.
-    """
-    if kind == "int8":
-        return 1
-    return 0.5 + 4 / _GROUP if native.is_available() else wide
 
 
 class QuantizedLinear(nn.Module):
@@ -299,7 +201,7 @@ class Int8Linear(QuantizedLinear):
         if self._prepacked is None:
             return nn.functional.linear(x, self.quantized.to(x.dtype)) * self.scales.to(x.dtype)
         rows = x.reshape(-1, self.in_features)
-        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(_MIN_SCALE).div_(self._levels)
+        steps = rows.abs().amax(dim=-1, keepdim=True).float().clamp_min_(MIN_SCALE).div_(self._levels)
         # Unsigned, zero in the middle; adding another half before the cut rounds to nearest.
         zero = self._levels + 1
         quantized = (rows / steps).add_(zero + 0.5).to(torch.uint8)
@@ -307,12 +209,6 @@ class Int8Linear(QuantizedLinear):
             quantized, 1.0, zero, self._prepacked, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         return out.mul_(steps).to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-
-_GROUP = 32  # inputs that share a scale, in 4 bits
-_LINES = tuple((steps, 0.0) for steps in range(15, 7, -1)) + tuple((15, 0.02 * cut) for cut in range(1, 9))
-"""The grids tried for a group: the number of steps from its lowest to its highest number, and the share of that range
-to cut off at both ends."""
 
 
 class Int4Linear(QuantizedLinear):
@@ -337,31 +233,6 @@ class Int4Linear(QuantizedLinear):
 
     def _product(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.rounded.to(x.dtype))
-
-
-def fake_quantize_int4(weight: Tensor) -> Tensor:
-    """Return a weight [out, in] as 4-bit groups of 32 inputs give it, in float32: offset + scale · code, codes from 0
-    to 15.
-
-    Offset and scale are bfloat16. For each group, the pair with the least squared error is chosen out of several. Among
-    them are pairs that reproduce the numbers of a 4-bit file, even if it uses only some of the codes (its blocks have a
-    scale, and some a minimum). native.c does the same faster.
-    """
-    outputs, inputs = weight.shape
-    places = torch.arange(inputs + -inputs % _GROUP, device=weight.device)
-    places[inputs:] = inputs // _GROUP * _GROUP  # what fills the last group up is in it already
-    groups = weight.float()[:, places].view(outputs, -1, _GROUP)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    best, least_error = low.bfloat16().float().expand_as(groups), torch.full_like(low, torch.inf)
-    for steps, cut in _LINES:
-        scale = ((high - low) * (1 - 2 * cut) / steps).bfloat16().float()
-        least = (low + cut * (high - low)).bfloat16().float()
-        codes = ((groups - least) / scale.where(scale > _MIN_SCALE, 1.0)).round_().clamp_(0, 15)
-        found = codes * scale + least
-        error = (found - groups).square_().sum(-1, keepdim=True).where(scale > _MIN_SCALE, torch.inf)
-        best = torch.where(error < least_error, found, best)
-        least_error = torch.minimum(error, least_error)
-    return best.reshape(outputs, -1)[:, :inputs]
 
 
 def _prepack_int8(quantized: Tensor) -> Tensor | None:

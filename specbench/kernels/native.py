@@ -194,14 +194,14 @@ def _load(name: str = LIBRARY) -> _Native | str:
     return _Native(library, parallel, level, highest)
 
 
-def why_unavailable() -> str | None:
+def why_not() -> str | None:
     """Return why native products are not available, as the end of a sentence; ``None`` if they are."""
     found = _load()
     return found if isinstance(found, str) else None
 
 
 def is_available() -> bool:
-    return why_unavailable() is None
+    return why_not() is None
 
 
 def loaded() -> _Native:
@@ -454,7 +454,7 @@ class Layer(NamedTuple):
         return (self.projections, self.output, self.gates, self.down)
 
 
-class NativeRequest(NamedTuple):
+class Request(NamedTuple):
     """Rows of a forward pass that attend to the keys and values of one request."""
 
     rows: int
@@ -464,15 +464,17 @@ class NativeRequest(NamedTuple):
     # int32 [past + rows], of the positions in the buffers; None if they are consecutive from 0
     indices: Tensor | None = None
     # its own keys and values, of the same dtype as all; None for those of the forward pass
-    pointers: KVPointers | None = None
+    buffers: Buffers | None = None
 
 
-class KVPointers:
-    """Pointers to keys and values for native.c; valid as long as this object.
+class Buffers:
+    """Keys and values of each layer, as native.c finds them; valid as long as this object.
 
     They are [1, heads, positions, head size], all bfloat16 or all float32, with contiguous positions of each head.
     ``dropped`` is the number of positions of each layer before the first one that they hold; ``None`` for 0.
     """
+
+    dtypes = (torch.float32, torch.bfloat16)
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], dropped: Sequence[int] | None = None) -> None:
         self._referenced = layers
@@ -562,8 +564,8 @@ class DecoderStack:
         x: Tensor,
         cosines: Tensor,
         sines: Tensor,
-        pointers: KVPointers,
-        requests: Sequence[NativeRequest],
+        pointers: Buffers,
+        requests: Sequence[Request],
         wanted: Sequence[int],
         layers: Sequence[int] = (),
         embedded: Tensor | None = None,
@@ -629,13 +631,13 @@ def _run(function: Any, c_pass: CPass) -> None:
 class _CRequests:
     """Requests as an ``array`` of C structures; valid as long as this object."""
 
-    def __init__(self, requests: Sequence[NativeRequest]) -> None:
-        self._referenced: list[Tensor | KVPointers | None] = []
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._referenced: list[Tensor | Buffers | None] = []
         self.array, self.rows = array(CRequest, len(requests))(), 0
         for i, request in enumerate(requests):
             mask, indices = contiguous(request.mask), contiguous(request.indices)
-            self._referenced += [mask, indices, request.pointers]
-            stride, own = 0 if mask is None else mask.stride(0), request.pointers
+            self._referenced += [mask, indices, request.buffers]
+            stride, own = 0 if mask is None else mask.stride(0), request.buffers
             self.array[i] = CRequest(
                 address(indices),
                 address(mask),
@@ -647,12 +649,12 @@ class _CRequests:
             self.rows += request.rows
 
 
-def supports_attention(keys: Tensor, values: Tensor) -> bool:
+def can_attend(keys: Tensor, values: Tensor) -> bool:
     """Return whether rows can attend natively to keys and values like these, [1, heads, positions, head size]."""
     size = keys.shape[-1]
     return (
         keys.device.type == "cpu"
-        and keys.dtype in (torch.bfloat16, torch.float32)
+        and keys.dtype in Buffers.dtypes
         and keys.shape == values.shape
         and size % STEP == 0
         and size <= MOST_HEAD_SIZE
@@ -663,7 +665,7 @@ def supports_attention(keys: Tensor, values: Tensor) -> bool:
 class Attention:
     """Native attention of rows of several requests, when the rest of a forward pass is not native."""
 
-    def __init__(self, requests: Sequence[NativeRequest]) -> None:
+    def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = _CRequests(requests)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None) -> Tensor:
@@ -671,7 +673,7 @@ class Attention:
 
         Args:
             query: Rotated, [rows, heads, head size], float32.
-            keys, values: See ``supports_attention``; they include those of the rows.
+            keys, values: See ``can_attend``; they include those of the rows.
             scaling: Factor of scores; ``None`` for 1/√(head size).
 
         Returns:
@@ -698,7 +700,7 @@ class Attention:
         return out
 
 
-def prompt_attention(
+def attend(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None, window: int = 0
 ) -> Tensor:
     """Compute the causal attention of the last positions of one request: many, as when a prompt is read.
@@ -708,7 +710,7 @@ def prompt_attention(
 
     Args:
         query: [1, heads, rows, head size], of the dtype of the keys.
-        keys, values: See ``supports_attention``; [1, key/value heads, positions, head size], with those of the rows.
+        keys, values: See ``can_attend``; [1, key/value heads, positions, head size], with those of the rows.
         scaling: Factor of scores; ``None`` for 1/√(head size).
         window: Positions that a row attends to, with its own; 0 for all.
 

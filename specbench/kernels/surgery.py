@@ -1,5 +1,4 @@
-"""Change the layers of a loaded model: replace linear layers by packed or quantized ones, merge them, or leave some
-out.
+"""Replace the linear layers of a loaded model by packed or quantized ones, and merge those that can be one product.
 
 Layers that read the same input (query, key and value; gate and up) become one product, since a small model spends much
 of a forward on starting products.
@@ -7,31 +6,20 @@ of a forward on starting products.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as all_modules
-from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from specbench.base.errors import UsageError
-from specbench.kernels.huge_pages import give_back_free_memory, in_huge_pages
-from specbench.kernels.linear import (
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
-    QuantizedLinear,
-    QuantizedWeight,
-    can_pack,
-    int8_weight,
-    is_usable,
-)
+from specbench.base.machine import give_back_free_memory
+from specbench.kernels.hooks import Hooks
+from specbench.kernels.huge_pages import in_huge_pages
+from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear, QuantizedLinear
 from specbench.kernels.native import Panels
+from specbench.kernels.weights import KeptLayers, QuantizedWeight, can_pack, int8_weight, is_usable
 from specbench.options import QuantizedName
 
 if TYPE_CHECKING:
@@ -48,39 +36,6 @@ _HOOK_ATTRIBUTES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-
-
-_HF_MODULE = "transformers.utils.output_capturing"
-"""Module of the hooks that ``transformers`` leaves on a model once hidden states were asked of it. They do nothing in
-forwards without them.
-"""
-
-
-class Hooks:
-    """Test of whether modules have hooks, in which case they must not be skipped."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._hooks = tuple(
-            hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        )
-        self._registered = -1
-
-    def are_present(self) -> bool:
-        """Return whether there are hooks;
-        after finding none, it searches again only if a hook was registered anywhere.
-        """
-        registered = RemovableHandle.next_id
-        if self._registered == registered:
-            return False
-        of_all = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-        if any(of_all) or any(
-            getattr(hook, "__module__", None) != _HF_MODULE
-            for hooks in self._hooks
-            for hook in hooks.values()
-        ):
-            return True
-        self._registered = registered
-        return False
 
 
 class _MergedProduct:
@@ -148,38 +103,6 @@ class MergedLinear(nn.Module):
         return destination
 
 
-def linear_weights(model: nn.Module) -> int:
-    """Return how many weights a token of a prompt is multiplied by: of linear layers without output layers.
-
-    0 where that is not known: with experts a token is multiplied by some of them only.
-    """
-    outputs: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
-    head = None if outputs is None else outputs()
-    layers = dict(model.named_modules())
-    if any(name.endswith(".experts") for name in layers):
-        return 0
-    return sum(
-        layer.in_features * layer.out_features
-        for name, layer in layers.items()
-        if isinstance(layer, nn.Linear | PackedLinear | QuantizedLinear)
-        and layer is not head
-        and not {"lm_head", "lm_heads"} & set(name.split("."))
-    )
-
-
-class KeptLayers(Protocol):
-    """Packed or quantized weights of a model from an earlier run, by the names of its layers."""
-
-    def find(self, place: str) -> QuantizedWeight | None:
-        """Return the stored weight of a layer; ``None`` if there is none."""
-
-    def discard(self) -> None:
-        """Forget all that is stored, since a layer's weight is of no use here."""
-
-    def save(self, place: str, weight: QuantizedWeight) -> None:
-        """Store the weight of a layer."""
-
-
 class _Place(NamedTuple):
     """A linear layer, or several that become one product, to be replaced."""
 
@@ -201,7 +124,7 @@ def _found(
     return stored
 
 
-def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bool:
+def pack(model: PreTrainedModel, layers: KeptLayers | None = None) -> bool:
     """Replace the linear layers of a model by packed ones, one by one, so that there is no second copy of it.
 
     Args:
@@ -222,9 +145,7 @@ def pack_linears(model: PreTrainedModel, layers: KeptLayers | None = None) -> bo
     return _replace(model, packed, packs=True)
 
 
-def quantize_linears(
-    model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None
-) -> bool:
+def quantize(model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None) -> bool:
     """Replace the linear layers of a model by quantized ones.
 
     Args:
@@ -247,161 +168,56 @@ def quantize_linears(
     return _replace(model, quantized)
 
 
-def trim_head(model: PreTrainedModel, rows: Tensor) -> None:
-    """Make a model compute only the logits of ``rows``, int64, in this order. Its embeddings are not trimmed.
-
-    Raises:
-        UsageError: Its head is not an ordinary linear layer, or quantized.
-    """
-    untyped: Any = model
-    head = untyped.get_output_embeddings()
-    if not isinstance(head, nn.Linear | PackedLinear) or "forward" in vars(head):
-        raise UsageError(
-            "The drafter's vocabulary cannot be trimmed: its head is not an ordinary linear layer.",
-            "Load the drafter again without a device map, or choose another one.",
-        )
-    bias = None if head.bias is None else head.bias.detach()[rows]
-    untyped.set_output_embeddings(_linear(head.weight.detach()[rows], bias))
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return an ordinary linear layer, without initializing it first."""
+def unpack(layer: Any) -> nn.Linear | None:
+    """Return an ordinary layer with the weight of a linear one, packed or not; ``None`` for others, quantized too."""
+    if not isinstance(layer, nn.Linear | PackedLinear) and not _is_merged_packed(layer):
+        return None
+    weight, bias = layer.weight.detach(), layer.bias
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return linear
 
 
-def has_layer(model: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a model has layers of a kind."""
-    return any(isinstance(module, kind) for module in model.modules())
+class Layers(NamedTuple):
+    """What the linear layers of a model are.
 
-
-def quantization_of(model: nn.Module) -> QuantizedName | None:
-    """Return what linear layers of a model are quantized to; ``None`` for nothing."""
-    return next((each.kind for each in model.modules() if isinstance(each, QuantizedLinear)), None)
-
-
-def quantizes_activations(model: nn.Module) -> bool:
-    """Return whether layers of a model quantize their inputs."""
-    products = (module.layer if isinstance(module, MergedLinear) else module for module in model.modules())
-    return any(isinstance(product, QuantizedLinear) and product.quantizes_rows for product in products)
-
-
-def quantized_copy(
-    model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None
-) -> PreTrainedModel:
-    """Return a drafter with quantized linear layers that shares everything else with a model, packed or not."""
-    clone = _structural_copy(model)
-    quantize_linears(clone, kind, layers)
-    return clone
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return a model's decoder layers; raise ``ValueError`` if they were not found."""
-    return _list_of_layers(model)[2]
-
-
-def _list_of_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
-    """Return the module that has the list of decoder layers, the list's name, and the list."""
-    total = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == total
-    ]
-    if len(lists) != 1:
-        raise ValueError(f"the decoder layers of {type(model).__name__} were not found")
-    return lists[0]
-
-
-def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ()) -> PreTrainedModel:
-    """Return a model of the first ``count`` decoder layers with its own final norm and head; all weights are shared.
-
-    Args:
-        skip: Which of these layers are left out. The others keep their places in a cache.
-
-    Raises:
-        ValueError: The list of decoder layers was not found, ``count`` is not between 1 and its length, or layers keep
-            recurrent states, which have no length, so that a cache cannot tell that some layers are missing.
+    Attributes:
+        packed: Whether some are packed.
+        quantized: What they are quantized to; ``None`` for nothing.
+        round_rows: Whether some round their inputs to bytes.
+        weights: How many weights a token of a prompt is multiplied by, without output layers; 0 where that is not
+            known: with experts a token is multiplied by some of them only.
     """
-    config = model.config.get_text_config(decoder=True)
-    total = config.num_hidden_layers
-    if not 1 <= count <= total:
-        raise ValueError(f"{count} layers were requested, but the model has {total}")
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
-        raise ValueError("some of its layers are recurrent")
-    if getattr(config, "hidden_size_per_layer_input", 0):
-        raise ValueError("its layers have embeddings of their own")
-    clone = _structural_copy(model)
-    parent, name, layers = _list_of_layers(clone)
-    kept = [i for i in range(count) if i not in skip]
-    setattr(parent, name, nn.ModuleList([layers[i] for i in kept]))
-    short: Any = copy.copy(parent.config)
-    short.num_hidden_layers = len(kept)
-    if skip and getattr(short, "layer_types", None):  # masks are chosen by place in the list
-        short.layer_types = [short.layer_types[i] for i in kept]
-    for module in clone.modules():
-        if getattr(module, "config", None) is parent.config and module is not parent:
-            module.config = short
-    parent.config = short
-    return clone
+
+    packed: bool
+    quantized: QuantizedName | None
+    round_rows: bool
+    weights: int
 
 
-def float32_sample(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model of the first two decoder layers with copies of their weights in float32, where rounding hides
-    nothing.
-
-    Int8 layers stay as they are. ``None`` if the layers were not found.
-    """
-    try:
-        clone = first_layers(model, min(2, model.config.get_text_config(decoder=True).num_hidden_layers))
-    except (ValueError, UsageError):
-        return None
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in clone.modules():
-        for name, child in module.named_children():
-            layer: Any = child
-            if isinstance(child, PackedLinear) or _is_merged_packed(child):
-                module._modules[name] = _linear(layer.weight, layer.bias)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().float(), requires_grad=False)
-                module._parameters[name] = made[parameter]
-    return clone
+def layers_of(model: nn.Module) -> Layers:
+    """Return what the linear layers of a model are."""
+    outputs: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
+    head = None if outputs is None else outputs()
+    modules: dict[str, Any] = dict(model.named_modules())
+    own = {name: each for name, each in modules.items() if isinstance(each, _Linear)}
+    quantized = [each for each in own.values() if isinstance(each, QuantizedLinear)]
+    inner = [each for name, each in own.items() if each is not head and not _HEADS & set(name.split("."))]
+    return Layers(
+        any(isinstance(each, PackedLinear) for each in own.values()),
+        next((each.kind for each in quantized), None),
+        any(each.quantizes_rows for each in quantized),
+        0
+        if any(name.endswith(".experts") for name in modules)
+        else sum(each.in_features * each.out_features for each in inner),
+    )
 
 
-def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy the tree of modules, over the same parameters and buffers.
-
-    Raises:
-        UsageError: A module has its own ``forward``, which is bound to the original and would run that.
-    """
-    clones: dict[int, nn.Module] = {}
-
-    def clone(module: nn.Module) -> nn.Module:
-        if id(module) not in clones:
-            if "forward" in vars(module):
-                raise UsageError(
-                    "The target cannot draft for itself: a device map or a compiler has wrapped its layers.",
-                    "Take another --cache than compiled and one --device, or use a drafter model.",
-                )
-            copied = copy.copy(module)
-            clones[id(module)] = copied
-            copied._modules = {
-                name: None if child is None else clone(child) for name, child in module._modules.items()
-            }
-            copied._parameters = dict(module._parameters)
-            copied._buffers = dict(module._buffers)
-        return clones[id(module)]
-
-    return clone(model)  # type: ignore[return-value]
-
-
+_Linear = nn.Linear | PackedLinear | QuantizedLinear
 _LinearLike = nn.Linear | PackedLinear | MergedLinear
+_HEADS = {"lm_head", "lm_heads"}
 _MakeLayer = Callable[[_Place], PackedLinear | QuantizedLinear]
 
 

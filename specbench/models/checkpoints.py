@@ -26,7 +26,7 @@ from specbench.base.files import reason
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.kernels.linear import bytes_per_weight
+from specbench.kernels.weights import bytes_per_weight
 from specbench.models.composites import causal_class, composite_class, text_only
 from specbench.models.devices import available_memory
 from specbench.models.quantized import quantization_of

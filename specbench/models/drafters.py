@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from specbench import kernels
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.head_scorers import OfTarget
 from specbench.backends.torch.scorer import FittedLogits, Scorer
 from specbench.backends.torch.self_forms import cheaper_form, check_form
+from specbench.backends.torch.submodels import trim_head
 from specbench.base.errors import UsageError
 from specbench.base.progress import Progress, announce
 from specbench.decoding.protocols import UNKNOWN_DRAFTER, Drafter, DrafterPrior, ForwardRequest
@@ -30,8 +33,6 @@ from specbench.drafters.outside import find_class
 from specbench.drafters.plain import NoDraft
 from specbench.drafters.several import SeveralDrafters
 from specbench.drafters.translate import TranslatingDrafter
-from specbench.kernels.attention import fold_attention
-from specbench.kernels.surgery import linear_weights, pack_linears, quantize_linears, trim_head
 from specbench.models.adapters import with_base
 from specbench.models.checkpoints import text_config
 from specbench.models.devices import check_options, resolve_device
@@ -288,7 +289,7 @@ def _transform_model(
 
 def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -> DrafterPrior:
     """Return what is known of a drafter before it drafts: models read prompts by the weights of linear layers."""
-    own, whole = (linear_weights(each) for each in (module, target.language_model.model))
+    own, whole = (kernels.layers_of(each).weights for each in (module, target.language_model.model))
     share = min(1.0, own / whole) if own and whole else UNKNOWN_DRAFTER.reading_share
     return DrafterPrior(share, acceptance)
 
@@ -375,9 +376,9 @@ def _transform_head(module: Any, target: Target, options: LoadOptions) -> tuple[
         dtype = resolve_dtype(options, model.config, Counter())
     module.to(device=device, dtype=dtype)
     if rounded is None or (rounded == "int8" and device.type != "cpu"):
-        pack_linears(module)
+        kernels.pack(module)
         return dtype, dtype_name(dtype)
-    quantize_linears(module, rounded)
+    kernels.quantize(module, rounded)
     return dtype, rounded
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
 
+from specbench import kernels
 from specbench._version import __version__
 from specbench.base.cache import (
     LAYERS_FOLDER,
@@ -37,15 +38,15 @@ from specbench.base.cache import (
     write_manifest,
 )
 from specbench.base.files import reason, sync
+from specbench.base.machine import processor_name
 from specbench.base.progress import Progress, announce
-from specbench.kernels import native
-from specbench.kernels.instructions import has_vnni, processor_name
-from specbench.kernels.linear import Int8Weight, QuantizedWeight
+from specbench.kernels import weights
+from specbench.kernels.weights import QuantizedWeight
 from specbench.models.ahead import LAYERS_FILE, entry_name
 
 if TYPE_CHECKING:
     from specbench.base.large_files import Content
-    from specbench.kernels.surgery import KeptLayers
+    from specbench.kernels.weights import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
 
 Kind = Literal["int8", "int4", "packed"]
@@ -77,7 +78,7 @@ def kept_layers(
 
     If an entry is replaced, a note about it is added to the model.
     """
-    files, panels = model.files, native.is_available()
+    files, panels = model.files, kernels.is_available()
     making = f"packing {model.name}" if kind == "packed" else f"quantizing {model.name} to {kind}"
     if (
         files is None
@@ -145,23 +146,16 @@ def _note_unkept(model: LanguageModel, kind: Kind, error: OSError) -> None:
 def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
     """Return whether packing takes longer than reading what was packed, and leaves room for other entries."""
     fits = numbers <= MOST_BYTES // 3  # at 12 bits each, half of the budget
-    return fits and model.dtype == "bfloat16" and native.loaded().level > 1
+    return fits and model.dtype == "bfloat16" and weights.takes_12_bits()
 
 
 def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
     """Return two digests: of model, layout, versions and processor, and of the files' contents."""
     cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
-    makers = [_FORMAT, native.LAYOUT, __version__, torch.__version__, processor_name(), has_vnni()]
+    makers = [_FORMAT, __version__, torch.__version__, processor_name(), *weights.layout()]
     named = [files.place, model.dtype, cut, form, *makers], [files.digest]
     first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
     return first, second
-
-
-def _tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """Return what a weight is stored as."""
-    if isinstance(weight, native.Panels):
-        return weight.stored()
-    return {"scales": weight.scales, "quantized": weight.quantized}
 
 
 class _Found:
@@ -183,9 +177,7 @@ class _Found:
         if not tensors:
             return None
         try:
-            if "panels" not in tensors:
-                return Int8Weight(tensors["quantized"], tensors["scales"])
-            return native.Panels.from_stored(tensors)
+            return weights.from_stored(tensors)
         except (KeyError, ValueError):
             self.discard()
             return None
@@ -226,7 +218,7 @@ class _Made:
     def save(self, place: str, weight: QuantizedWeight) -> None:
         if self.failed is not None:
             return
-        tensors = {f"{place} {part}": tensor for part, tensor in _tensors(weight).items()}
+        tensors = {f"{place} {part}": tensor for part, tensor in weights.stored(weight).items()}
         try:
             if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

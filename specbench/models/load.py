@@ -24,14 +24,13 @@ from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.base.errors import RunError, SpecbenchError
+from specbench.base.machine import give_back_free_memory
 from specbench.base.progress import Progress, quiet_transformers
 from specbench.base.textsafe import excerpt
 from specbench.decoding.formats import FormatCompiler
 from specbench.decoding.model_defaults import ModelDefaults
 from specbench.decoding.sampling import Sampling
-from specbench.kernels import native
-from specbench.kernels.huge_pages import give_back_free_memory
-from specbench.kernels.instructions import has_bfloat16
+from specbench.kernels import reads_bfloat16
 from specbench.models.adapters import Adapter, with_base
 from specbench.models.builtin import discard_if_damaged, prepare_builtin, prepare_gguf
 from specbench.models.checkpoints import (
@@ -449,13 +448,6 @@ def resolve_dtype(
     if resolve_device(options.device).type != "cpu":
         return own
     return torch.bfloat16 if own == torch.bfloat16 and reads_bfloat16() else torch.float32
-
-
-def reads_bfloat16() -> bool:
-    """Return whether a pass on the CPU takes half as long in bfloat16 as in float32, as its weights are half as large:
-    where the processor multiplies it, and where native products convert it as they read it.
-    """
-    return has_bfloat16() or native.is_available()
 
 
 def _placement(

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specbench.kernels import native
-from specbench.kernels.huge_pages import give_back_free_memory
-from specbench.kernels.linear import Int8Weight, QuantizedWeight, int8_weight, is_usable
-from specbench.kernels.native import Panels
-from specbench.kernels.surgery import KeptLayers
+from specbench import kernels
+from specbench.base.machine import give_back_free_memory
+from specbench.kernels import weights
+from specbench.kernels.weights import KeptLayers, QuantizedWeight
 from specbench.options import QuantizedName
 
 _CHUNK = 1 << 20
@@ -164,16 +163,7 @@ def packed_as_told(
         return None
     codes, *lines = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*known, strict=True)]
     del told, known
-    if kind == "int8" and lines[0].shape[1] == 1:
-        scales = lines[0][:, 0].contiguous()
-        return Panels.from_int8(codes, scales) if native.is_available() else Int8Weight(codes, scales)
-    if not native.is_available() or (kind == "int8" and not by_groups):
-        return None
-    for dtype in (torch.bfloat16, torch.float16) if kind == "int4" else (torch.float16,):
-        short = [each.to(dtype) for each in lines]
-        if all(each.equal(line.float()) for each, line in zip(lines, short, strict=True)):
-            return Panels.from_int4(codes, *short) if kind == "int4" else Panels.from_int8(codes, *short)
-    return None
+    return weights.from_codes(codes, *lines, by_groups=by_groups)
 
 
 class StoredLayers:
@@ -218,20 +208,18 @@ class StoredLayers:
     def find(self, place: str) -> QuantizedWeight | None:
         give_back_free_memory()  # of the layer before
         path, _, names = place.rpartition(".")
-        weights = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
-        told = [weight for weight in weights if weight is not None]
+        own = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
+        told = [weight for weight in own if weight is not None]
         shapes = [weight.outline.shape for weight in told if weight.outline is not None]
         rows = [shape[0] for shape in shapes]
         found = None if self.inner is None else self.inner.find(place)
-        if found and (not told or is_usable(found, self._kind, (sum(rows), shapes[0][1]), rows)):
+        if found and (not told or weights.is_usable(found, self._kind, (sum(rows), shapes[0][1]), rows)):
             return found
         made, grids = None, [weight.grid() for weight in told]
-        if told and len(told) == len(weights):
+        if told and len(told) == len(own):
             made = packed_as_told(grids, self._kind, by_groups=self.by_groups)
         self.exact, self.rounded = self.exact + (made is not None), self.rounded + (made is None)
-        if made is None and (
-            len(told) < len(weights) or (self._kind == "int4" and not native.is_available())
-        ):
+        if made is None and (len(told) < len(own) or (self._kind == "int4" and not kernels.is_available())):
             for weight in told:
                 weight.fill()
             return None
@@ -243,7 +231,7 @@ class StoredLayers:
         whole = torch.empty(sum(rows), grids[0].columns)
         for grid, part in zip(grids, whole.split([*rows]), strict=True):
             grid.fill(part)
-        return Panels.quantize_int4(whole) if self._kind == "int4" else int8_weight(whole)
+        return weights.rounded(whole, self._kind)
 
     @property
     def note(self) -> str | None:

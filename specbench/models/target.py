@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specbench import kernels
+from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
+from specbench.base.machine import give_back_free_memory
 from specbench.base.progress import Progress, announce
-from specbench.kernels.attention import fold_attention
-from specbench.kernels.huge_pages import give_back_free_memory
-from specbench.kernels.linear import PackedLinear
-from specbench.kernels.surgery import (
-    has_layer,
-    pack_linears,
-    quantization_of,
-    quantize_linears,
-)
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model, wrap_model
 from specbench.options import CacheKind, LoadOptions, QuantizedName, quantized
@@ -172,21 +166,22 @@ def prepare_target(
         quantize(language_model, language_model.quantize, progress=progress)
     elif pack:
         pack_kept(language_model, progress)
-    dtype = quantization_of(model) or language_model.dtype
+    layers = kernels.layers_of(model)
+    dtype = layers.quantized or language_model.dtype
     announce(progress, f"testing forward passes of {language_model.name}")
     scorer = Scorer(model, cache, context_limit=language_model.context_limit)
     if cache == "bit-exact":
         scorer.require_bit_exact()
     tried = cache == "bit-exact" or scorer.rounding == torch.int8
     widths_differ = scorer.why_not_bit_exact() if tried else None
-    exact, packed = tried and widths_differ is None, has_layer(model, PackedLinear)
-    return Target(language_model, scorer, dtype, packed, exact, widths_differ)
+    exact = tried and widths_differ is None
+    return Target(language_model, scorer, dtype, layers.packed, exact, widths_differ)
 
 
 def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
     """Pack a model's linear layers in place, or load stored packed layers."""
     with kept_layers(language_model, "packed", progress) as layers:
-        pack_linears(language_model.model, layers)
+        kernels.pack(language_model.model, layers)
 
 
 def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: Progress | None) -> None:
@@ -194,10 +189,10 @@ def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: P
     stored = language_model.stored
     with kept_layers(language_model, dtype, progress) as layers:
         if stored is None:
-            quantize_linears(language_model.model, dtype, layers)
+            kernels.quantize(language_model.model, dtype, layers)
             return
         stored.inner = layers
-        quantize_linears(language_model.model, dtype, stored)
+        kernels.quantize(language_model.model, dtype, stored)
         stored.finish()
         language_model.stored = None
         give_back_free_memory()

@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from specbench.backends.torch.attention import causal_attention
 from specbench.backends.torch.mtp import MtpLayer, build_mtp_layers
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Json
-from specbench.kernels.attention import causal_attention
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import SPECULATORS
 from specbench.train.eagle_student import EagleStudent

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbench.base.errors import RunError, UsageError
 from specbench.bench.engines.own import ModelEngine
-from specbench.kernels.native import is_available
+from specbench.kernels import is_available
 from specbench.models.devices import available_memory, resolve_device
 from specbench.models.drafters import DrafterLoader
 from specbench.models.mtp_layouts import has_mtp_layers

@@ -1,7 +1,7 @@
 """One loaded model for many requests: a scorer for each, and forward passes over all of them together.
 
 The tokens of all requests are concatenated without padding: every linear layer reads its weights once for all of them,
-and only attention is computed by request (``kernels.attention.RaggedKV``).
+and only attention is computed by request (``attention.RaggedKV``).
 """
 
 from __future__ import annotations

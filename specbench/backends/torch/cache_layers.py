@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from specbench.kernels.attention import LONGEST_PASS
-from specbench.kernels.native import KVPointers
+from specbench.backends.torch.attention import LONGEST_PASS
+from specbench.kernels import Buffers
 
 INITIAL_CAPACITY = 256
 _MIN_GROWTH = 256
@@ -229,13 +229,13 @@ _INDEXED = (PreallocatedLayer, PreallocatedSlidingLayer, GrowingLayer, GrowingSl
 
 
 class LayerGroup:
-    """Layers of a cache that native forwards extend together; native.c finds their keys and values by ``pointers``."""
+    """Layers of a cache that native passes extend together, and whose keys and values they find in ``buffers``."""
 
     def __init__(self, layers: Sequence[PreallocatedLayer]) -> None:
         self._held = [(layer, layer.keys, layer.dropped) for layer in layers]
         self._capacity = min(keys.shape[-2] + dropped for _, keys, dropped in self._held)
         dropped = [layer.dropped for layer in layers]
-        self.pointers = KVPointers(
+        self.buffers = Buffers(
             [(layer.keys, layer.values) for layer in layers], dropped if any(dropped) else None
         )
 
@@ -245,7 +245,6 @@ class LayerGroup:
         layers: list[Any],
         places: Sequence[int],
         tokens: int,
-        dtypes: Sequence[torch.dtype],
         empty: Tensor,
     ) -> LayerGroup | None:
         """Count ``tokens`` more positions of layers as used, which the caller writes.
@@ -253,11 +252,11 @@ class LayerGroup:
         Args:
             layers: The layers of a cache; those of ``transformers`` are replaced in this list.
             places: Indices of the layers.
-            dtypes: Dtypes that keys and values may have; those of all layers are equal.
             empty: Keys or values of no position, [1, heads, 0, head size], from which layers without buffers make them.
 
         Returns:
-            ``None``, and nothing is extended, if layers are of other kinds, lengths or dtypes.
+            ``None``, and nothing is extended, if layers are of other kinds or lengths, or have dtypes that native
+                passes do not take.
         """
         for place in places:
             layers[place] = growing(layers[place])
@@ -269,7 +268,7 @@ class LayerGroup:
             if not layer.is_initialized:
                 layer.lazy_initialization(empty, empty)
         kinds = {entries.dtype for layer in own for entries in (layer.keys, layer.values)}
-        if len(kinds) > 1 or not kinds.issubset(dtypes):
+        if len(kinds) > 1 or not kinds.issubset(Buffers.dtypes):
             return None
         for layer in own:
             layer.extend(tokens)

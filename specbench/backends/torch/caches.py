@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from specbench.backends.torch.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.backends.torch.cache_layers import (
     INITIAL_CAPACITY,
     GrowingLayer,
@@ -36,7 +37,6 @@ from specbench.backends.torch.cache_layers import (
 from specbench.backends.torch.recurrent import bounds_prompts, cache_argument, is_recurrent
 from specbench.backends.torch.recurrent_cache import RecurrentCache, running
 from specbench.base.errors import UsageError
-from specbench.kernels.attention import KEY_BLOCK, LONGEST_PASS, is_folded
 from specbench.options import CacheKind as CacheKind
 
 if TYPE_CHECKING:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from specbench.backends.torch.attention import LONGEST_PASS, is_folded
 from specbench.backends.torch.cache_layers import LayerGroup
-from specbench.backends.torch.caches import KVCache, rotates_by_length
+from specbench.backends.torch.caches import KVCache
 from specbench.backends.torch.pools import BatchedCache, KVPool
 from specbench.backends.torch.recurrent import keep_states
 from specbench.backends.torch.recurrent_cache import running
 from specbench.decoding.protocols import ForwardOutput
-from specbench.kernels.attention import LONGEST_PASS, is_folded
-from specbench.kernels.decoder_parts import ModelParts, read_parts
-from specbench.kernels.native import DecoderStack, KVPointers, NativeRequest
-from specbench.kernels.surgery import Hooks
+from specbench.kernels import Buffers, ModelPasses, Request, forward_for
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 class Forward:
@@ -133,121 +130,12 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-NATIVE_KV_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of keys and values that native forwards read and write."""
-
-_ROTARY_STEP = 512  # positions that are rotated in advance
 _CHUNK_ROWS = 512
 """Rows of one request in a native call: more would take much memory in addition to the weights."""
 
 
-class RotaryTable:
-    """Cosines and sines by position, [rotations, positions, rotated numbers of a head], computed once.
-
-    They are those of a model or head with this configuration; ``names`` are the rotations that its module knows, if it
-    has several.
-    """
-
-    def __init__(self, module: Any, config: PretrainedConfig, names: Sequence[str] = ("",)) -> None:
-        self._module, self._names = module, names
-        self._is_fixed = not rotates_by_length(config)
-        self._cosines = self._sines = torch.empty(1, 0, 0)
-
-    def of(self, positions: Tensor | range) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of these positions, [tokens], in float32."""
-        if not self._is_fixed:
-            return self._compute(torch.as_tensor(positions))
-        last = positions[-1] if isinstance(positions, range) else int(positions.max())
-        if last >= self._cosines.shape[1]:
-            self._cosines, self._sines = self._compute(torch.arange(last + 1 + _ROTARY_STEP))
-        rows = slice(positions[0], last + 1) if isinstance(positions, range) else positions
-        return self._cosines[:, rows], self._sines[:, rows]
-
-    def size(self) -> int:
-        """Return how many numbers of a head are rotated."""
-        return self.of(range(1))[0].shape[-1]
-
-    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        empty = torch.empty(0)  # gives the dtype alone
-        made = [
-            self._module(empty, positions[None], name) if name else self._module(empty, positions[None])
-            for name in self._names
-        ]
-        cosines, sines = (torch.cat(each) for each in zip(*made, strict=True))
-        return cosines, sines
-
-
-class _Parts:
-    """The parts of a model, as found when a context begins.
-
-    Attributes:
-        context: A weak reference to an object that is new in every context.
-        is_known: Whether they were ``read``; everything else needs that.
-    """
-
-    read: ModelParts
-
-    def __init__(self, model: Any, context: object) -> None:
-        self._model = model
-        self.context, self.hooks = ref(context), Hooks(model.modules())
-        found = read_parts(model)
-        self.is_known = found is not None
-        if found is not None:
-            self.read = found
-
-    @cached_property
-    def stack(self) -> DecoderStack | None:
-        """The native stack of its layers; ``None`` where there is none."""
-        return self.read.stack(self._model.lm_head, self.rotary.size())
-
-    @cached_property
-    def rotary(self) -> RotaryTable:
-        return RotaryTable(self._model.model.rotary_emb, self._model.config, self.read.rotations)
-
-    @cached_property
-    def empty(self) -> Tensor:
-        """Keys or values of no position, from which layers of a cache make their buffers."""
-        config = self.read.config
-        return torch.empty(1, config.kv_heads, 0, config.head_size, dtype=self.read.dtype)
-
-    @cached_property
-    def places(self) -> list[int]:
-        return [layer.place for layer in self.read.layers]
-
-    def stack_for(self, rows: int, *, masked: bool = False) -> DecoderStack | None:
-        """Return the native stack if it is the fastest for ``rows`` rows; ``None`` for masks together with windows."""
-        if (
-            self.stack is None
-            or rows > self.stack.max_rows
-            or (masked and any(each.window for each in self.read.layers))
-        ):
-            return None
-        return self.stack
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the inputs of the first layer, [rows, hidden size], float32."""
-        embedded: Tensor = self._model.model.embed_tokens(ids)[0].float()
-        multiplier = self.read.embedding_multiplier
-        return embedded if multiplier == 1.0 else embedded * multiplier
-
-
-class _PartsLookup:
-    """Lookup of a model's parts, repeated when a new context begins."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._last: _Parts | None = None
-
-    def __call__(self, context: object) -> _Parts | None:
-        """Return the parts; ``None`` for a model that is not known, or has hooks, which would be skipped."""
-        parts = self._last
-        if parts is None or parts.context() is not context:
-            parts = self._last = _Parts(self._model, context)
-        return parts if parts.is_known and not parts.hooks.are_present() else None
-
-
 class NativeForward(Forward):
-    """A forward in one native call, up to ``DecoderStack.max_rows`` rows.
+    """A forward in one native call, up to as many rows as native passes take.
 
     All values between matrix products are float32, and so are the logits. Longer forwards, models with hooks and other
     caches go to ``HFForward``.
@@ -260,39 +148,39 @@ class NativeForward(Forward):
     def __init__(self, model: Any, cache: KVCache) -> None:
         super().__init__(model, cache)
         self._fallback = HFForward(model, cache)
-        self._lookup = _PartsLookup(model)
+        self._native = forward_for(model)
         self._groups: WeakKeyDictionary[Any, LayerGroup] = WeakKeyDictionary()  # freed with their context
 
     def is_available(self) -> bool:
         """Return whether the model is of a known kind with native products, and has no hooks now."""
-        parts = self._lookup(self._cache.held)
-        return parts is not None and parts.stack is not None
+        return self._native(self._cache.held) is not None
 
     def run(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
     ) -> ForwardOutput:
         tokens, cache = ids.shape[1], self._cache.held
-        parts = self._lookup(cache)
-        if parts is None:
+        native = self._native(cache)
+        if native is None:
             return self._fallback.run(ids, rows, layers, positions, mask)
-        stack, past = parts.stack_for(tokens, masked=mask is not None), cache.get_seq_length()
-        pointers = None if stack is None else self._extend(cache, parts, min(tokens, _CHUNK_ROWS))
-        if stack is None or pointers is None:
+        takes, past = native.takes(tokens, masked=mask is not None), cache.get_seq_length()
+        buffers = self._extend(cache, native, min(tokens, _CHUNK_ROWS)) if takes else None
+        if buffers is None:
             return self._read(ids, rows, layers, positions, mask)
-        cosines, sines = parts.rotary.of(range(past, past + tokens) if positions is None else positions[0])
+        cosines, sines = native.rotation(range(past, past + tokens) if positions is None else positions[0])
         outputs = []
         for first in range(0, tokens, _CHUNK_ROWS):
             chunk = slice(first, min(first + _CHUNK_ROWS, tokens))
             if first:  # by chunks, since layers with windows give up what is behind them
-                pointers = self._extend(cache, parts, chunk.stop - first)
-                assert pointers is not None
+                buffers = self._extend(cache, native, chunk.stop - first)
+                assert buffers is not None
             own_mask = None if mask is None else mask[0, 0, chunk]
-            request = NativeRequest(chunk.stop - first, past + first, own_mask)
+            request = Request(chunk.stop - first, past + first, own_mask)
             wanted = range(max(0, tokens - rows - first), chunk.stop - first)
-            inputs = parts.embed(ids[:, chunk]), cosines[:, chunk], sines[:, chunk]
-            outputs.append(stack(*inputs, pointers, [request], wanted, layers))
+            rotation = cosines[:, chunk], sines[:, chunk]
+            found = native.run(ids[:, chunk], rotation, buffers, [request], wanted, layers)
+            outputs.append(ForwardOutput(*found))
         self._cache.after_forward()
-        return _join_outputs(outputs, parts)
+        return join_passes(outputs, rows)
 
     def _read(
         self, ids: Tensor, rows: int, layers: Sequence[int], positions: Tensor | None, mask: Tensor | None
@@ -310,22 +198,15 @@ class NativeForward(Forward):
             passes.append(self._fallback.run(chunk, wanted, layers, None, None))
         return join_passes(passes, rows)
 
-    def _extend(self, cache: Any, parts: _Parts, tokens: int) -> KVPointers | None:
+    def _extend(self, cache: Any, native: ModelPasses, tokens: int) -> Buffers | None:
         """Extend the cache by ``tokens`` positions and return where its buffers are."""
         group = self._groups.get(cache)
         if group is None or not group.extend(tokens):
-            group = LayerGroup.extended(cache.layers, parts.places, tokens, NATIVE_KV_DTYPES, parts.empty)
+            group = LayerGroup.extended(cache.layers, native.places, tokens, native.empty)
             if group is None:
                 return None
             self._groups[cache] = group
-        return group.pointers
-
-
-def _join_outputs(outputs: Sequence[tuple[Tensor, Tensor | None]], parts: _Parts) -> ForwardOutput:
-    """Join logits and hidden states of consecutive native calls, the states in the model's dtype."""
-    logits = [logits for logits, _ in outputs]
-    states = [states.to(parts.read.dtype) for _, states in outputs if states is not None]
-    return ForwardOutput(parts.read.finish(concat(logits)), concat(states) if states else None)
+        return group.buffers
 
 
 def concat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -345,15 +226,12 @@ class RaggedForward:
         self._limits_logits = (
             takes_logits_to_keep(model) and len({each.device for each in model.parameters()}) == 1
         )
-        self._lookup = _PartsLookup(model) if issubclass(forward_type, NativeForward) else None
+        self._native = forward_for(model) if issubclass(forward_type, NativeForward) else None
 
     def is_row_invariant(self, pool: KVPool) -> bool:
         """Return whether the results of a token are bitwise independent of the other tokens in the forward."""
-        parts = None if self._lookup is None else self._lookup(pool.context_id)
-        if parts is None:
-            return False
-        stack = parts.stack
-        return stack is not None and stack.quantizes_rows and parts.read.dtype in NATIVE_KV_DTYPES
+        native = None if self._native is None else self._native(pool.context_id)
+        return native is not None and native.rounds_rows
 
     def __call__(
         self, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int] = ()
@@ -366,10 +244,10 @@ class RaggedForward:
             wanted: Indices of the tokens whose logits are wanted, ascending.
             layers: See ``Forward.run``; without repeats.
         """
-        parts = None if self._lookup is None else self._lookup(cache.context_id)
-        native = None if parts is None else self._run_native(parts, ids, cache, wanted, layers)
-        if native is not None:
-            return native
+        native = None if self._native is None else self._native(cache.context_id)
+        found = None if native is None else self._run_native(native, ids, cache, wanted, layers)
+        if found is not None:
+            return found
         arguments = cache.model_kwargs()
         if self._limits_logits:
             arguments["logits_to_keep"] = wanted
@@ -382,16 +260,12 @@ class RaggedForward:
         return output._replace(logits=output.logits[wanted.to(output.logits.device)])
 
     def _run_native(
-        self, parts: _Parts, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int]
+        self, native: ModelPasses, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int]
     ) -> ForwardOutput | None:
         """Run it in one native call; ``None`` where that is impossible or slower."""
-        stack = parts.stack_for(ids.shape[1])
-        if stack is None:
-            return None
-        extended = cache.extend(parts.places, NATIVE_KV_DTYPES, parts.empty)
+        extended = cache.extend(native.places, native.empty) if native.takes(ids.shape[1]) else None
         if extended is None:
             return None
         buffers, requests = extended
-        rotation = parts.rotary.of(cache.position_ids[0])
-        output = stack(parts.embed(ids), *rotation, KVPointers(buffers), requests, wanted.tolist(), layers)
-        return _join_outputs([output], parts)
+        rotation = native.rotation(cache.position_ids[0])
+        return ForwardOutput(*native.run(ids, rotation, Buffers(buffers), requests, wanted.tolist(), layers))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from specbench.backends.torch.caches import KVCache, StaticKVCache
 from specbench.backends.torch.forward import Forward, HFForward, read_output, takes_logits_to_keep
+from specbench.backends.torch.submodels import decoder_layers
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.protocols import ForwardOutput
-from specbench.kernels.surgery import Hooks, decoder_layers
+from specbench.kernels import Hooks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,17 +12,16 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from specbench.backends.torch.attention import LONGEST_PASS, attend, causal_attention, fold_mask
 from specbench.backends.torch.cache_layers import LayerGroup, PreallocatedLayer
-from specbench.backends.torch.forward import NATIVE_KV_DTYPES, RotaryTable, concat
+from specbench.backends.torch.forward import concat
 from specbench.backends.torch.heads import Attend, EagleHead, RecurrentHead
 from specbench.backends.torch.trials import are_close
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.kernels import native
-from specbench.kernels.attention import LONGEST_PASS, attend, causal_attention, fold_mask
-from specbench.kernels.decoder_parts import joint_product, make_stack, native_product
+from specbench.kernels import HeadPasses, Request, forward_for_head
 
 LONG_READING = 1024
 """Tokens from which on reading them takes less time in torch operators than in a native call."""
@@ -161,92 +160,53 @@ class NativeHeadForward(HeadForward):
 
     head: EagleHead
 
-    def __init__(self, head: EagleHead, stack: native.DecoderStack) -> None:
+    def __init__(self, head: EagleHead, native: HeadPasses) -> None:
         super().__init__(head, torch.float32)
-        config: Any = head.shape.layer
-        self._stack, self._rotary = stack, RotaryTable(head.rotary_emb, config)
-        self._layers = (len(head.layers),) if head.shape.norm_output else ()
-        self._empty = torch.empty(1, config.num_key_value_heads, 0, config.head_dim)
+        self._native = native
 
     def __call__(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
         if any(len(each.embedded) >= LONG_READING for each in inputs):
             if len(inputs) == 1:
                 return super().__call__(inputs)
             return [self([each])[0] for each in inputs]
-        requests: list[native.NativeRequest] = []
+        requests: list[Request] = []
         for each in inputs:
             past, tokens = each.caches[0].used, len(each.embedded)
             layers = range(len(each.caches))
-            group = LayerGroup.extended([*each.caches], layers, tokens, NATIVE_KV_DTYPES, self._empty)
+            group = LayerGroup.extended([*each.caches], layers, tokens, self._native.empty)
             if group is None:
                 for request, before in zip(requests, inputs, strict=False):
                     for cache in before.caches:
                         cache.rollback(request.past)
                 return super().__call__(inputs)
             mask = None if each.mask is None else each.mask[0, 0]
-            requests.append(native.NativeRequest(tokens, past, mask, pointers=group.pointers))
-        first = requests[0].pointers
-        assert first is not None
+            requests.append(Request(tokens, past, mask, buffers=group.buffers))
         x = torch.cat([each.features for each in inputs]).float()  # a copy, as it is overwritten
         ends = accumulate(request.rows for request in requests)
         wanted = [
             row for each, end in zip(inputs, ends, strict=True) for row in range(end - each.wanted, end)
         ]
-        rotation = self._rotary.of(_positions(inputs))
         embedded = concat([each.embedded for each in inputs]).float()
-        logits, normed = self._stack(x, *rotation, first, requests, wanted, self._layers, embedded)
-        features = (x if normed is None else normed[:, 0]).split([request.rows for request in requests])
-        rows = logits.split([each.wanted for each in inputs])
-        return [HeadOutput(*each) for each in zip(features, rows, strict=True)]
+        features, logits = self._native.run(embedded, x, _positions(inputs), requests, wanted)
+        outputs = (
+            features.split([request.rows for request in requests]),
+            logits.split([each.wanted for each in inputs]),
+        )
+        return [HeadOutput(*each) for each in zip(*outputs, strict=True)]
 
 
 def choose_head_forward(head: RecurrentHead) -> HeadForward:
     """Return the fastest forward of a head that gives right results, tried on it as it will draft."""
-    stack = _stack(head) if isinstance(head, EagleHead) else None
-    if stack is None or not stack.quantizes_rows or not isinstance(head, EagleHead):
+    native = forward_for_head(head) if isinstance(head, EagleHead) else None
+    if native is None or not isinstance(head, EagleHead):
         return HeadForward(head)
-    fast = NativeHeadForward(head, stack)
+    fast = NativeHeadForward(head, native)
     # With bfloat16 between products rows would be rounded to other bytes, which looks like a mistake.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # of norms, on purpose
         expected, found = (_try(forward) for forward in (HeadForward(head, torch.float32), fast))
     same = all(are_close(*rows, _CLOSE) for rows in zip(found, expected, strict=True))
     return fast if same else HeadForward(head)
-
-
-def _stack(head: EagleHead) -> native.DecoderStack | None:
-    """Return the native stack of a head; ``None`` if its products are not native or its sizes are not supported."""
-    config: Any = head.shape.layer
-    layers: list[Any] = list(head.layers)
-    logits = native_product(head.lm_head)
-    native_layers = [each for layer in layers if (each := _native_layer(layer)) is not None]
-    if logits is None or head.norm.eps is None or len(native_layers) < len(layers):
-        return None
-    stack_config = native.StackConfig(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        head.norm.eps,
-        scaling=config.head_dim**-0.5,
-        embedding_norm=layers[0].input_layernorm.weight,
-        adds_to_normed=head.shape.norm_before_residual,
-    )
-    return make_stack(native_layers, head.norm.weight, logits, stack_config)
-
-
-def _native_layer(layer: Any) -> native.Layer | None:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = joint_product([attention.q_proj, attention.k_proj, attention.v_proj])
-    gates = joint_product([mlp.gate_proj, mlp.up_proj])
-    output, down = native_product(attention.o_proj), native_product(mlp.down_proj)
-    if projections is None or output is None or gates is None or down is None:
-        return None
-    before = layer.hidden_norm if hasattr(layer, "hidden_norm") else layer.input_layernorm
-    head_norms = [
-        norm.weight if isinstance(norm, nn.RMSNorm) else None for norm in (attention.q_norm, attention.k_norm)
-    ]
-    norms = (before.weight, layer.post_attention_layernorm.weight, *head_norms)
-    return native.Layer(projections, output, gates, down, *norms)
 
 
 _CLOSE = 0.01

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from specbench.backends.torch.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
 from specbench.backends.torch.blocks import (
     BlockAllocator,
     BlockTable,
@@ -40,8 +41,7 @@ from specbench.backends.torch.caches import KVCache, cache_arguments
 from specbench.backends.torch.recurrent import is_recurrent, keep_states
 from specbench.backends.torch.recurrent_cache import MOST_SPARE, JointRecurrentCache, RecurrentCache
 from specbench.base.errors import UsageError
-from specbench.kernels.attention import LONGEST_PASS, NativeSpan, RaggedKV, Span
-from specbench.kernels.native import NativeRequest, supports_attention
+from specbench.kernels import Buffers, Request, can_attend
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -366,8 +366,8 @@ class BatchedCache:
         ]
 
     def extend(
-        self, layers: Sequence[int], dtypes: Sequence[torch.dtype], empty: Tensor
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[NativeRequest]] | None:
+        self, layers: Sequence[int], empty: Tensor
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[Request]] | None:
         """Count the rows as cached, whose keys and values the caller writes; compare
         ``cache_layers.LayerGroup.extended``.
 
@@ -376,11 +376,11 @@ class BatchedCache:
                 to; ``None``, and nothing has changed, where layers are of other kinds or dtypes.
         """
         found = [each for layer in layers if (each := self._pool.buffers[layer]) is not None]
-        if len(found) < len(layers) or empty.dtype not in dtypes:
+        if len(found) < len(layers) or empty.dtype not in Buffers.dtypes:
             return None
         for each in found:
             each.allocate(empty, empty)
-        if any(each.keys.dtype not in dtypes for each in found):
+        if any(each.keys.dtype not in Buffers.dtypes for each in found):
             return None
         requests = [_native_request(part) for part in self._parts]
         for part in self._parts:
@@ -417,7 +417,7 @@ class BatchedCache:
         Neighbors with few rows each attend in one call if it is native.
         """
         same = [each for each in self._pool.buffers if each is not None and each.window == window]
-        supported = all(each.is_allocated and supports_attention(each.keys, each.values) for each in same)
+        supported = all(each.is_allocated and can_attend(each.keys, each.values) for each in same)
         natively = supported and window is None
         spans: list[tuple[Span | NativeSpan, KVView | None]] = []
         begin = 0
@@ -447,10 +447,10 @@ class BatchedCache:
         return Span(rows, mask), view
 
 
-def _native_request(part: RequestTokens) -> NativeRequest:
+def _native_request(part: RequestTokens) -> Request:
     seen = None if part.seen is None else torch.from_numpy(part.seen)
     indices = part.cache.indices(0, part.end).int()
-    return NativeRequest(len(part.positions), part.cache.length, seen, indices)
+    return Request(len(part.positions), part.cache.length, seen, indices)
 
 
 def _seen(part: RequestTokens, first: int, end: int, window: int | None) -> np.ndarray[Any, Any]:

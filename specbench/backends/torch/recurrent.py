@@ -9,7 +9,7 @@ the chunked function. In a pass over several requests, each request is computed 
 as before. Where a model bounds its time steps, those of the prompt are bounded and those of outputs are not, which is
 what ``generate`` does with a pass over the prompt and one for each token, whatever passes there are.
 
-On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels/delta_rule.py``), if a
+On CPUs, gated delta rules and Mamba 2 take one native call for all tokens instead (``kernels.delta_rule``), if a
 trial gives the results of the function for one token. The convolution before a recurrence takes a few operators over
 its last inputs.
 """
@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specbench.backends.torch.recurrent_cache import LONGEST_FORWARD, History, running
-from specbench.kernels.delta_rule import delta_rule, fits
+from specbench.kernels import delta_rule, takes_keys
 
 Function = Callable[..., Any]
 _MAMBA_1 = "mamba_selective_scan"
@@ -256,7 +256,7 @@ def _run_request(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the rows of one request; return their output and the last state."""
     native = recurrence.native
-    if native is not None and not (fits(given[native.key]) and _native_is_right(recurrence, single)):
+    if native is not None and not (takes_keys(given[native.key]) and _native_is_right(recurrence, single)):
         native = None
     turns = native is not None and native.turns
     state = history.states[-1] if history.states else None

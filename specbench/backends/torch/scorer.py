@@ -26,7 +26,7 @@ from specbench.base.errors import UsageError
 from specbench.decoding.logits import DraftVocabulary
 from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.kernels.surgery import quantizes_activations
+from specbench.kernels import layers_of
 from specbench.options import CacheKind
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Scorer:
     def rounding(self) -> torch.dtype:
         """The coarsest rounding before the logits: int8 if layers quantize activations, else the weights' dtype."""
         weight = cast("Tensor", self.model.get_input_embeddings().weight)
-        return torch.int8 if quantizes_activations(self.model) else weight.dtype
+        return torch.int8 if layers_of(self.model).round_rows else weight.dtype
 
     @property
     def reads_trees(self) -> bool:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
+from specbench.backends.torch.submodels import first_layers, quantized_copy
 from specbench.base.errors import UsageError
-from specbench.kernels.surgery import first_layers, quantized_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbench.kernels.surgery import KeptLayers
+    from specbench.kernels.weights import KeptLayers
     from specbench.options import QuantizedName
     from specbench.specs.drafters import SelfForm
 

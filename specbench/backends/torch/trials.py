@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from specbench.backends.torch.attention import KEY_BLOCK, enable_ragged, is_folded
 from specbench.backends.torch.caches import (
     KVCache,
     NoKVCache,
@@ -25,10 +26,10 @@ from specbench.backends.torch.caches import (
 from specbench.backends.torch.forward import Forward, HFForward, NativeForward, RaggedForward
 from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_capture
 from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
+from specbench.backends.torch.submodels import first_layers, float32_sample
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
-from specbench.kernels.attention import KEY_BLOCK, enable_ragged, is_folded
-from specbench.kernels.surgery import first_layers, float32_sample, quantizes_activations
+from specbench.kernels import layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,7 +144,7 @@ def _native_equals_own(sample: PreTrainedModel, cache: KVCache) -> bool:
         logits.append(torch.cat([forward(ids, ids.shape[1]) for ids in chunks]))
         cache.rollback(past)
     expected, found = logits
-    if not quantizes_activations(sample):
+    if not layers_of(sample).round_rows:
         return are_close(found, expected, _CLOSE_NATIVE.get(sample.dtype, 0.0))
     # Where one activation in a row becomes another byte, the row is far off, but most are not.
     distances, limit = _distances(found, expected), _CLOSE_NATIVE[torch.int8]
@@ -235,7 +236,7 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     attends = any(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
     if attends and not enable_ragged(model):
         return "Its attention is not the scaled dot-product attention of transformers."
-    rounding = torch.int8 if quantizes_activations(model) else model.dtype
+    rounding = torch.int8 if layers_of(model).round_rows else model.dtype
     limit = _CLOSE_NATIVE[torch.int8] if rounding == torch.int8 else _CLOSE
     try:
         # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.

@@ -280,10 +280,10 @@ def _dtype_of(drafter: Drafter) -> str | None:
     """Return the dtype of a drafter's own model; ``None`` if it drafts with the target's weights."""
     from specbench.drafters.model import SelfDrafter
     from specbench.drafters.parts import models_of
-    from specbench.kernels.surgery import quantization_of
+    from specbench.kernels import layers_of
 
     own = [model.scorer.model for model in models_of(drafter) if not isinstance(model, SelfDrafter)]
-    found = [quantization_of(model) or str(next(model.parameters()).dtype) for model in own]
+    found = [layers_of(model).quantized or str(next(model.parameters()).dtype) for model in own]
     return found[-1].removeprefix("torch.") if found else None
 
 

@@ -25,12 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specbench.kernels.native import (
-    Attention,
-    NativeRequest,
-    prompt_attention,
-    supports_attention,
-)
+from specbench.kernels import Attention, Request, can_attend
+from specbench.kernels import attend as attend_natively
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -109,8 +105,8 @@ def causal_attention(
         window: Positions that a query attends to, with its own; 0 for all.
     """
     learns = query.requires_grad or key.requires_grad or value.requires_grad
-    if len(query) == 1 and query.dtype == key.dtype and not learns and supports_attention(key, value):
-        return prompt_attention(query, key, value, scale, window)
+    if len(query) == 1 and query.dtype == key.dtype and not learns and can_attend(key, value):
+        return attend_natively(query, key, value, scale, window)
     queries, keys = query.shape[2], key.shape[2]
     # Repeated, for torch's own way with groups is not among its fast ones on every device.
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
@@ -176,7 +172,7 @@ class Span:
 class NativeSpan:
     """Neighboring rows of a forward, of any requests, that attend in one native call."""
 
-    def __init__(self, rows: slice, requests: Sequence[NativeRequest]) -> None:
+    def __init__(self, rows: slice, requests: Sequence[Request]) -> None:
         self._rows, self._attention = rows, Attention(requests)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -63,6 +63,6 @@ def delta_rule(
     return out.to(query.dtype)
 
 
-def fits(key: Tensor) -> bool:
-    """Whether the native call takes these keys."""
+def takes_keys(key: Tensor) -> bool:
+    """Return whether ``delta_rule`` takes keys like these, [.., key size], on this machine."""
     return native.is_available() and key.device.type == "cpu" and key.shape[-1] <= native.MOST_HEAD_SIZE

@@ -1,0 +1,151 @@
+"""Models made of parts of a loaded one, whose weights they share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+
+from specbench import kernels
+from specbench.base.errors import UsageError
+from specbench.options import QuantizedName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbench.kernels.weights import KeptLayers
+
+
+def quantized_copy(
+    model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None
+) -> PreTrainedModel:
+    """Return a drafter with quantized linear layers that shares everything else with a model, packed or not."""
+    clone = _structural_copy(model)
+    kernels.quantize(clone, kind, layers)
+    return clone
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's decoder layers; raise ``ValueError`` if they were not found."""
+    return _list_of_layers(model)[2]
+
+
+def _list_of_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
+    """Return the module that has the list of decoder layers, the list's name, and the list."""
+    total = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == total
+    ]
+    if len(lists) != 1:
+        raise ValueError(f"the decoder layers of {type(model).__name__} were not found")
+    return lists[0]
+
+
+def first_layers(model: PreTrainedModel, count: int, skip: Collection[int] = ()) -> PreTrainedModel:
+    """Return a model of the first ``count`` decoder layers with its own final norm and head; all weights are shared.
+
+    Args:
+        skip: Which of these layers are left out. The others keep their places in a cache.
+
+    Raises:
+        ValueError: The list of decoder layers was not found, ``count`` is not between 1 and its length, or layers keep
+            recurrent states, which have no length, so that a cache cannot tell that some layers are missing.
+    """
+    config = model.config.get_text_config(decoder=True)
+    total = config.num_hidden_layers
+    if not 1 <= count <= total:
+        raise ValueError(f"{count} layers were requested, but the model has {total}")
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers):
+        raise ValueError("some of its layers are recurrent")
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise ValueError("its layers have embeddings of their own")
+    clone = _structural_copy(model)
+    parent, name, layers = _list_of_layers(clone)
+    kept = [i for i in range(count) if i not in skip]
+    setattr(parent, name, nn.ModuleList([layers[i] for i in kept]))
+    short: Any = copy.copy(parent.config)
+    short.num_hidden_layers = len(kept)
+    if skip and getattr(short, "layer_types", None):  # masks are chosen by place in the list
+        short.layer_types = [short.layer_types[i] for i in kept]
+    for module in clone.modules():
+        if getattr(module, "config", None) is parent.config and module is not parent:
+            module.config = short
+    parent.config = short
+    return clone
+
+
+def float32_sample(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a model of the first two decoder layers with copies of their weights in float32, where rounding hides
+    nothing.
+
+    Int8 layers stay as they are. ``None`` if the layers were not found.
+    """
+    try:
+        clone = first_layers(model, min(2, model.config.get_text_config(decoder=True).num_hidden_layers))
+    except (ValueError, UsageError):
+        return None
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in clone.modules():
+        for name, child in module.named_children():
+            if not isinstance(child, nn.Linear) and (dense := kernels.unpack(child)) is not None:
+                module._modules[name] = dense
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+                module._parameters[name] = made[parameter]
+    return clone
+
+
+def _structural_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the tree of modules, over the same parameters and buffers.
+
+    Raises:
+        UsageError: A module has its own ``forward``, which is bound to the original and would run that.
+    """
+    clones: dict[int, nn.Module] = {}
+
+    def clone(module: nn.Module) -> nn.Module:
+        if id(module) not in clones:
+            if "forward" in vars(module):
+                raise UsageError(
+                    "The target cannot draft for itself: a device map or a compiler has wrapped its layers.",
+                    "Take another --cache than compiled and one --device, or use a drafter model.",
+                )
+            copied = copy.copy(module)
+            clones[id(module)] = copied
+            copied._modules = {
+                name: None if child is None else clone(child) for name, child in module._modules.items()
+            }
+            copied._parameters = dict(module._parameters)
+            copied._buffers = dict(module._buffers)
+        return clones[id(module)]
+
+    return clone(model)  # type: ignore[return-value]
+
+
+def trim_head(model: PreTrainedModel, rows: Tensor) -> None:
+    """Make a model compute only the logits of ``rows``, int64, in this order. Its embeddings are not trimmed.
+
+    Raises:
+        UsageError: Its head is not an ordinary linear layer, or quantized.
+    """
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    dense = None if "forward" in vars(head) else kernels.unpack(head)
+    if dense is None:
+        raise UsageError(
+            "The drafter's vocabulary cannot be trimmed: its head is not an ordinary linear layer.",
+            "Load the drafter again without a device map, or choose another one.",
+        )
+    for name, parameter in dense._parameters.items():
+        if parameter is not None:
+            dense._parameters[name] = nn.Parameter(parameter.detach()[rows], requires_grad=False)
+    dense.out_features = len(rows)
+    untyped.set_output_embeddings(dense)
