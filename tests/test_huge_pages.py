@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from specbench.base import machine
 from specbench.base.machine import huge_page_setting
 from specbench.kernels import huge_pages
-from specbench.kernels.huge_pages import in_huge_pages
+from specbench.kernels.huge_pages import lay_in_huge_pages
+from specbench.kernels.surgery import pack, quantize
 from specbench.kernels.weights import can_pack
 
 MEBIBYTE = 1 << 20
@@ -46,10 +47,8 @@ class Region:
 
 
 def _can_collapse() -> bool:
-    if huge_page_setting() in (None, "never"):
-        return False
-    with in_huge_pages():
-        region = Region()
+    region = Region()
+    lay_in_huge_pages([(region.address, SIZE)])
     return region.huge > 0
 
 
@@ -57,76 +56,41 @@ needs_huge_pages = pytest.mark.skipif(not _can_collapse(), reason="this system g
 
 
 @needs_huge_pages
-def test_what_is_allocated_inside_lies_in_huge_pages_and_keeps_its_contents():
-    with in_huge_pages():
-        region = Region()
-        address = region.address
+def test_memory_is_laid_there_and_keeps_its_contents_and_what_is_beside_it_is_left_alone():
+    region, beside = Region(), Region()
+    middle = region.address + SIZE // 2
+    lay_in_huge_pages([(region.address, SIZE // 2), (middle, SIZE // 2)])
     assert region.huge >= SIZE // 2
-    assert region.address == address
+    assert beside.huge == 0
     region.memory.seek(0)
     assert region.memory.read() == bytes(range(256)) * (SIZE // 256)
 
 
 @needs_huge_pages
-def test_what_was_there_before_is_left_alone():
-    before = Region()
-    with in_huge_pages():
-        pass
-    assert before.huge == 0
-
-
-@needs_huge_pages
-def test_memory_that_is_mostly_unused_is_not_filled_up():
-    with in_huge_pages():
-        memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-        for page in range(0, SIZE, 4 * mmap.PAGESIZE):
-            memory[page] = 1
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        sparse = Region.__new__(Region)
-        sparse.memory, sparse.address = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert sparse.huge == 0
-
-
-CHILD = """
-import sys
-import torch
-from torch import nn
-from specbench.kernels import huge_pages
-from specbench.kernels.surgery import pack, quantize
-
-collapse = huge_pages._collapse
-huge_pages._collapse = lambda blocks, size: (laid.append(len(blocks) * size), collapse(blocks, size))
-for kind in sys.argv[1:]:
-    laid = []
-    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
+@pytest.mark.parametrize("kind", ["int8", "packed"])
+def test_weights_are_laid_there(kind, monkeypatch):
+    if kind == "packed" and not can_pack(torch.float32, "cpu"):
+        pytest.skip("oneDNN packs nothing here")
+    laid: list[int] = []
+    collapse = huge_pages._collapse
+    monkeypatch.setattr(
+        huge_pages,
+        "_collapse",
+        lambda pages, size: laid.append(len(pages) * size) or collapse(pages, size),
+    )
+    model: Any = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).requires_grad_(False)
     x = torch.randn(3, 2048)
     expected = model(x)
-    done = pack(model) if kind == "packed" else quantize(model)
-    assert done and type(model[0]) is not nn.Linear
+    assert pack(model) if kind == "packed" else quantize(model)
     assert (model(x) - expected).abs().max() <= 0.05 * expected.abs().max()
-    print(kind, sum(laid))
-"""
+    assert sum(laid) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2
 
 
-@needs_huge_pages
-def test_weights_are_laid_there():
-    kinds = ["int8", "packed"] if can_pack(torch.float32, "cpu") else ["int8"]
-    # In a process of its own: here they may get memory that was in use before.
-    found = subprocess.run([sys.executable, "-c", CHILD, *kinds], capture_output=True, text=True, check=True)
-    laid = dict(line.split() for line in found.stdout.splitlines())
-    assert laid.keys() == {*kinds}
-    for kind, size in laid.items():
-        assert int(size) >= 4 * 2048 * 2048 * (4 if kind == "packed" else 1) / 2, kind
-
-
-def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch):
+def test_a_page_is_taken_if_nearly_all_of_it_is_given(monkeypatch):
     laid: list[list[int]] = []
     monkeypatch.setattr(huge_pages, "_huge_page_size", lambda: 100)
-    monkeypatch.setattr(huge_pages, "_full_blocks", lambda size: [0, 100, 200, 300])
-    monkeypatch.setattr(huge_pages, "_collapse", lambda blocks, size: laid.append(blocks))
-    with in_huge_pages() as freed:
-        freed.append((150, 60))
+    monkeypatch.setattr(huge_pages, "_collapse", lambda pages, size: laid.append(pages))
+    lay_in_huge_pages([(110, 45), (155, 150), (330, 70), (495, 5)])
     assert laid == [[100, 200]]
 
 
@@ -139,24 +103,11 @@ def test_what_takes_the_place_of_something_freed_is_laid_there_too(monkeypatch):
         (None, None),
     ],
 )
-def test_setting_is_read(tmp_path, monkeypatch, text, setting):
+def test_setting_is_read_and_nothing_is_done_where_they_are_not_wanted(tmp_path, monkeypatch, text, setting):
     if text is not None:
         (tmp_path / "enabled").write_text(text)
-    monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path)
-    assert huge_page_setting() == setting
-
-
-@pytest.mark.parametrize("text", ["always madvise [never]\n", None, "[always] madvise never\n"])
-def test_nothing_is_done_where_they_are_not_wanted_or_proc_tells_nothing(tmp_path, monkeypatch, text):
-    if text is not None:
-        (tmp_path / "enabled").write_text(text)
-        (tmp_path / "hpage_pmd_size").write_text("2097152\n")
     for module in (machine, huge_pages):
         monkeypatch.setattr(module, "HUGE_PAGES", tmp_path)
-    if text is not None and "[always]" in text:
-        monkeypatch.setattr(huge_pages, "_PROCESS", tmp_path)
-    else:
-        monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for huge pages"))
-    with in_huge_pages():
-        tensor = torch.ones(SIZE // 4)
-    assert tensor.sum() == SIZE // 4
+    monkeypatch.setattr(huge_pages, "_collapse", lambda *_: pytest.fail("asked for huge pages"))
+    assert huge_page_setting() == setting
+    lay_in_huge_pages([(0, SIZE)])

@@ -36,7 +36,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
-from specbench.kernels import linear, native, onednn_layout, weights
+from specbench.kernels import linear, native, weights
 from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.kernels.surgery import pack, quantize
 from specbench.kernels.weights import can_pack, fake_quantize_int4
@@ -294,9 +294,8 @@ def test_numbers_of_too_many_sizes_are_not_shortened():
     assert PackedLinear((2.0**powers).bfloat16(), None).weight.equal((2.0**powers).bfloat16())
 
 
-def test_where_all_orders_look_alike_none_is_taken(monkeypatch):
+def test_where_all_orders_look_alike_none_is_taken():
     assert numbers(torch.randn(128, 96)).width % 8 == 0
-    monkeypatch.setattr(onednn_layout, "_known", {})  # what weights of this shape have told
     assert PackedLinear(torch.zeros(128, 96), None).panels is None
     weight = torch.randn(128, 96)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 5)

@@ -10,6 +10,7 @@ per 32 inputs, its activations are those of an int8 layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from specbench.base.errors import UsageError
 from specbench.kernels import native
 from specbench.kernels.instructions import has_vnni
+from specbench.kernels.onednn_layout import memory_of
 from specbench.kernels.weights import (
     MIN_SCALE,
     QuantizedWeight,
@@ -65,6 +67,14 @@ class PackedLinear(nn.Module):
         if native.is_available():
             self.panels = native.Panels.from_onednn(self._packed, weight)
         self._doubles_single_rows = _single_rows_differ(self._packed, weight.dtype, self.in_features)
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        """Address and bytes of the packed weight; ``None`` where that is not known."""
+        if self._packed is not None:
+            return memory_of(self._packed)
+        assert self.panels is not None
+        return self.panels.data.data_ptr(), self.panels.data.nbytes
 
     @property
     def weight(self) -> Tensor:
@@ -145,6 +155,12 @@ class QuantizedLinear(nn.Module):
         self.bias, self.panels, self.quantizes_rows = bias, panels, panels is not None
 
     @property
+    def memory(self) -> tuple[int, int] | None:
+        """Address and bytes of the quantized weight; ``None`` where that is not known."""
+        held = self.buffers() if self.panels is None else [self.panels.data]
+        return max(((each.data_ptr(), each.nbytes) for each in held), key=itemgetter(1), default=None)
+
+    @property
     def weight(self) -> Tensor:
         """A placeholder with the weight's dtype, device and number of rows, without values."""
         dtype = torch.float32 if self.bias is None else self.bias.dtype
@@ -196,6 +212,11 @@ class Int8Linear(QuantizedLinear):
         self._zeros = torch.zeros(self.out_features, dtype=torch.int64)
         # Without VNNI instructions pairs of products are added up in 16 bits, which bytes in full would overflow.
         self._levels = 127 if has_vnni() else 63
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        packed = getattr(self, "_prepacked", None)
+        return super().memory if packed is None else memory_of(packed)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._prepacked is None:

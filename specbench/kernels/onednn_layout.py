@@ -22,25 +22,25 @@ class PackedLayout(NamedTuple):
     depth: int  # inputs, with padding
 
 
-_known: dict[tuple[torch.Size, torch.dtype, int, int], tuple[int, int]] = {}
-"""Width and depth by the shape, dtype and packed bytes of weights, and the level of instructions."""
+def memory_of(packed: Tensor) -> tuple[int, int] | None:
+    """Return address and bytes of a weight that oneDNN has packed; ``None`` if torch does not tell."""
+    try:
+        return int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def layout_of(packed: Tensor, weight: Tensor, level: int) -> PackedLayout | None:
     """Find out how oneDNN has packed a weight; ``None`` if the layout is not known, or not unique.
 
     oneDNN does not report its layout, so the first, the middle and the last panel are compared with the weight in every
-    layout that native products can read. Of further weights of the same shape only the middle panel is compared.
-    ``level`` is the level of the processor's instructions.
+    layout that native products can read. ``level`` is the level of the processor's instructions.
     """
-    try:
-        address, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
-    except (AttributeError, RuntimeError):  # torch does not tell
+    place = memory_of(packed)
+    if place is None:
         return None
+    address, size = place
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=weight.dtype)
-    key = (weight.shape, weight.dtype, size, level)
-    if key in _known and _is_laid_out(memory, weight, *_known[key], whole=False):
-        return PackedLayout(packed, address, *_known[key])
     (outputs, inputs), pair = weight.shape, 4 // weight.itemsize
     found = []
     for width in _WIDTHS:
@@ -53,16 +53,13 @@ def layout_of(packed: Tensor, weight: Tensor, level: int) -> PackedLayout | None
             or not inputs <= depth <= -(-inputs // _DEPTH) * _DEPTH
         ):
             continue
-        if _is_laid_out(memory, weight, width, depth, whole=True):
+        if _is_laid_out(memory, weight, width, depth):
             found.append((width, depth))
-    if len(found) != 1:
-        return None
-    _known[key] = found[0]
-    return PackedLayout(packed, address, *found[0])
+    return PackedLayout(packed, address, *found[0]) if len(found) == 1 else None
 
 
-def _is_laid_out(memory: Tensor, weight: Tensor, width: int, depth: int, *, whole: bool) -> bool:
-    """Return whether panels hold the weight: the first, middle and last one, or only the middle one."""
+def _is_laid_out(memory: Tensor, weight: Tensor, width: int, depth: int) -> bool:
+    """Return whether the first, middle and last panel hold the weight."""
     count, pair = -(-len(weight) // width), 4 // weight.itemsize
     panels = memory.view(count, depth // pair, width, pair)
     return all(
@@ -70,7 +67,7 @@ def _is_laid_out(memory: Tensor, weight: Tensor, width: int, depth: int, *, whol
             panels[panel].permute(1, 0, 2).reshape(width, depth),
             _filled_up(weight[panel * width : (panel + 1) * width], width, depth),
         )
-        for panel in ({0, count // 2, count - 1} if whole else {count // 2})
+        for panel in {0, count // 2, count - 1}
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import ref
@@ -171,23 +171,21 @@ class ModelPasses:
         return parts.finish(logits), None if states is None else states.to(parts.dtype)
 
 
-class ForwardOfModel:
-    """The native passes of a model, looked up again when a new context begins."""
+def forward_for(model: Any) -> Callable[[object], ModelPasses | None]:
+    """Return a function that looks up the native passes of a model of ``transformers``, which may change meanwhile.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._last: ModelPasses | None = None
+    It is called with the context, any object that is new in each, and gives ``None`` where no pass is native now: the
+    model is of another family, has other products, or hooks, which would be skipped.
+    """
+    last: ModelPasses | None = None
 
-    def __call__(self, context: object) -> ModelPasses | None:
-        """Return the passes in this context, any object that is new in each; ``None`` where there are none now."""
-        if self._last is None or not self._last.holds(context):
-            self._last = ModelPasses(self._model, context)
-        return self._last if self._last.are_possible() else None
+    def passes(context: object) -> ModelPasses | None:
+        nonlocal last
+        if last is None or not last.holds(context):
+            last = ModelPasses(model, context)
+        return last if last.are_possible() else None
 
-
-def forward_for(model: Any) -> ForwardOfModel:
-    """Return the native passes of a model of ``transformers``, which may be changed between contexts."""
-    return ForwardOfModel(model)
+    return passes
 
 
 class HeadPasses:

@@ -7,7 +7,6 @@ of a forward on starting products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from specbench.base.machine import give_back_free_memory
 from specbench.kernels.hooks import Hooks
-from specbench.kernels.huge_pages import in_huge_pages
+from specbench.kernels.huge_pages import lay_in_huge_pages
 from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear, QuantizedLinear
 from specbench.kernels.native import Panels
 from specbench.kernels.weights import KeptLayers, QuantizedWeight, can_pack, int8_weight, is_usable
@@ -113,9 +112,7 @@ class _Place(NamedTuple):
     sizes: Sequence[int] = ()  # of the layers that are merged, in outputs
 
 
-def _found(
-    layers: KeptLayers | None, place: _Place, kind: QuantizedName | Literal["packed"]
-) -> QuantizedWeight | None:
+def _found(layers: KeptLayers | None, place: _Place, kind: _Kind) -> QuantizedWeight | None:
     """Return the stored weight of a layer if it is as if made now."""
     stored = None if layers is None else layers.find(place.name)
     if layers is not None and stored is not None and not is_usable(stored, kind, place.shape, place.sizes):
@@ -134,15 +131,14 @@ def pack(model: PreTrainedModel, layers: KeptLayers | None = None) -> bool:
         Whether anything was packed; False where operators are missing or the model is not on the CPU.
     """
 
-    def packed(place: _Place) -> PackedLinear:
-        stored = _found(layers, place, "packed")
+    def packed(place: _Place, stored: QuantizedWeight | None) -> PackedLinear:
         weight = stored if isinstance(stored, Panels) else place.weight()
         made = PackedLinear(weight, place.bias, place.sizes)
         if layers is not None and stored is None and made.panels is not None and made.panels.is_own:
             layers.save(place.name, made.panels)
         return made
 
-    return _replace(model, packed, packs=True)
+    return _replace(model, "packed", packed, layers)
 
 
 def quantize(model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptLayers | None = None) -> bool:
@@ -152,8 +148,7 @@ def quantize(model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptL
         layers: Store of this model's quantized weights; int4 weights are stored in panels only.
     """
 
-    def quantized(place: _Place) -> QuantizedLinear:
-        stored = _found(layers, place, kind)
+    def quantized(place: _Place, stored: QuantizedWeight | None) -> QuantizedLinear:
         if kind == "int4":
             known = stored if isinstance(stored, Panels) else None
             int4 = Int4Linear(place.weight().detach() if known is None else known, place.bias)
@@ -165,7 +160,7 @@ def quantize(model: PreTrainedModel, kind: QuantizedName = "int8", layers: KeptL
             layers.save(place.name, made)
         return Int8Linear(made, place.bias)
 
-    return _replace(model, quantized)
+    return _replace(model, kind, quantized, layers)
 
 
 def unpack(layer: Any) -> nn.Linear | None:
@@ -218,6 +213,7 @@ def layers_of(model: nn.Module) -> Layers:
 _Linear = nn.Linear | PackedLinear | QuantizedLinear
 _LinearLike = nn.Linear | PackedLinear | MergedLinear
 _HEADS = {"lm_head", "lm_heads"}
+_Kind = QuantizedName | Literal["packed"]
 _MakeLayer = Callable[[_Place], PackedLinear | QuantizedLinear]
 
 
@@ -234,11 +230,15 @@ def _join(buffers: _Buffers, weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(weights), out=buffers[key])
 
 
-def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool:
-    """Replace all suitable linear layers by the results of ``make``, in huge pages.
+def _replace(
+    model: nn.Module,
+    kind: _Kind,
+    make: Callable[[_Place, QuantizedWeight | None], PackedLinear | QuantizedLinear],
+    kept: KeptLayers | None,
+) -> bool:
+    """Replace all suitable linear layers by the results of ``make``, which gets their weights of an earlier run.
 
-    If ``make`` packs, layers that are packed already, or cannot be, stay.
-
+    New weights of large models are laid in huge pages. Layers that are packed already, or cannot be, are not packed.
     Shared layers stay shared. The weight of merged layers is valid only during the call of ``make``.
     """
     # Only parents are kept, so that nothing refers to a layer's weights once it is replaced.
@@ -247,25 +247,32 @@ def _replace(model: nn.Module, make: _MakeLayer, *, packs: bool = False) -> bool
         for names in _groups(parent):
             ids = tuple(id(parent._modules[name]) for name in names)
             places.setdefault(ids, []).append((path, parent, names))
+    memory: list[tuple[int, int] | None] = []
+
+    def made_or_kept(place: _Place) -> PackedLinear | QuantizedLinear:
+        stored = _found(kept, place, kind)
+        layer = make(place, stored)
+        if stored is None:
+            memory.append(layer.memory)
+        return layer
+
     changed, buffers = False, _Buffers()
     large = sum(_weights_of(module) for module in model.modules()) >= _LARGE_MODEL
-    pages: AbstractContextManager[list[tuple[int, int]]] = in_huge_pages() if large else nullcontext([])
-    with pages as freed:
-        for same in places.values():
-            path, parent, names = same[0]
-            layers: Any = [parent._modules[name] for name in names]
-            freed += [
-                (each.weight.data_ptr(), each.weight.nbytes) for each in layers if isinstance(each, nn.Linear)
-            ]
-            made = _make_layers(f"{path}.{'+'.join(names)}", layers, make, buffers, packs)
-            if made == layers:
-                continue
-            changed = True
-            for _, parent, names in same:
-                for name, new in zip(names, made, strict=True):
-                    setattr(parent, name, new)
-        if large:
-            give_back_free_memory()
+    for same in places.values():
+        path, parent, names = same[0]
+        layers: Any = [parent._modules[name] for name in names]
+        made = _make_layers(
+            f"{path}.{'+'.join(names)}", layers, made_or_kept, buffers, packs=kind == "packed"
+        )
+        if made == layers:
+            continue
+        changed = True
+        for _, parent, names in same:
+            for name, new in zip(names, made, strict=True):
+                setattr(parent, name, new)
+    if large:
+        give_back_free_memory()
+        lay_in_huge_pages(each for each in memory if each is not None)
     return changed
 
 
@@ -312,7 +319,7 @@ def _can_merge(layers: Sequence[Any]) -> bool:
 
 
 def _make_layers(
-    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _Buffers, packs: bool
+    name: str, layers: Sequence[_LinearLike], make: _MakeLayer, buffers: _Buffers, *, packs: bool
 ) -> list[nn.Module]:
     """Return the layers that replace these, or these themselves."""
     first = layers[0]
