@@ -245,9 +245,13 @@ class RaggedForward:
             layers: See ``Forward.run``; without repeats.
         """
         native = None if self._native is None else self._native(cache.context_id)
-        found = None if native is None else self._run_native(native, ids, cache, wanted, layers)
-        if found is not None:
-            return found
+        if native is not None and native.takes(ids.shape[1]):
+            extended = cache.extend(native.places, native.empty)
+            if extended is not None:
+                buffers, requests = extended
+                rotation = native.rotation(cache.position_ids[0])
+                found = native.run(ids, rotation, Buffers(buffers), requests, wanted.tolist(), layers)
+                return ForwardOutput(*found)
         arguments = cache.model_kwargs()
         if self._limits_logits:
             arguments["logits_to_keep"] = wanted
@@ -258,14 +262,3 @@ class RaggedForward:
         if self._limits_logits:
             return output
         return output._replace(logits=output.logits[wanted.to(output.logits.device)])
-
-    def _run_native(
-        self, native: ModelPasses, ids: Tensor, cache: BatchedCache, wanted: Tensor, layers: Sequence[int]
-    ) -> ForwardOutput | None:
-        """Run it in one native call; ``None`` where that is impossible or slower."""
-        extended = cache.extend(native.places, native.empty) if native.takes(ids.shape[1]) else None
-        if extended is None:
-            return None
-        buffers, requests = extended
-        rotation = native.rotation(cache.position_ids[0])
-        return ForwardOutput(*native.run(ids, rotation, Buffers(buffers), requests, wanted.tolist(), layers))
