@@ -199,26 +199,8 @@ static int same_prompt(int level) {
     return alike;
 }
 
-/* Whether what rows of a prompt find in parts of a long context takes no more memory the more rows there are. */
-static int keeps_no_parts(void) {
-    const Model model = {.heads = 12, .shared = 2, .size = 128};
-    size_t used[3];
-    for (int i = 0; i < 3; i++) {
-        const Request request = {.past = 32768};
-        const Pass pass = {.model = &model, .requests = &request, .count = 1, .rows = (int[]){5, 128, 512}[i], .threads = 2};
-        Arena arena = {0};
-        some_parts(&arena, &pass);
-        used[i] = arena.used;
-    }
-    return used[0] > 0 && used[1] <= used[0] && used[2] <= used[0];
-}
-
 int main(int count, char **arguments) {
     const int passes = count > 1 ? atoi(arguments[1]) : 10;
-    if (!keeps_no_parts()) {
-        printf("parts of wide passes take memory\n");
-        return 1;
-    }
     static const int WIDTHS_IN_BITS[] = {4, 8, 12, 16, 32};
     for (int level = 1; level <= specbench_level(); level++) {
         for (int i = 0; i < passes; i++)

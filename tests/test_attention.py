@@ -38,17 +38,20 @@ def causal_mask(length: int, positions: int) -> torch.Tensor:
     return (torch.arange(positions)[None, :] <= rows).view(1, 1, length, positions)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 31, 40])
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("masked", [True, False])
-def test_it_computes_the_same(length, groups, masked):
+@pytest.mark.parametrize("length", [1, 2, 31, 40])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, False), (True, True)])
+def test_it_computes_the_same(length, groups, masked, biased):
     generator = torch.Generator().manual_seed(length)
     positions = 50 if masked or length == 1 else length
     query = torch.randn(1, 2 * groups, length, 8, generator=generator)
     key, value = (torch.randn(1, 2, positions, 8, generator=generator) for _ in range(2))
     mask = causal_mask(length, positions) if masked else None
-    found, _ = folded_attention(Layer(groups), query, key, value, mask, scaling=0.3, dropout=0.0)
-    wanted, _ = sdpa_attention_forward(Layer(groups), query, key, value, mask, scaling=0.3, dropout=0.0)
+    arguments: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0}
+    if biased:
+        arguments["position_bias"] = torch.randn(1, 2 * groups, length, positions)
+    found, _ = folded_attention(Layer(groups), query, key, value, mask, **arguments)
+    wanted, _ = sdpa_attention_forward(Layer(groups), query, key, value, mask, **arguments)
     assert found.shape == wanted.shape == (1, length, 2 * groups, 8)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -70,15 +73,6 @@ def test_a_pass_of_another_thread_in_between_leaves_the_mask_alone():
     assert not at_its_end.alive, "the last pass's mask is let go as soon as there is another"
 
 
-def test_a_position_bias_is_not_lost():
-    query, key, value = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
-    bias = torch.randn(1, 4, 1, 6)
-    arguments = {"scaling": 0.3, "dropout": 0.0, "position_bias": bias}
-    found, _ = folded_attention(Layer(2), query, key, value, None, **arguments)
-    wanted, _ = sdpa_attention_forward(Layer(2), query, key, value, None, **arguments)
-    torch.testing.assert_close(found, wanted)
-
-
 def test_only_models_with_sdpa_are_switched():
     shared = tiny_llama()
     ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -90,16 +84,6 @@ def test_only_models_with_sdpa_are_switched():
     eager.set_attn_implementation("eager")
     assert not fold_attention(eager)
     assert eager.config._attn_implementation == "eager"
-
-
-def test_wide_passes_over_a_cache_get_their_mask():
-    model = tiny_llama()
-    ids = torch.randint(0, 200, (1, 20), generator=torch.Generator().manual_seed(1))
-    whole = model(input_ids=ids).logits
-    fold_attention(model)
-    cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
-    tail = model(input_ids=ids[:, 12:], past_key_values=cache).logits
-    torch.testing.assert_close(tail, whole[:, 12:], rtol=1e-4, atol=1e-5)
 
 
 WIDE: dict[str, Any] = {

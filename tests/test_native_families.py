@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
 import torch
-from test_native import CONTEXT, FAMILIES, build, chosen, in_one_call, relative, target_of
+from test_native import CONTEXT, FAMILIES, build, chosen, relative, target_of
 from test_native import level as level
 
 from specbench.backends.torch import forward as ways
-from specbench.backends.torch.batch import BatchedModel
 from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer
-from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
-from specbench.decoding.protocols import ForwardRequest
 from specbench.kernels import decoder_parts, native
 from specbench.kernels.weights import can_pack
 
@@ -81,63 +77,33 @@ def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
 
 
 @pytest.mark.parametrize(
-    ("kind", "pool"),
-    [("Gemma3", "slotted"), ("Gemma3", "paged"), ("Granite", "paged"), ("SmolLM3", "slotted")],
-)
-def test_requests_have_the_bits_they_have_alone(kind, pool, monkeypatch):
-    monkeypatch.setattr(native, "most_rows", lambda _: 128)  # so many are native on any processor
-    scorer, choice = chosen(packed(kind)), random.Random(0)
-    batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 1024, 4))
-    assert batch.why_not_batched is None
-    seen = in_one_call(monkeypatch)
-    scorers, contexts = [batch.open() for _ in range(3)], [CONTEXT[:50], CONTEXT[5:9], CONTEXT[3:41]]
-    order = choice.sample(range(3), 3)
-    batch.score([ForwardRequest(scorers[i], contexts[i][:-1], rows=1) for i in order])
-    found = batch.score([ForwardRequest(scorers[i], contexts[i], CONTEXT[:3]) for i in order])
-    for i, each in zip(order, found, strict=True):
-        alone = chosen(scorer.model)
-        alone.logits(contexts[i][:-1], rows=1)
-        assert torch.equal(each.logits, alone.logits(contexts[i], CONTEXT[:3]))
-    assert seen == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
+    ("kind", "wrong"),
     [
         ("Gemma3", {"norm_offset": 0.0}),
         ("Gemma3", {"attention_out_norm": None}),
-        ("Olmo2", {"joint_norms": False}),
+        ("Gemma3", {"window": 0}),
+        ("Gemma3", {"rotation": 0}),
+        ("Gemma", {"gelu": False}),
         ("Granite", {"mlp_norm": "input_layernorm"}),
+        ("Granite", {"residual_multiplier": 1.0}),
+        ("Olmo2", {"joint_norms": False}),
+        ("SmolLM3", {"rotation": 0}),
     ],
 )
-def test_a_wrong_description_is_found_out(kind, change, monkeypatch):
-    known = decoder_parts.FAMILIES[kind]
-    monkeypatch.setitem(decoder_parts.FAMILIES, kind, known._replace(**change))
-    assert type(Scorer(packed(kind)).forward) is ways.HFForward
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "wrong"),
-    [
-        ("Gemma3", "window", 0),
-        ("Gemma3", "rotation", 0),
-        ("Gemma", "gelu", False),
-        ("Granite", "residual_multiplier", 1.0),
-        ("SmolLM3", "rotation", 0),
-    ],
-)
-def test_a_layer_that_is_read_wrongly_is_found_out(kind, field, wrong, monkeypatch):
+def test_a_layer_that_is_described_or_read_wrongly_is_found_out(kind, wrong, monkeypatch):
     """Windows too, though the trial reads few tokens."""
-    whole = decoder_parts.read_layer
+    whole, (field,) = decoder_parts.read_layer, wrong
 
-    def misread(*given: Any) -> Any:
+    def misread(layer: Any, index: int, family: Any, rotations: Any) -> Any:
+        if field in family._fields:
+            return whole(layer, index, family._replace(**wrong), rotations)
+        found = whole(layer, index, family, rotations)
         return tuple(
-            part._replace(**{field: wrong}) if field in getattr(part, "_fields", ()) else part
-            for part in whole(*given)
+            part._replace(**wrong) if field in getattr(part, "_fields", ()) else part for part in found
         )
 
     monkeypatch.setattr(decoder_parts, "read_layer", misread)
-    model = packed(kind, **({"sliding_window": 512} if kind == "Gemma3" else {}))
+    model = packed(kind, **({"sliding_window": 512} if field == "window" else {}))
     assert type(Scorer(model).forward) is ways.HFForward
 
 

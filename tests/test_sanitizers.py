@@ -11,23 +11,12 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).with_name("native_harness.c")
-COMPILER = os.environ.get("CC") or "cc"
 
 
 def compiled(source: Path, program: Path, *options: str) -> str | None:
     """Compile a program; what the compiler said if it could not."""
-    command = [
-        COMPILER,
-        "-std=c11",
-        "-g",
-        "-O1",
-        *options,
-        "-o",
-        str(program),
-        str(source),
-        "-lm",
-        "-pthread",
-    ]
+    compiler = os.environ.get("CC") or "cc"
+    command = [compiler, "-std=c11", "-g", "-O1", *options, "-o", program, source, "-lm", "-pthread"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except OSError as error:
@@ -44,11 +33,9 @@ def test_passes_are_clean(sanitizers, passes, tmp_path):
     options = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"] if sanitizers else []
     empty = tmp_path / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
-    reason = compiled(empty, tmp_path / "empty", *options)
-    if reason is not None:
+    if (reason := compiled(empty, tmp_path / "empty", *options)) is not None:
         pytest.skip(f"no compiler with these sanitizers: {reason[:200]}")
     assert compiled(HARNESS, tmp_path / "harness", *options) is None
-    done = subprocess.run(
-        [str(tmp_path / "harness"), str(passes)], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [tmp_path / "harness", str(passes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
