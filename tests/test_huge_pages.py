@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +23,37 @@ MEBIBYTE = 1 << 20
 SIZE = 32 * MEBIBYTE
 
 
-class Region:
-    """Memory of its own, in ordinary pages, all of it used."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self.memory.write(bytes(range(256)) * (size // 256))
-        self.memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel merges nothing that was told not to be
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    @property
-    def huge(self) -> int:
-        """Bytes in huge pages of the mapping it lies in, by proc_pid_smaps(5)."""
-        found = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            head = line.split()[0]
-            if not head.endswith(":"):
-                begin, _, end = head.partition("-")
-                found = int(begin, 16) <= self.address < int(end, 16)
-            elif found and head == "AnonHugePages:":
-                return int(line.split()[1]) * 1024
-        raise AssertionError("its mapping was not found")
+def huge_bytes() -> int:
+    """Bytes of the process in huge pages, by proc_pid_smaps(5)."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
-def _can_collapse() -> bool:
-    region = Region()
-    lay_in_huge_pages([(region.address, SIZE)])
-    return region.huge > 0
+def region_in_ordinary_pages() -> mmap.mmap:
+    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory.write(bytes(range(256)) * (SIZE // 256))
+    memory.madvise(mmap.MADV_HUGEPAGE)  # the kernel merges nothing that was told not to be
+    return memory
 
 
-needs_huge_pages = pytest.mark.skipif(not _can_collapse(), reason="this system gives no huge pages")
+def laid() -> int:
+    """Lay a region in huge pages, and return how many bytes more are there."""
+    memory, before = region_in_ordinary_pages(), huge_bytes()
+    lay_in_huge_pages([(ctypes.addressof(ctypes.c_char.from_buffer(memory)), SIZE)])
+    memory.seek(0)
+    assert memory.read() == bytes(range(256)) * (SIZE // 256)
+    return huge_bytes() - before
+
+
+needs_huge_pages = pytest.mark.skipif(
+    sys.platform != "linux" or not laid(), reason="this system gives no huge pages"
+)
 
 
 @needs_huge_pages
 def test_memory_is_laid_there_and_keeps_its_contents():
-    region = Region()
-    middle = region.address + SIZE // 2
-    lay_in_huge_pages([(region.address, SIZE // 2), (middle, SIZE // 2)])
-    assert region.huge >= SIZE // 2
-    region.memory.seek(0)
-    assert region.memory.read() == bytes(range(256)) * (SIZE // 256)
+    assert laid() >= SIZE // 2
 
 
 @needs_huge_pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from specbench.backends.torch import forward as ways
 from specbench.backends.torch import head_forward, trials
 from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.batch import BatchedModel, RequestFactory
-from specbench.backends.torch.cache_layers import PreallocatedLayer
+from specbench.backends.torch.cache_layers import SLIDING_SLACK, GrowingSlidingLayer, PreallocatedLayer
 from specbench.backends.torch.caches import PreallocatedKVCache, make_cache
 from specbench.backends.torch.head_forward import (
     HeadForward,
@@ -36,7 +37,7 @@ from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.tree import tree_mask
 from specbench.drafters.plain import NoDraft
 from specbench.generate import speculative_generate
-from specbench.kernels import ModelPasses, native
+from specbench.kernels import ModelPasses, decoder_parts, native
 from specbench.kernels.linear import Int4Linear, Int8Linear, PackedLinear
 from specbench.kernels.surgery import pack, quantize
 from specbench.kernels.weights import can_pack, fake_quantize_int4
@@ -400,7 +401,11 @@ def test_greedy_outputs_are_those_of_generate(kind):
                          eos_token_id=None)[0, len(CONTEXT):].tolist()  # fmt: skip
     target = wrap_target(target_of(kind, torch.float32))
     assert type(target.scorer.forward) is ways.NativeForward
-    for spec in (None, "self:int8", "self:layers=2", "self:skip=2", "lookup"):
+    for spec in (
+        (None, "self:int8", "self:layers=2", "self:skip=2", "lookup")
+        if kind in KINDS
+        else (None, "self:skip=2")
+    ):
         drafter = None if spec is None else load_drafter(spec, target)
         run = speculative_generate(CONTEXT, target, drafter, gamma=4, max_new_tokens=24, ignore_eos=True)
         assert list(run.token_ids) == own
@@ -411,6 +416,97 @@ def rounded_target(kind: str, bits: int, dtype: torch.dtype = torch.float32, **m
     model = build(kind, dtype, **more)
     loaded = wrap_model(model, None, "tiny", quantize="int8" if bits == 8 else "int4")
     return prepare_target(loaded, default_cache(model.config, quantized=True))
+
+
+# -- of other families ---------------------------------------------------------------------------------
+
+
+def usual(model: Any) -> Scorer:
+    scorer = Scorer(model)
+    scorer.forward = ways.HFForward(model, scorer.cache)
+    return scorer
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Phi3"])  # windows in some layers, and in all
+def test_windows_drop_what_is_far_behind_and_give_the_same(kind):
+    """Over more tokens than a layer with a window keeps, from a prefill of `transformers` or a native one."""
+    model = target_of(kind, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 301, (2 * SLIDING_SLACK + 400,), generator=generator).tolist()
+    for first in (30, 300):  # rows of one native call, and more than that
+        scorer, own = chosen(model), usual(model)
+        for each in (scorer, own):
+            each.begin()
+        end = first
+        while end < len(text) - 50:
+            found, expected = (each.logits(text[:end], text[end : end + 40]) for each in (scorer, own))
+            assert relative(found, expected) < 1e-4
+            end += 37  # some are rolled back
+            for each in (scorer, own):
+                each.rollback(end)
+        sliding = [
+            layer
+            for layer in scorer.cache.model_kwargs()["past_key_values"].layers
+            if isinstance(layer, GrowingSlidingLayer)
+        ]
+        assert sliding
+        assert all(layer.get_seq_length() == end for layer in sliding)
+        assert all(layer.dropped and layer.keys.shape[-2] < 900 for layer in sliding)
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
+def test_rows_whose_windows_begin_apart_have_parts_of_their_own(cache):
+    """In layers with a window of more than one part; the others take all of their rows at once."""
+    model, context, width = target_of("Gemma3", torch.float32, sliding_window=300), CONTEXT * 5, 6
+    scorer, own = chosen(model, cache), usual(model)
+    for each in (scorer, own):
+        each.begin()
+        each.logits(context, rows=1)
+    together, expected = (each.logits(context, CONTEXT[:width], rows=width) for each in (scorer, own))
+    assert relative(together, expected) < 1e-4
+    scorer.rollback(len(context))
+    for n in range(width):
+        assert torch.equal(scorer.logits([*context, *CONTEXT[: n + 1]], rows=1)[0], together[n])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("Gemma3", {"norm_offset": 0.0}),
+        ("Gemma3", {"attention_out_norm": None}),
+        ("Gemma3", {"window": 0}),
+        ("Gemma3", {"rotation": 0}),
+        ("Gemma", {"gelu": False}),
+        ("Granite", {"mlp_norm": "input_layernorm"}),
+        ("Granite", {"residual_multiplier": 1.0}),
+        ("Olmo2", {"joint_norms": False}),
+        ("SmolLM3", {"rotation": 0}),
+    ],
+)
+def test_a_layer_that_is_described_or_read_wrongly_is_found_out(kind, wrong, monkeypatch):
+    """Windows too, though the trial reads few tokens."""
+    whole, (field,) = decoder_parts.read_layer, wrong
+
+    def misread(layer: Any, index: int, family: Any, rotations: Any) -> Any:
+        if field in family._fields:
+            return whole(layer, index, family._replace(**wrong), rotations)
+        found = whole(layer, index, family, rotations)
+        return tuple(
+            part._replace(**wrong) if field in getattr(part, "_fields", ()) else part for part in found
+        )
+
+    monkeypatch.setattr(decoder_parts, "read_layer", misread)
+    model = target_of(kind, torch.float32, **({"sliding_window": 512} if field == "window" else {}))
+    assert type(Scorer(model).forward) is ways.HFForward
+
+
+def test_other_models_are_not_read():
+    model = target_of("Gemma3", torch.float32)
+    assert decoder_parts.read_parts(build("Gemma3")) is None, "nothing is packed"
+    assert decoder_parts.read_parts(copy.copy(model)) is not None
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    assert decoder_parts.read_parts(model) is None
 
 
 # -- of several requests -----------------------------------------------------------------------------
@@ -727,24 +823,6 @@ def test_in_one_call_a_requests_rows_have_the_bits_they_have_alone(bits, longest
             (expected,) = way([reading._replace(caches=caches)])
             assert torch.equal(found.features, expected.features)
             assert torch.equal(found.logits, expected.logits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("longest", [4, 40])  # readings after a context, and from the beginning
-def test_long_readings_through_operators_give_what_a_native_call_gives(dtype, longest, monkeypatch):
-    head = head_of(8, layers=2).to(dtype)
-    way, run = choose_head_forward(head), native.DecoderStack.__call__
-    assert type(way) is NativeHeadForward
-    expected = head_rows(way)
-    rows: list[int] = []
-    monkeypatch.setattr(
-        native.DecoderStack, "__call__", lambda *given: rows.append(len(given[1])) or run(*given)
-    )
-    monkeypatch.setattr(head_forward, "LONG_READING", longest)
-    for found, row in zip(head_rows(way), expected, strict=True):
-        assert found.dtype == row.dtype
-        assert relative(found, row) < 0.02
-    assert rows == [each for each in (41, 5, 2, 3, 1) if each < longest]
 
 
 @pytest.mark.parametrize("sizes", [OTHER_SIZES[0], OTHER_SIZES[2], None])
