@@ -28,7 +28,6 @@ class Manner:
         usage: What it says of its tokens: their number, that of its events, or nothing.
         named: Whether it names the ids of its tokens.
         facts: What its last event holds besides, for any body or for each.
-        unasked: Whether this event comes to those too who did not ask for it.
         beyond: How many tokens its answers are longer than asked for.
         logprobs: What it says of tokens in an answer without a stream; ``None`` refuses to.
         wrong: What goes wrong with the answer to a body: an ``error`` in its middle, a ``cut`` there, or a status
@@ -45,7 +44,6 @@ class Manner:
     usage: Literal["right", "events", "none"] = "right"
     named: bool = False
     facts: Mapping[str, Any] | Callable[[dict[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
-    unasked: bool = False
     beyond: int = 0
     logprobs: Mapping[str, Any] | None = None
     wrong: Callable[[dict[str, Any]], str | int | None] = lambda body: None
@@ -87,7 +85,7 @@ def events(body: Mapping[str, Any], manner: Manner) -> Iterator[dict[str, Any] |
         yield {"choices": [{"index": 0, **said, **({"token_ids": piece} if manner.named else {})}]}
     yield {"choices": [{"index": 0, **({"delta": {}} if chat else {"text": ""}), "finish_reason": "length"}]}
     asked = body.get("stream_options", {}).get("include_usage", True)
-    if manner.usage != "none" and (asked or manner.unasked):
+    if manner.usage != "none" and asked:
         count = len(ids) if manner.usage == "right" else len(pieces)
         yield {
             "choices": [],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 from cli_runs import Cli, Result
 from scripted_server import Manner, ScriptedServer, prompt_of
-from tiny import tiny_tokenizer
 
 from specbench.bench.engines.client import (
     Chunk,
-    ServerClient,
     SpeculationCounters,
     StreamedAnswer,
     choice_of,
@@ -23,7 +20,7 @@ from specbench.bench.engines.client import (
 )
 from specbench.doctor import probes
 from specbench.doctor.findings import Examined, Finding, diagnose
-from specbench.doctor.probes import Examination, Observations
+from specbench.doctor.probes import Observations
 
 pytestmark = pytest.mark.timeout(60)  # whatever a socket is waited for
 
@@ -208,7 +205,6 @@ FAULTS: dict[str, tuple[Callable[[], Manner], Counts, str]] = {
     "more steps than tokens": (lambda: vllm(facts={}), Counts((60, 40), gamma=1), "counters"),
     "usage counts steps": (lambda: vllm(usage="events"), Counts(), "tokens"),
     "max_tokens does not hold": (lambda: vllm(usage="right", beyond=9), Counts(), "tokens"),
-    "usage comes unasked": (lambda: vllm(unasked=True), Counts(), "usage"),
     "a log probability is NaN": (lambda: vllm(logprobs=NAN), Counts(), "logprobs"),
     "probabilities sum to more than 1": (lambda: vllm(logprobs=HEAVY), Counts(), "logprobs"),
     "log probabilities are another token's": (lambda: vllm(logprobs=SHIFTED), Counts(), "logprobs"),
@@ -372,50 +368,3 @@ def test_what_is_refused(cli, words, code, fragment):
     done = cli("doctor", *words)
     assert done.code == code
     assert fragment in done.err
-
-
-def test_what_there_is_no_time_for_is_said():
-    """A clock that passes 9 s with each look: it is looked at before each probe, and twice more for each answer."""
-    seen = examined_by(range(0, 10_000, 9))
-    assert (len(seen.answers), seen.limit) == (2, 24)
-    assert seen.skipped == ["answers", "repeat", "cache", "usage", "temperature"]
-    last = diagnose(Examined(seen))[-1]
-    assert (last.status, last.text) == (
-        "note",
-        "There was no time for: answers, repeat, cache, usage, temperature.",
-    )
-
-
-def test_a_server_that_answers_nothing_in_time_has_a_problem():
-    seen = examined_by(range(0, 10_000, 60))
-    (only,) = diagnose(Examined(seen))
-    assert (only.check, only.status, len(seen.answers)) == ("time", "problem", 0)
-    assert "nothing was examined" in only.text
-
-
-def examined_by(times: range) -> Observations:
-    """A healthy server, examined in 55 seconds of a clock that shows these times."""
-    clock = iter(times)
-
-    async def examined(url: str) -> Observations:
-        client = ServerClient("server", url)
-        try:
-            return await Examination(
-                client, "tiny", "vllm", seconds=55.0, clock=lambda: float(next(clock))
-            ).run()
-        finally:
-            await client.close()
-
-    with Doctored(vllm(), Counts()) as server:
-        return asyncio.run(examined(server.url))
-
-
-def test_thinking_and_answers_are_told_apart():
-    """Four tokens at a time in the thinking, two in the answer."""
-    times = [burst * 0.1 for burst in range(10) for _ in range(4 if burst < 5 else 2)]
-    pieces = tuple(Chunk(at_s, "x", None, at_s < 0.45) for at_s in times)
-    thinking = StreamedAnswer(pieces, "length", 1.0, 9, len(pieces), drafted=40, accepted=20)
-    seen = Observations("vllm", "m", answers=[thinking] * 2)
-    assert "--target" in found(Examined(seen), "thinking").remedy
-    said = found(Examined(seen, tiny_tokenizer()), "thinking").text
-    assert "4.00 tokens per step in the thinking and 2.00" in said

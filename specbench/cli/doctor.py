@@ -26,6 +26,9 @@ _option = panel("Options")
 _LABELS = {"problem": "PROBLEM", "note": "note", "ok": "ok"}
 _STYLES = {"problem": "bold red", "note": "dim", "ok": "green"}
 _WIDTH = 11
+_TIMEOUT_S = 60.0
+"""Longest wait for a connection, and for a chunk of an answer."""
+
 _UNNAMED = "server"
 """The name of a server that has none, for the variable with its key."""
 
@@ -49,7 +52,6 @@ def doctor(
         Literal["on", "off"] | None,
         _option("--expect on|off", "Report a problem if speculation is not on, or not off."),
     ] = None,
-    seconds: Annotated[float, _option("--seconds X", "Time for all requests.", min=5.0, max=3600.0)] = 55.0,
     json_output: JsonOption = False,
 ) -> None:
     """Examine a running server: does it speculate, do its counts and outputs hold, is it faster with its drafts?
@@ -59,7 +61,7 @@ def doctor(
     from specbench.doctor.findings import Examined, diagnose
 
     spec = _spec(server)
-    seen = asyncio.run(_examine(spec, seconds))
+    seen = asyncio.run(_examine(spec))
     tokenizer = None
     if target is not None:
         from specbench.models.load import load_tokenizer
@@ -73,7 +75,6 @@ def doctor(
                 "model": seen.model,
                 "owner": seen.owner,
                 "answers": len(seen.answers),
-                "not_examined": seen.skipped,
                 "findings": [asdict(each) for each in findings],
             }
         )
@@ -89,7 +90,7 @@ def _spec(text: str) -> ServerSpec:
     return parse_server(text if re.match(r"[\w.-]+=", text) else f"{_UNNAMED}={text}")
 
 
-async def _examine(spec: ServerSpec, seconds: float) -> Observations:
+async def _examine(spec: ServerSpec) -> Observations:
     from specbench.bench.engines.client import ServerClient, ServerError
     from specbench.bench.engines.servers import explain, only_model
     from specbench.cli.sweep_servers import server_keys
@@ -98,11 +99,11 @@ async def _examine(spec: ServerSpec, seconds: float) -> Observations:
     key, variable = server_keys([spec]).get(spec.name), spec.key_variable
     if spec.name == _UNNAMED:
         spec = replace(spec, name=f"at {urlsplit(spec.url).netloc}")
-    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=seconds), dict[str, str]()
+    client, listed = ServerClient(spec.name, spec.url, key=key, timeout_s=_TIMEOUT_S), dict[str, str]()
     try:
         listed = await client.models()
         model = spec.model or only_model(spec, listed)
-        return await Examination(client, model, listed.get(model, ""), seconds=seconds).run()
+        return await Examination(client, model, listed.get(model, "")).run()
     except ServerError as error:
         raise explain(error, spec, listed, variable, has_key=key is not None) from error
     finally:
@@ -123,5 +124,5 @@ def _parts(seen: Observations, findings: Sequence[Finding]) -> list[Part]:
         Heading(f"{seen.model}{engine}"),
         Facts(pairs, width=max(_WIDTH, *(len(name) + 3 for name, _ in pairs))),
         Items(remedies, "What to do:"),
-        Paragraph(verdict_of(seen, findings), "bold"),
+        Paragraph(verdict_of(findings), "bold"),
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.base.record import Json, ratio
 from specbench.base.textsafe import counted, one_line
 from specbench.bench.engines.client import count_tokens
-from specbench.doctor.probes import TEMPERATURE
+from specbench.doctor.probes import TEMPERATURE, TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,27 +226,6 @@ def _temperature(e: Examined) -> Iterator[Finding]:
     yield Finding("temperature", "problem", f"Acceptance collapses: {rates}", remedy)
 
 
-def _thinking(e: Examined) -> Iterator[Finding]:
-    """Tokens per step in both parts of answers that think, where a burst of a stream is taken for a step."""
-    thought = [answer for answer in e.seen.answers if answer.reasoned]
-    if not thought or not e.drafted:
-        return
-    if e.tokenizer is None:
-        yield Finding(
-            "thinking", "note", "Its answers think.", "Add --target, so that both parts can be counted."
-        )
-        return
-    found = []
-    for name, inside in (("the thinking", True), ("the answer", False)):
-        parts = [
-            replace(each, pieces=tuple(p for p in each.pieces if p.reasoning is inside)) for each in thought
-        ]
-        tokens = sum(len(e.tokenizer(part.text, add_special_tokens=False)["input_ids"]) for part in parts)
-        steps = sum(part.bursts for part in parts)
-        found.append(f"{tokens / steps:.2f} tokens per step in {name}" if steps else f"no step of {name}")
-    yield Finding("thinking", "ok", f"By the bursts of its streams: {' and '.join(found)}.")
-
-
 def _dummy_tokens(e: Examined) -> Iterator[Finding]:
     if not e.drafted or not e.by_position or not e.accepted:
         return
@@ -317,8 +296,8 @@ def _tokens(e: Examined) -> Iterator[Finding]:
     if e.miscount is not None:
         remedy = "Count tokens with the tokenizer (--target MODEL): it may count steps or chunks."
         yield Finding("tokens", "problem", e.miscount, remedy)
-    elif longest > e.seen.limit:
-        text = f"An answer has {longest} tokens, but max_tokens is {e.seen.limit}."
+    elif longest > TOKENS:
+        text = f"An answer has {longest} tokens, but max_tokens is {TOKENS}."
         remedy = (
             "Limits on the output do not hold; check that max_tokens is supported, also with speculation."
         )
@@ -328,25 +307,13 @@ def _tokens(e: Examined) -> Iterator[Finding]:
         yield Finding("tokens", "ok", f"{e.tokens} tokens, according to {' and '.join(sources)}.")
 
 
-def _usage(e: Examined) -> Iterator[Finding]:
-    if e.seen.unasked is None:
-        return
-    if e.seen.unasked.used_tokens is not None:
-        yield Finding(
-            "usage",
-            "problem",
-            "A stream has usage although stream_options.include_usage is false.",
-            "Strict clients may fail on the extra chunk; ignore it.",
-        )
-
-
 # -- outputs -----------------------------------------------------------------------------------------
 
 
 def _logprobs(e: Examined) -> Iterator[Finding]:
     entries = list(_entries(e.seen.logprobs)) if e.seen.logprobs else []
     if not entries:
-        if e.seen.answers and "repeat" not in e.seen.skipped:
+        if "repeat" not in e.seen.failed:
             yield Finding("logprobs", "note", "The server gives no log probabilities.")
         return
     wrong = ""
@@ -517,23 +484,10 @@ def _failures(e: Examined) -> Iterator[Finding]:
     for name, reason in e.seen.failed.items():
         remedy = "Read the server's log."
         yield Finding(name, "problem", f"{names.get(name, f'The check of {name}')} failed: {reason}", remedy)
-    if not e.seen.answers and not e.seen.failed:
-        text = "No answer had ended when the time was over: nothing was examined."
-        yield Finding(
-            "time", "problem", text, "Give more with --seconds, or find out why the server is slow."
-        )
-    elif missing := _not_examined(e.seen):
-        text = f"There was no time for: {', '.join(missing)}."
-        yield Finding("time", "note", text, "Give more with --seconds.")
-
-
-def _not_examined(seen: Observations) -> list[str]:
-    """Return the names of the probes that were not finished in time."""
-    return [name for name in seen.skipped if not (name == "plain" and seen.plain)]
 
 
 _CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    _speculation, _method, _acceptance, _temperature, _thinking, _dummy_tokens, _counters, _tokens, _usage, _logprobs,
+    _speculation, _method, _acceptance, _temperature, _dummy_tokens, _counters, _tokens, _logprobs,
     _repeat, _plain_outputs, _cache, _speed, _failures,
 )  # fmt: skip
 
@@ -544,12 +498,7 @@ def diagnose(examined: Examined) -> list[Finding]:
     return [finding for check in checks for finding in check(examined)]
 
 
-def verdict_of(seen: Observations, findings: Sequence[Finding]) -> str:
-    """Return the last sentence: whether there are problems, and what was not examined."""
+def verdict_of(findings: Sequence[Finding]) -> str:
+    """Return the last sentence: whether there are problems."""
     problems = sum(each.status == "problem" for each in findings)
-    found = f"{counted(problems, 'problem')} found" if problems else "No problem found"
-    missing = _not_examined(seen)
-    if not missing:
-        return f"{found}."
-    answers = counted(len(seen.answers), "answer")
-    return f"{found}, but only a part was examined: {answers}, and not {', '.join(missing)}."
+    return f"{counted(problems, 'problem')} found." if problems else "No problem found."

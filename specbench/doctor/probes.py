@@ -1,13 +1,12 @@
-"""The requests of `specbench doctor`: a minute of short ones, one at a time, and what came back."""
+"""The requests of `specbench doctor`: a few dozen short ones, one at a time, and what came back."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError
 from specbench.base.record import Json
@@ -17,10 +16,8 @@ from specbench.bench.engines.dialects import Dialect, dialect_of
 if TYPE_CHECKING:
     from specbench.bench.engines.client import ServerClient, SpeculationCounters, StreamedAnswer
 
-_T = TypeVar("_T")
-
 TOKENS = 64
-"""Tokens of an answer whose acceptance is counted, if the server is fast enough."""
+"""Tokens of an answer whose acceptance is counted."""
 
 TEMPERATURE = 0.8
 """At which the prompts are asked once more, because drafts can be accepted at 0 only."""
@@ -49,7 +46,6 @@ class Observations:
 
     Attributes:
         owner, model: As the server names them.
-        limit: ``max_tokens`` of each of the answers.
         answers: Answers to different prompts, greedy.
         counted: Increase of the server's counters over ``answers``; ``None`` without counters.
         before: Counters before the first request.
@@ -60,15 +56,12 @@ class Observations:
         plain: Answers of one prompt with speculation and without it, for servers that can switch it off.
         turns: The answers of a conversation's first two turns; empty if they were not asked.
         logprobs: The field of that name in an answer that was asked for it; ``None`` if the server refused it.
-        unasked: An answer for which ``usage`` was not requested.
         about: The server's page with its configuration.
         failed: Why a probe has no result, by its name.
-        skipped: Probes for which there was no time.
     """
 
     owner: str
     model: str
-    limit: int = TOKENS
     answers: list[StreamedAnswer] = field(default_factory=list)
     counted: SpeculationCounters | None = None
     before: SpeculationCounters | None = None
@@ -79,10 +72,8 @@ class Observations:
     plain: list[tuple[StreamedAnswer, StreamedAnswer]] = field(default_factory=list)
     turns: list[StreamedAnswer] = field(default_factory=list)
     logprobs: Json | None = None
-    unasked: StreamedAnswer | None = None
     about: Json = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
 
     @property
     def dialect(self) -> Dialect:
@@ -90,27 +81,16 @@ class Observations:
 
 
 class Examination:
-    """The probes of one server, within a given time.
+    """The probes of one server.
 
     Args:
         client: The connected client.
         model, owner: As the server lists them.
-        seconds: Time for all requests. A probe that is not finished by then is given up.
-        clock: Returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        client: ServerClient,
-        model: str,
-        owner: str,
-        *,
-        seconds: float = 55.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._client, self._clock = client, clock
+    def __init__(self, client: ServerClient, model: str, owner: str) -> None:
+        self._client = client
         self._chat = True  # else completions
-        self._seconds = seconds
         self.seen = Observations(owner, model)
 
     async def run(self) -> Observations:
@@ -119,7 +99,6 @@ class Examination:
         Raises:
             ServerError: The first request fails.
         """
-        self._ends = self._clock() + self._seconds
         seen, client = self.seen, self._client
         if seen.dialect.about:
             seen.about = await client.page(seen.dialect.about)
@@ -129,7 +108,6 @@ class Examination:
         await self._acceptance()
         await self._attempt("repeat", self._repeat())
         await self._attempt("cache", self._turns())
-        await self._attempt("usage", self._unasked())
         if any(answer.drafted for answer in seen.answers) or (seen.counted and seen.counted.drafted):
             await self._attempt("temperature", self._sampled())
         if seen.dialect.plain and any(answer.drafted for answer in seen.answers):
@@ -152,15 +130,11 @@ class Examination:
                 raise error from None
 
     async def _acceptance(self) -> None:
-        """Ask all prompts; shorter answers if the first one is slow."""
+        """Ask all prompts, and read the counters."""
         seen = self.seen
-        for number, prompt in enumerate(_PROMPTS):
-            began = self._clock()
+        for prompt in _PROMPTS:
             if not await self._attempt("answers", self._add_answer(prompt)):
                 break
-            took = self._clock() - began
-            if number == 0 and took > (budget := self._seconds / 12):
-                seen.limit = max(_LEAST, int(seen.limit * budget / took))
         counters = await self._since_start()
         if counters is not None and not self._agree(counters):  # some servers count a moment later
             await asyncio.sleep(_LATE_S)
@@ -175,7 +149,7 @@ class Examination:
         """Ask all prompts at a temperature, and count drafts as the answers do, or else the counters."""
         seen, more = self.seen, {"temperature": TEMPERATURE, "seed": 0, **self.seen.dialect.sampled}
         before = await self._since_start()
-        answers = [await self._ask(prompt, seen.limit, **more) for prompt in _PROMPTS]
+        answers = [await self._ask(prompt, TOKENS, **more) for prompt in _PROMPTS]
         seen.sampled = sum(each.drafted or 0 for each in answers), sum(each.accepted or 0 for each in answers)
         await asyncio.sleep(_LATE_S)
         now = await self._since_start()
@@ -184,7 +158,7 @@ class Examination:
             seen.sampled = meanwhile.drafted, meanwhile.accepted
 
     async def _add_answer(self, prompt: str) -> None:
-        self.seen.answers.append(await self._ask(prompt, self.seen.limit))
+        self.seen.answers.append(await self._ask(prompt, TOKENS))
 
     def _agree(self, counted: SpeculationCounters) -> bool:
         """Return whether the answers report as many draft tokens as the counters."""
@@ -208,10 +182,10 @@ class Examination:
         seen = self.seen
         if not seen.answers:
             return
-        again = await self._ask(_PROMPTS[0], seen.limit)
+        again = await self._ask(_PROMPTS[0], TOKENS)
         seen.again = [seen.answers[0].text, again.text]
         wanted = {"logprobs": True, "top_logprobs": 5} if self._chat else {"logprobs": 5}
-        settings = {**self._settings(min(seen.limit, _LEAST)), **wanted}
+        settings = {**self._settings(_LEAST), **wanted}
         try:
             body = await self._client.ask_whole(seen.model, self._prompt(_PROMPTS[0]), settings)
         except ServerError as error:
@@ -231,29 +205,21 @@ class Examination:
         history = (asked, first.text or "I do not know.", _QUESTIONS[1])
         self.seen.turns = [first, await self._ask(history, _SHORT, warm=True)]
 
-    async def _unasked(self) -> None:
-        self.seen.unasked = await self._ask(_PROMPTS[2], _SHORT // 2, stream_options={"include_usage": False})
-
     async def _without_speculation(self) -> None:
-        """Ask prompts with and without speculation, in alternating order, for as long as there is time."""
+        """Ask prompts with and without speculation, in alternating order."""
         plain = self.seen.dialect.plain
         for number, prompt in enumerate(_PROMPTS):
             pair: dict[bool, StreamedAnswer] = {}
             for off in (True, False) if number % 2 else (False, True):
-                pair[off] = await self._ask(prompt, self.seen.limit, **(plain if off else {}))
+                pair[off] = await self._ask(prompt, TOKENS, **(plain if off else {}))
             self.seen.plain.append((pair[False], pair[True]))
 
     # -- requests ------------------------------------------------------------------------------------
 
     async def _attempt(self, name: str, probe: Awaitable[object]) -> bool:
-        """Run a probe in the time that is left; return whether it has succeeded."""
-        left = self._ends - self._clock()
-        task = asyncio.ensure_future(probe)
+        """Run a probe; return whether it has succeeded."""
         try:
-            await asyncio.wait_for(task, max(left, 0.0))
-        except TimeoutError:
-            self.seen.skipped.append(name)
-            return False
+            await probe
         except ServerError as error:
             self.seen.failed[name] = error.message
             return False
