@@ -25,7 +25,6 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
     ("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine", "it is for specbench's own decoding"),
     ("tune", ("for_engine",), "engine", "it tunes that engine alone"),
-    ("predict", ("target_pass_ms",), "target_config", "the target's time is measured"),
 )  # fmt: skip
 """Commands, options (names of parameters, or classes whose fields are) that cannot be combined with another one, that
 one, and the reason, if names alone do not say it.

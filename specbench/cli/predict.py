@@ -49,11 +49,6 @@ class PredictOptions:
         "Time of the target's pass over one token. Default: by the run or the log.",
         min=1e-6,
     )
-    target_config: str | None = group(MODELS)(
-        None,
-        "--target-config MODEL",
-        "Time a target here that has the config.json of this folder or model, with random weights.",
-    )
     json_output: bool = _output(False, "--json", "Print one JSON object.")
     quiet: bool = _output(False, "--quiet -q", "No progress.")
 
@@ -63,7 +58,7 @@ def predict(
     *,
     asked: PredictOptions,
     drafting: opt.PoliciesOptions,
-    sampling: Annotated[SamplingOptions, opt.Fields(without=("seed",))],
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p")],
 ) -> None:
     """Predict what drafters would gain from answers that the target has given already, without the target.
 
@@ -98,8 +93,7 @@ def predict(
                 f"No answer in {asked.answers} can be used. {why}".strip(), "See docs/predict.md."
             )
         costs, source, here = costs_of(
-            drafters, log.answers, gammas, asked.answers, milliseconds=asked.target_pass_ms,
-            config=asked.target_config, progress=progress,
+            drafters, log.answers, asked.answers, milliseconds=asked.target_pass_ms, progress=progress
         )  # fmt: skip
     forecasts = []
     with StageProgress(asked.quiet) as progress:

@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, core_model_loading
-from transformers.initialization import no_init_weights
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specbench.base.errors import RunError, SpecbenchError
@@ -206,23 +205,6 @@ def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> P
     if spec.kind == "hub":
         return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
     return read_config(_local_folder(spec, progress), spec.name)
-
-
-def make_random_model(spec: str, *, progress: Progress | None = None) -> LanguageModel:
-    """Make a model from another one's configuration alone, with random weights: its forward passes take as long.
-
-    Raises:
-        UsageError, RunError: See ``load_model``.
-    """
-    options, config, name = LoadOptions(), load_config(spec, progress=progress), parse_model(spec).name
-    dtype, whole = resolve_dtype(options, config, Counter()), composite_class(config)
-    _placement(options, config, weights_of(config)[0], None, dtype, name)
-    make: Any = AutoModelForCausalLM.from_config if whole is None else text_only(whole)._from_config
-    with resolve_device(options.device), no_init_weights(), quiet_transformers():
-        model = make(config, dtype=dtype)
-    for parameter in model.parameters():
-        parameter.data.uniform_(-0.02, 0.02)
-    return wrap_model(model, None, name)
 
 
 def wrap_model(

@@ -12,12 +12,10 @@ import msgspec
 import torch
 
 from specbench.base.progress import announce
-from specbench.bench.passes import cost_widths, pass_costs, time_passes
+from specbench.bench.passes import pass_costs, time_passes
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.theory import PassCosts
 from specbench.drafters.parts import models_of
-from specbench.models.load import make_random_model
-from specbench.models.target import prepare_target
 from specbench.predict.chances import model_of
 from specbench.results.store import read_run
 
@@ -57,11 +55,9 @@ class _NoTarget:
 def costs_of(
     drafters: Mapping[str, Drafter],
     answers: Sequence[Answer],
-    gammas: Sequence[int],
     log: Path,
     *,
     milliseconds: float | None = None,
-    config: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PassCosts, str, list[str]]:
     """Time drafters that a stored run has not timed, and find what the target's passes take.
@@ -69,32 +65,21 @@ def costs_of(
     Args:
         drafters: By name; of a cascade its model is timed.
         answers: At least one; their times are taken where nothing else is known.
-        gammas: Draft lengths.
         log: Where the answers are from; a stored run has times, of drafters too.
         milliseconds: A pass of the target over one token, if it is given.
-        config: A model whose configuration the target has, to time it here with random weights.
 
     Returns:
         The costs; where those of the target are from, as the end of a sentence, empty if they are not known; and the
         drafters that were timed here.
-
-    Raises:
-        UsageError, RunError: There is no such model, or no memory for it.
     """
-    run = read_run(log).costs if config is None and (log / "run.json").is_file() else None
+    run = read_run(log).costs if (log / "run.json").is_file() else None
     timed = PassCosts({}) if run is None else run
     parts = {name: model_of(each) for name, each in drafters.items() if name not in timed.drafter_s}
     models = [model for each in parts.values() for model in models_of(each)]
     target: Any = _NoTarget(models)
-    if config is not None:
-        model = make_random_model(config, progress=progress)
-        target = prepare_target(model, "dynamic", progress=progress).scorer
     announce(progress, "timing passes")
-    clock = clock_for(str(models[0].scorer.device if models else target.device))
-    widths = [1] if config is None else cost_widths(gammas)
-    costs = pass_costs(time_passes(target, parts, answers[0].prompt, widths, clock, _ROUNDS, Random(0)))
-    if config is not None:
-        return costs, "measured here with random weights", list(parts)
+    clock = clock_for(str(target.device))
+    costs = pass_costs(time_passes(target, parts, answers[0].prompt, [1], clock, _ROUNDS, Random(0)))
     logged = [each.pass_s for each in answers if each.pass_s is not None]
     seconds, source = dict[int, float](), ""
     if milliseconds is not None:

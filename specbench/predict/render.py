@@ -59,7 +59,7 @@ def _facts(
             where = "measured here" if each.drafter in here else "measured in the stored run"
             yield f"A pass of {each.drafter} takes {stats.decimals(1000 * seconds)} ms, {where}."
     if not costs.target_s:
-        yield "Speedups need the target's time: --target-pass-ms or --target-config."
+        yield "Speedups need the target's time: --target-pass-ms."
     else:
         grows = f"; each further token is taken to add {SLOPE:.0%}" if len(costs.target_s) == 1 else ""
         yield f"A pass of the target takes {stats.decimals(1000 * costs.target_s[1])} ms, {source}{grows}."
