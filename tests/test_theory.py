@@ -6,17 +6,13 @@ import itertools
 import math
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specbench.base.record import to_json
 from specbench.decoding.theory import (
     SLOPE,
     PassCosts,
     expected_tokens_by_position,
-    fastest_length,
     never_falling,
     read_by_depth,
 )
@@ -78,6 +74,9 @@ def test_passes_after_the_first_one_of_a_draft_have_a_time_of_their_own():
     costs = PassCosts({1: 0.1}, {"a": 0.02, "b": 0.03}, later_s={"a": 0.01})
     assert costs.drafting("a", 2, 7) == pytest.approx(2 * 0.2 + 5 * 0.1)
     assert costs.drafting("b", 2, 7) == pytest.approx(7 * 0.3)
+    assert costs.step_s("a", 4, 3) == pytest.approx(0.1 * (1 + 4 * SLOPE) + 0.02 + 2 * 0.01)
+    assert costs.step_s("b", 0, 0) == pytest.approx(0.13), "without passes it is asked once"
+    assert math.isnan(PassCosts({}).step_s("a", 1, 1))
     assert msgspec.json.decode(to_json(costs), type=PassCosts) == costs
 
 
@@ -88,12 +87,3 @@ def test_the_rows_of_a_trees_passes():
     assert read_by_depth(()) == read_by_depth((-1, -1)) == []
     assert read_by_depth((-1, 0, 1)) == [1, 1]
     assert read_by_depth((-1, -1, -1, 0, 0, 2, 5)) == [2, 1]
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.floats(0.0, 2.0), st.floats(0.0, 0.5))
-def test_the_best_length_is_the_first_of_the_fastest(rates, d, slope):
-    tokens = expected_tokens_by_position(rates)
-    v = [1.0 + slope * (n - 1) for n in range(len(tokens) + 1)]
-    speeds = [each / (gamma * d + v[gamma + 1]) for gamma, each in enumerate(tokens)]
-    for least in (0, 1):
-        assert fastest_length(tokens, lambda gamma: gamma * d, v, least) == least + np.argmax(speeds[least:])

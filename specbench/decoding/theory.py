@@ -1,10 +1,10 @@
-"""Theory of speculative decoding: tokens per step, costs of forward passes, speedup, the best γ."""
+"""Theory of speculative decoding: tokens per step, and the costs of steps and their forward passes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -47,25 +47,6 @@ def relative_pass(seconds: float, one_s: float) -> float:
     So no predicted speedup is higher than the tokens per step.
     """
     return max(ratio(seconds, one_s), 1.0)  # of NaN and 1 the first
-
-
-def fastest_length(
-    tokens: Sequence[float], draft_s: Callable[[int], float], verify_s: Sequence[float], least: int = 0
-) -> int:
-    """Return the draft length with the most tokens per second, ``E(γ) / (d(γ) + v(γ+1))``; the shortest of equal ones.
-
-    Args:
-        tokens: Expected tokens of a step with γ drafts as item γ.
-        draft_s: d(γ), time of a draft of γ tokens.
-        verify_s: v(n), time of the rest of a step that verifies n tokens, as item n, in the same unit.
-        least: The shortest draft length to consider.
-    """
-
-    def speed(gamma: int) -> float:
-        seconds = draft_s(gamma) + verify_s[gamma + 1]
-        return tokens[gamma] / seconds if seconds else math.inf
-
-    return max(range(least, len(tokens)), key=speed)
 
 
 _LEAST = 0.1
@@ -172,6 +153,21 @@ class PassCosts(
         first = self.drafter_s[drafter]
         later = self.later_s.get(drafter, first)
         return ratio(drafts * first + (passes - drafts) * later, self.target_s[1])
+
+    def drafting_s(self, drafter: str, passes: float) -> float:
+        """Return the seconds of a draft of so many passes; a drafter without passes is asked once."""
+        first = self.drafter_s.get(drafter, 0.0)
+        later = self.later_s.get(drafter, first)
+        return min(1.0, passes or 1.0) * first + max(0.0, passes - 1.0) * later
+
+    def step_s(self, drafter: str, drafted: float, passes: float) -> float:
+        """Return the seconds of a step: a draft of so many tokens and passes, and the target's pass over it.
+
+        Expected tokens per step over this are the expected tokens per second. NaN without the target's times.
+        """
+        if not self.target_s:
+            return math.nan
+        return self.target_pass_s(1.0 + drafted) + self.drafting_s(drafter, passes)
 
 
 def fit_context(times: Mapping[int, float]) -> tuple[float, float, list[float]]:

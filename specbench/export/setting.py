@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
-from specbench.decoding.theory import PassCosts, expected_tokens_by_position, fastest_length
+from specbench.decoding.theory import PassCosts, expected_tokens_by_position
 from specbench.recipe import PLACE, Recipe
 from specbench.results import stats
 from specbench.results.results import Results
@@ -332,10 +331,13 @@ def _speedup(row: SummaryRow) -> float:
 
 
 def _predicted_gamma(steps: Steps, drafter: str, costs: PassCosts) -> int | None:
-    """Return the γ that is fastest in theory; ``None`` without pass times, or with too few drafts in ``steps``."""
+    """Return the γ with the most tokens per second; ``None`` without pass times, or with too few drafts."""
     if len(steps) < _MIN_TESTED or not costs.target_s.get(1) or drafter not in costs.drafter_s:
         return None
-    longest = int(np.sort(steps["tested"])[-_MIN_TESTED])
-    tokens = expected_tokens_by_position(steps.rates(longest))
-    verify = [costs.v(max(1, n)) for n in range(longest + 2)]
-    return fastest_length(tokens, partial(costs.drafting, drafter, 1), verify, 1)
+    tokens = expected_tokens_by_position(steps.rates(int(np.sort(steps["tested"])[-_MIN_TESTED])))
+    has_passes = bool(steps["passes"].any())
+    return max(
+        range(1, len(tokens)),
+        key=lambda gamma: tokens[gamma] / costs.step_s(drafter, gamma, gamma if has_passes else 0),
+        default=None,
+    )

@@ -110,7 +110,7 @@ class Forecast:
         found, reading = [], costs.reading_s.get(self.drafter, {})
         for answer, counts in zip(self.answers, row.counts, strict=True):
             plain_s = (len(answer.tokens) - 1) * costs.target_s.get(1, math.nan)
-            steps_s = counts.steps * _step_s(row, costs, self.drafter, counts)
+            steps_s = counts.steps * costs.step_s(self.drafter, *row.per_step(counts))
             found.append(ratio(plain_s, steps_s + reading_seconds(reading, len(answer.prompt))))
         return stats.geometric_mean(found, [each.name for each in self.answers])
 
@@ -123,13 +123,13 @@ class Forecast:
         known = costs if costs.target_s else PassCosts({1: 1.0})
         wide = relative_pass(known.target_pass_s(1.0 + drafted), known.target_pass_s(1))
         gain = self.tokens_per_step(row).value - wide
-        return _drafting_s(costs, self.drafter, passes) / gain if gain > 0 else math.inf
+        return costs.drafting_s(self.drafter, passes) / gain if gain > 0 else math.inf
 
     def perfect(self, row: PredictedRow, costs: PassCosts) -> float:
         """Return the speedup if every draft token were accepted at these costs; NaN without the target's."""
-        drafted, _ = row.per_step()
+        drafted, passes = row.per_step()
         one_s = costs.target_s.get(1, math.nan)
-        return ratio((drafted + 1.0) * one_s, _step_s(row, costs, self.drafter))
+        return ratio((drafted + 1.0) * one_s, costs.step_s(self.drafter, drafted, passes))
 
     def best(self, costs: PassCosts) -> PredictedRow:
         """Return the row with the highest speedup; without the target's costs the one that pays first."""
@@ -160,21 +160,6 @@ class Forecast:
         whole = {"drafter": self.drafter, "answers": len(self.answers), "left_out": self.unsampled}
         found: Json = finite({**whole, "best": best, "rows": rows})
         return found
-
-
-def _drafting_s(costs: PassCosts, drafter: str, passes: float) -> float:
-    """Return the seconds of a draft of so many passes; a drafter without passes is asked once."""
-    first = costs.drafter_s.get(drafter, 0.0)
-    later = costs.later_s.get(drafter, first)
-    return min(1.0, passes or 1.0) * first + max(0.0, passes - 1.0) * later
-
-
-def _step_s(row: PredictedRow, costs: PassCosts, drafter: str, counts: Counts | None = None) -> float:
-    """Return the mean seconds of the steps of an answer, of all answers without ``counts``."""
-    if not costs.target_s:
-        return math.nan
-    drafted, passes = row.per_step(counts)
-    return costs.target_pass_s(1.0 + drafted) + _drafting_s(costs, drafter, passes)
 
 
 # -- computing them --------------------------------------------------------------------------------
@@ -291,7 +276,7 @@ def _step_seconds(drafter: Drafter, answer: Answer, costs: PassCosts) -> StepSec
     read_s = reading_s / prompt / drafter.traits.prior.reading_share
 
     def draft_s(passes: float) -> float:
-        return _drafting_s(costs, name, passes) if passes or free else 0.0
+        return costs.drafting_s(name, passes) if passes or free else 0.0
 
     return StepSeconds(draft_s, costs.target_pass_s, read_s)
 
