@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -10,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,15 @@ from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
-from specbench.cli.started import EngineServers, engine_configs, engine_drafters, started_engine
-from specbench.cli.sweep_options import ServerOptions
-from specbench.export.start import SCHEDULE, EngineDrafter, EngineSetting, StartedEngine, settings_of
+from specbench.cli.started import engine_configs, engine_drafters, started_engine
+from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import Generation, Group, ServerAnswer, Speculation
 from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
-from specbench.specs.servers import parse_engine
-from specbench.tune.engine_answer import Range, schedule, start_command
+from specbench.tune.answer import schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
@@ -273,10 +270,6 @@ class TimedEngine(ScriptedEngine):
     def capacity(self) -> int:
         return len(self.settings) if self.limit is None else self.limit
 
-    def add(self, name: str, command: Any) -> None:
-        """A schedule: its command gives the setting with the draft length of a batch size."""
-        self.schedule = command
-
     def fits(self, names: list[str]) -> bool:
         for name in names:
             if self.limit is None or len(self.running) < self.limit:
@@ -297,7 +290,7 @@ class TimedEngine(ScriptedEngine):
 
     def generate(self, config: Row, prompt: Any, decoding: DecodingOptions, *, seed: int) -> Generation:
         self.use(config.drafter)
-        setting = self.settings.get(config.drafter) or self.schedule(config.condition.batch)
+        setting = self.settings[config.drafter]
         rate, tokens, done, steps = self.rate.get(setting.family, 0.0), decoding.max_new_tokens, 1, 0
         kept, drafted = [0] * setting.gamma, 0
         while done < tokens:
@@ -342,7 +335,6 @@ def search(
     minutes: float = 30.0,
     seed: int = 0,
     batches: tuple[int, ...] = (),
-    wrong: int = 0,
     **more: Any,
 ) -> tuple[EngineSearch, TimedEngine, Sweep]:
     small = EngineDrafter(parse_drafter("org/small"), ModelSpec("gguf", "small.gguf"))
@@ -355,26 +347,16 @@ def search(
     }  # fmt: skip
     configs = engine_configs(SweepOptions(**base), made)
     options = SweepOptions(conditions_of(batch=batches), **base)
-    with_schedule = [*made, EngineSetting(SCHEDULE, "", 0, {})]
-    sweep = Sweep(
-        options, prompts, tuple(configs + (engine_configs(options, with_schedule) if batches else []))
-    )
+    sweep = Sweep(options, prompts, tuple(configs + (engine_configs(options, made) if batches else [])))
     settings = {each.name: each for each in made}
     clock = FakeClock()
-
-    def scheduled(winner: EngineSetting, ranges: Sequence[Range]) -> Any:
-        def setting(batch: int) -> EngineSetting:
-            gamma = next(gamma for first, last, gamma in ranges if first <= batch <= last)
-            return dataclasses.replace(winner, gamma=gamma + wrong)
-
-        return setting
 
     timed = TimedEngine(clock, settings, seed=seed, **more)
     run = describe_run(sweep, TargetModel(name="t"), {"engine": "x"})
     with open_run(folder, run, "") as store:
         found = EngineSearch(
             sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
-            snapshot=quiet, scheduled=scheduled,
+            snapshot=quiet,
         )  # fmt: skip
         for _ in found.measure():
             pass
@@ -457,52 +439,6 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
     words, needs = start_command(started_engine("sglang"), TARGET, eagle, batches, (), "")
     assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
     assert '"3": {"candidate_steps": [1]}' in needs[-1]
-
-
-def test_a_schedule_is_a_server_with_its_files(tmp_path):
-    ranges = [(1, 2, 4), (3, 8, 0)]
-    speculative = {"--speculative-config": {"num_speculative_tokens": 4}}
-    for name, options, expected in (
-        ("vllm", speculative, '"num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 8, 0]]'),
-        (
-            "sglang",
-            {"--speculative-algorithm": "EAGLE3"},
-            f"--speculative-adaptive-config {tmp_path}/adaptive.json",
-        ),
-        ("llama.cpp", {}, ""),
-    ):
-        started = parse_engine(name), started_engine(name), "m", TARGET, [], []
-        servers = EngineServers(*started, ServerOptions(), [], DecodingOptions(), 0.0)
-        command = servers.scheduled(tmp_path, EngineSetting("x@4", "x", 4, options), ranges)
-        assert (command is None) == (name == "llama.cpp")
-        assert command is None or expected in " ".join(command(8000))
-    steps = json.loads((tmp_path / "adaptive.json").read_text())
-    assert steps == {"1": {"candidate_steps": [4]}, "3": {"candidate_steps": [1]}}
-
-
-@pytest.mark.parametrize("wrong", [0, 8])
-def test_the_schedule_is_run_under_the_load_that_asked_for_it(tmp_path, wrong):
-    """Once it drafts as long as it says, and once more than that."""
-    more = {"rate": RATE, "batches": (4, 16), "batch_cost": 0.5, "minutes": 240.0, "wrong": wrong}
-    found, timed, _ = search(tmp_path / "run", started_engine("llama.cpp"), **more)
-    race = found.schedule
-    assert race is not None
-    assert race.ranges == schedule(found.batches, timed.settings[found.race.leader].gamma)
-    assert (race.over_plain.basis, race.over_single.basis) == ("prompts", "prompts")
-    said = " ".join(race.lines())
-    if wrong:
-        assert race.instead is not None
-        assert race.instead.name == f"org/small@{race.single}"
-        assert f"It is not faster than {race.instead.name}" in said
-        assert race.over_single.value < 1
-    else:
-        assert race.instead is None
-        assert min(race.over_plain.value, race.over_single.value) > 1
-        assert "not faster" not in said
-    lines = (tmp_path / "run" / "generations.jsonl").read_bytes()
-    again, _, _ = search(tmp_path / "run", started_engine("llama.cpp"), **more)
-    assert again.schedule == race
-    assert (tmp_path / "run" / "generations.jsonl").read_bytes() == lines, "nothing is measured again"
 
 
 # -- commands ----------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import UsageError
-from specbench.base.files import write_text
 from specbench.base.textsafe import one_line
-from specbench.bench.engines.launched import CommandLine, LaunchedEngine
+from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import end_left
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import SweepOptions, server_rows
@@ -198,20 +197,6 @@ class EngineServers:
         finally:
             for sentence in made.close():
                 say(sentence)
-
-    def scheduled(
-        self, folder: Path, setting: EngineSetting, schedule: Sequence[tuple[int, int, int]]
-    ) -> CommandLine | None:
-        """Return the command line of a setting with a draft length by batch size, and write the files that it names;
-        ``None`` if the engine cannot do that.
-        """
-        options, _, files = self.engine.with_schedule(setting.options, schedule)
-        if options == setting.options:
-            return None
-        for name, text in files.items():
-            write_text(folder / name, text)
-        placed = {word: str(folder / each) if str(each) in files else each for word, each in options.items()}
-        return partial(self._command, replace(setting, options=placed))
 
     def _connect(self, spec: ServerSpec) -> ServerEngine:
         key = next((key for word, key in pairwise(self.arguments) if word == _KEY), None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
-from specbench.base.record import to_dict
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
 from specbench.bench.grid import Sweep, check_batches
@@ -24,12 +22,12 @@ from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
-from specbench.export.start import SCHEDULE, EngineSetting
 from specbench.results.store import RunStore
 from specbench.rows import conditions_of
 
 if TYPE_CHECKING:
     from specbench.cli.sweep_options import SearchOptions, ServerOptions
+    from specbench.export.start import EngineSetting
     from specbench.options import DecodingOptions, TemplateOptions
     from specbench.results.run import TuningAnswer
     from specbench.tune.engine_search import EngineSearch
@@ -70,7 +68,7 @@ def tune_engine(
     if batches:
         options = replace(options, conditions=conditions_of(temperature=[search.temperature], batch=batches))
         check_batches(options, len(prompts))
-        configs += engine_configs(options, [*planned.settings, EngineSetting(SCHEDULE, "", 0, {})])
+        configs += engine_configs(options, planned.settings)
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
     folder = tune_folder(search, planned.name)
     RunStore.check_writable(folder)
@@ -95,7 +93,6 @@ def tune_engine(
                 settings,
                 store,
                 made,
-                scheduled=partial(planned.scheduled, folder / "servers"),
                 clock=clock,
                 seconds=seconds,
                 until=until,
@@ -121,22 +118,17 @@ def _show(
 ) -> None:
     """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
     from specbench.show.document import to_text
-    from specbench.tune.answer import answer_parts, as_json
-    from specbench.tune.engine_answer import batch_lines, start_command
+    from specbench.tune.answer import answer_parts, as_json, batch_lines, start_command
 
-    raced, chosen, batches = search.schedule, settings[answer.choice], search.batches
-    if raced is not None and raced.instead is not None:
-        chosen, batches = raced.instead, {}
     command, needs = start_command(
         planned.engine,
         planned.target,
-        chosen,
-        batches,
+        settings[answer.choice],
+        search.batches,
         planned.arguments,
         planned.options.engine_command,
     )
-    said = [*batch_lines(search.batches), *([] if raced is None else raced.lines())]
-    lines = [*said, *needs, f"Start:  {shlex.join(command)}"]
+    lines = [*batch_lines(search.batches), *needs, f"Start:  {shlex.join(command)}"]
     job.write_answer(answer, search, *lines)
     if asked.json_output:
         write_json(
@@ -145,14 +137,6 @@ def _show(
                 "engine": planned.engine.name,
                 "command": command,
                 "needs": needs,
-                "schedule": None
-                if raced is None
-                else {
-                    "ranges": raced.ranges,
-                    "over_plain": to_dict(raced.over_plain),
-                    "over_single": to_dict(raced.over_single),
-                    "instead": raced.instead and raced.instead.name,
-                },
                 "results": str(job.folder),
             }
         )

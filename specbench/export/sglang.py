@@ -41,9 +41,7 @@ class SGLang(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"--model-path": location(target), **engine.revision(target, "--revision")}
 
-    def with_schedule(
-        self, options: Json, schedule: Sequence[tuple[int, int, int]]
-    ) -> tuple[Json, str, Mapping[str, str]]:
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
         if not str(options.get("--speculative-algorithm")).startswith("EAGLE"):
             return super().with_schedule(options, schedule)
         steps = json.dumps({first: {"candidate_steps": [max(1, gamma)]} for first, _, gamma in schedule})
@@ -51,7 +49,6 @@ class SGLang(StartedEngine):
         return (
             {**options, "--speculative-adaptive": None, "--speculative-adaptive-config": file},
             f"Write {steps} into {file}. Its smallest draft length is 1.",
-            {file: steps},
         )
 
     def fill(self, setting: Setting, export: engine.Export) -> None:

@@ -23,9 +23,6 @@ from specbench.specs.policies import Confidence, Fixed, PolicySpec
 PLAIN = "plain"
 """Name of the setting without drafts."""
 
-SCHEDULE = "schedule"
-"""Name of the setting with draft lengths by batch size."""
-
 GAMMA = "GAMMA"
 """Stands for the draft length in an engine's own options."""
 
@@ -91,11 +88,9 @@ class StartedEngine(ExportEngine):
     def target_options(self, target: ModelSpec) -> Json:
         """Return the options that name the target and its revision; a value without an option has the key ""."""
 
-    def with_schedule(
-        self, options: Json, schedule: Sequence[tuple[int, int, int]]
-    ) -> tuple[Json, str, Mapping[str, str]]:
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
         """Return the options of a server with a draft length by batch size, unchanged if the engine has no such option;
-        what must be done first, a sentence, empty for nothing; and the contents of files that the options name.
+        and what must be done first, a sentence, empty for nothing.
 
         Args:
             options: Options of the setting with the longest drafts.
@@ -103,7 +98,7 @@ class StartedEngine(ExportEngine):
         """
         lengths = ", ".join(f"γ = {gamma} for {first} to {last}" for first, last, gamma in schedule)
         needs = f"{self.title} has one draft length for all batch sizes; the best by batch size: {lengths}."
-        return options, needs, {}
+        return options, needs
 
     def command_line(
         self, target: ModelSpec, options: Json, port: int, more: Sequence[str] = (), wrapper: str = ""

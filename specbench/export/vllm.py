@@ -44,12 +44,10 @@ class VLLM(StartedEngine):
     def target_options(self, target: ModelSpec) -> Json:
         return {"": location(target), **engine.revision(target, "--revision")}
 
-    def with_schedule(
-        self, options: Json, schedule: Sequence[tuple[int, int, int]]
-    ) -> tuple[Json, str, Mapping[str, str]]:
+    def with_schedule(self, options: Json, schedule: Sequence[tuple[int, int, int]]) -> tuple[Json, str]:
         ranges = [list(each) for each in schedule]
         speculative = {**options["--speculative-config"], "num_speculative_tokens_per_batch_size": ranges}
-        return {**options, "--speculative-config": speculative}, "", {}
+        return {**options, "--speculative-config": speculative}, ""
 
     def fill(self, setting: Setting, export: engine.Export) -> None:
         drafter, gamma = setting.drafter, setting.gamma

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specbench.base.errors import UsageError
 from specbench.base.record import Estimate, Json
@@ -25,7 +25,9 @@ from specbench.tune.candidates import NO_TIME, SUPPORTED
 from specbench.tune.race import MARGIN, Race
 
 if TYPE_CHECKING:
+    from specbench.export.start import EngineSetting, StartedEngine
     from specbench.recipe import Recipe
+    from specbench.specs.models import ModelSpec
     from specbench.tune.search import StoredSearch
 
 _NAMED, _OTHERS = 5, 3
@@ -437,6 +439,64 @@ def _estimate(ratio: Estimate | None) -> dict[str, float | None]:
     if ratio is None or math.isnan(ratio.value):
         return {"speedup": None, "low": None, "high": None}
     return {"speedup": ratio.value, "low": ratio.low, "high": ratio.high}
+
+
+# -- an engine's own settings --------------------------------------------------------------------
+
+Range: TypeAlias = tuple[int, int, int]
+"""First and last batch size, and the draft length for them; 0 for no drafts."""
+
+
+def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[Range]:
+    """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
+
+    A range ends with a measured batch size; neighbors with the same length are joined.
+    """
+    ranges: list[Range] = [(1, 1, gamma)]
+    for batch, ratios in sorted(batches.items()):
+        best = max(ratios, key=lambda each: ratios[each])
+        first, last, length = ranges[-1]
+        if length == best:
+            ranges[-1] = first, batch, length
+        else:
+            ranges.append((last + 1, batch, best))
+    return ranges
+
+
+def start_command(
+    engine: StartedEngine,
+    target: ModelSpec,
+    setting: EngineSetting,
+    batches: Mapping[int, Mapping[int, float]],
+    arguments: Sequence[str],
+    wrapper: str,
+) -> tuple[list[str], list[str]]:
+    """Return the command line of a setting, and what must be done first or cannot be expressed.
+
+    Args:
+        engine, target: What is started.
+        setting: The winner.
+        batches: See ``StoredSearch``; draft lengths by batch size are set if they were measured.
+        arguments, wrapper: The user's own options and command, see ``StartedEngine.command_line``.
+    """
+    options, needs = setting.options, list(setting.needs)
+    ranges = schedule(batches, setting.gamma)
+    if setting.gamma and len(ranges) > 1:
+        options, needed = engine.with_schedule(options, ranges)
+        needs += [needed] if needed else []
+    first = shlex.split(wrapper) or engine.server
+    return [*first, *engine.words(target, options), *arguments], needs
+
+
+def batch_lines(batches: Mapping[int, Mapping[int, float]]) -> Iterator[str]:
+    """Yield a sentence for each batch size: the best draft length, and its throughput over plain decoding."""
+    for batch, ratios in sorted(batches.items()):
+        best = max(ratios, key=lambda gamma: ratios[gamma])
+        drafting = max((gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma], default=None)
+        if drafting is None:
+            continue
+        gain = f"γ={drafting} has {stats.decimals(ratios[drafting])}× the throughput of plain decoding"
+        yield f"In a batch of {batch} requests, {gain}" + (": better no drafts." if best == 0 else ".")
 
 
 # -- other engines ---------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ one of the looks. Any other candidate could be chosen, so the error probability 
 have to hold). Half of the total error is divided equally among the looks, whose number follows from the number of
 blocks; the other half is for the last look, when the time is over.
 
-Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block.
+Nothing here decodes or knows a model: ``run_race`` asks ``measure`` for the time of one candidate on one block. If not
+all candidates fit into memory, they are measured in groups, each over several blocks. Plain decoding is part of every
+group, and tells how much slower the machine was than with the first one.
 """
 
 from __future__ import annotations
@@ -25,14 +27,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from specbench.base.record import Estimate
 from specbench.bench.stopping import FIRST_LOOK, Judge, look_due
-from specbench.decoding.clocks import Clock
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
 
@@ -416,54 +417,45 @@ def noise_correction(slowdown: stats.Floats) -> tuple[stats.Floats, float]:
 def run_race(
     race: Race,
     blocks: Sequence[Block],
-    measure: Callable[[str, Block], Timing | None],
+    measure: Callable[[str, Block, int], Timing | None],
     *,
-    clock: Clock,
-    until: float = math.inf,
+    in_time: Callable[[str, Block, int], bool] = lambda *_: True,
     seed: int = 0,
-    is_stored: Callable[[str, Block], bool] = lambda *_: False,
-) -> Iterator[Race]:
-    """Run a race block by block, see ``run_blocks``. The same timings and seed give the same race if time suffices.
-
-    Args:
-        measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through.
-        until: When to stop, on that clock. A block that would probably end later is not begun.
-        is_stored: Returns whether the timing of a candidate on a block is stored; such timings need no time.
-    """
-    durations: dict[str, float] = {}
-
-    def measure_block(blocks: Sequence[Block]) -> list[Timings] | None:
-        (block,) = blocks
-        end = math.inf if all(is_stored(name, block) for name in race.running) else until
-        if clock.now() + sum(durations.get(name, 0.0) for name in race.running) > end:
-            return None
-        timings: Timings = {}
-        for name in shuffled(race.running, block, seed):
-            began = clock.now()
-            if began > end:
-                return None
-            timings[name] = measure(name, block)
-            durations[name] = clock.now() - began
-        return [timings]
-
-    return run_blocks(race, blocks, measure_block)
-
-
-def run_blocks(
-    race: Race,
-    blocks: Sequence[Block],
-    measure: Callable[[Sequence[Block]], list[Timings] | None],
     several: Callable[[], int] = lambda: 1,
+    groups: Callable[[Sequence[str], int], list[list[str]]] = lambda running, _: [[*running]],
 ) -> Iterator[Race]:
-    """Run a race to its end; yield it whenever blocks were measured.
+    """Run a race to its end; yield it whenever blocks were measured. The same timings and seed give the same race.
 
     Args:
         blocks: The blocks in order, at most the race's limit.
-        measure: Returns the timings of all running candidates by block; ``None`` if the time is over before.
+        measure: Returns the timing of a candidate on a block; ``None`` if it failed. Its exceptions pass through. Plain
+            decoding is measured again with each group; then the number of the group follows, else 0.
+        in_time: Takes the same, and returns whether there is time for it.
         several: Returns how many blocks to take next.
+        groups: Returns the running candidates by groups that are measured one after the other, in a given round.
     """
-    for taken in race.take(blocks, several):
-        timings = measure(taken)
+
+    def measured(blocks: Sequence[Block], grouped: Sequence[Sequence[str]]) -> list[Timings] | None:
+        timings: list[Timings] = [{} for _ in blocks]
+        first: dict[Block, Timing] = {}
+        for number, group in enumerate(grouped):
+            here: dict[Block, Timing] = {}
+            for block, row in zip(blocks, timings, strict=True):
+                for name in _shuffled(group, block, seed):
+                    again = number if name == race.plain else 0
+                    if not in_time(name, block, again):
+                        return None
+                    timing = measure(name, block, again)
+                    if name == race.plain and timing is not None:
+                        here[block] = timing
+                    row.setdefault(name, timing)
+            first = first or here
+            if number:
+                _correct(timings, group, race.plain, _slower(here, first))
+        return timings
+
+    for number, taken in enumerate(race.take(blocks, several)):
+        timings = measured(taken, groups(race.running, number))
         if timings is None:
             race.ending = "time"
             break
@@ -474,8 +466,27 @@ def run_blocks(
     race.ending = "decided" if race.decided else race.ending
 
 
-def shuffled(names: Sequence[str], block: Block, seed: int) -> list[str]:
+def _shuffled(names: Sequence[str], block: Block, seed: int) -> list[str]:
     """Return candidates in the order in which they decode a block."""
     order = list(names)
     random.Random(f"{seed}/{block.repeat}/{block.prompt}").shuffle(order)
     return order
+
+
+def _correct(timings: Sequence[Timings], group: Sequence[str], plain: str, slower: float) -> None:
+    """Divide the times of a group by how much slower everything was then."""
+    for row in timings:
+        for name in group:
+            if name != plain and (timing := row[name]) is not None:
+                row[name] = replace(timing, seconds=timing.seconds / slower)
+
+
+def _slower(here: Mapping[Block, Timing], first: Mapping[Block, Timing]) -> float:
+    """Return how much longer plain decoding took here than in the first group, on the same blocks."""
+    logs = [
+        math.log(here[block].seconds / here[block].tokens * first[block].tokens / first[block].seconds)
+        for block in here.keys() & first.keys()
+        if min(here[block].seconds, first[block].seconds) > 0
+        and min(here[block].tokens, first[block].tokens) > 0
+    ]
+    return math.exp(float(np.mean(logs))) if logs else 1.0

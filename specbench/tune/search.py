@@ -118,6 +118,7 @@ class StoredSearch(Generic[Raced]):
         self._plain = sweep.configs[0].id
         self._plain_failures: list[str] = []
         self._durations: dict[str, float] = {}
+        self._places = Counter[Block]()
         self.predicted: Mapping[str, float] = {}
         self.left_out: Mapping[str, str] = {}
         self.warnings: tuple[RunWarning, ...] = ()
@@ -129,17 +130,30 @@ class StoredSearch(Generic[Raced]):
         """Return predicted speedups and what to race."""
         raise NotImplementedError
 
-    def _run(self, blocks: Sequence[Block]) -> Iterator[Race]:
-        """Race; yield whenever blocks were measured."""
-        raise NotImplementedError
-
     def _measure_more(self) -> None:
         """Measure what the answer needs in addition to the race."""
 
     @property
     def overhead_s(self) -> float:
-        """Time for everything except the race, such as loading."""
-        raise NotImplementedError
+        """Time for everything except the race, if it does not begin when models are loaded."""
+        return 0.0
+
+    @property
+    def _race_ends(self) -> float:
+        """When the race has to be over, on the clock."""
+        return self._until
+
+    def _start_s(self, name: str) -> float:  # noqa: ARG002
+        """Return how long a configuration takes until it can decode."""
+        return 0.0
+
+    def _several(self) -> int:
+        """Return how many blocks to measure next."""
+        return 1
+
+    def _groups(self, running: Sequence[str], number: int) -> list[list[str]]:  # noqa: ARG002
+        """Return the configurations that are measured together."""
+        return [[*running]]
 
     # ...
 
@@ -165,7 +179,10 @@ class StoredSearch(Generic[Raced]):
         blocks = [Block(prompt.id, repeat, prompt.category) for repeat in repeats for prompt in prompts]
         race = self.race = Race(tuning.raced, self._plain, limit=len(blocks), expected=tuning.predicted)
         try:
-            yield from self._run(blocks)
+            yield from run_race(
+                race, blocks, self._time, in_time=self._in_time, seed=self._sweep.options.seed, several=self._several,
+                groups=self._groups,
+            )  # fmt: skip
             if not race.blocks and race.ending != "time":
                 raise RunError(
                     "Outputs have no token after the first one, so there are no speeds to compare.",
@@ -224,8 +241,24 @@ class StoredSearch(Generic[Raced]):
         """Return a seed of sampling that all configurations of a block share."""
         return random.Random(f"{self._sweep.options.seed}/{what}/{prompt}").getrandbits(31)
 
-    def _time(self, cell: Cell) -> Timing | None:
+    def _cell(self, name: str, block: Block, again: int = 0) -> Cell:
+        """Return the cell of a candidate on a block; for ``again`` see ``run_race``."""
+        repeat = block.repeat + again * self._sweep.options.repeats
+        seed, place = self._seed(block.prompt, str(repeat)), self._places[block]
+        return Cell(name, block.prompt, 0, repeat, place, warmup=False, seed=seed)
+
+    def _in_time(self, name: str, block: Block, again: int) -> bool:
+        """Return whether a generation is stored, or would probably end in time."""
+        expected_s = self._durations.get(name, 0.0) + self._start_s(name)
+        return (
+            self._cell(name, block, again).key in self._stored
+            or self._clock.now() + expected_s <= self._race_ends
+        )
+
+    def _time(self, name: str, block: Block, again: int) -> Timing | None:
         """Return a candidate's timing on a block, from the store if it is there; ``None`` if it failed."""
+        cell = self._cell(name, block, again)
+        self._places[block] += 1
         measured = self._measure(cell, self.tokens)
         result = measured.result
         if isinstance(result, Generation):
@@ -274,11 +307,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
     ) -> None:
         super().__init__(sweep, store, engine, **named)
         self._predict, self._longer = predict, longer
-        self._places = Counter[Block]()
-
-    @property
-    def overhead_s(self) -> float:
-        return 0.0  # the time begins when models are loaded
 
     def _find(self) -> Tuning:
         costs = self._measure_costs()
@@ -358,22 +386,3 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 if problem := self._runner.measure_costs():
                     raise RunError(f"Single passes could not be timed: {problem}")
         return pass_costs(self._store.costs())
-
-    def _run(self, blocks: Sequence[Block]) -> Iterator[Race]:
-        return run_race(
-            self.race,
-            blocks,
-            self._measure_candidate,
-            clock=self._clock,
-            until=self._until,
-            seed=self._sweep.options.seed,
-            is_stored=lambda name, block: self._cell(name, block).key in self._stored,
-        )
-
-    def _measure_candidate(self, name: str, block: Block) -> Timing | None:
-        self._places[block] += 1
-        return self._time(self._cell(name, block, self._places[block] - 1))
-
-    def _cell(self, name: str, block: Block, place: int = 0) -> Cell:
-        seed = self._seed(block.prompt, str(block.repeat))
-        return Cell(name, block.prompt, 0, block.repeat, place, warmup=False, seed=seed)

@@ -94,7 +94,7 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         start_timeout_s: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
-        self._commands, self._logs, self._connect, self.limit = dict(commands), logs, connect, limit
+        self._commands, self._logs, self._connect, self.limit = commands, logs, connect, limit
         self._start_timeout_s, self._progress = start_timeout_s, progress
         self._running: dict[str, _Running] = {}  # the one that was used last comes last
         self._failed: dict[str, SpecbenchError] = {}
@@ -113,10 +113,6 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
                 each.process.stop()
                 left += [each.process.left] if each.process.left else []
         return left
-
-    def add(self, name: str, command: CommandLine) -> None:
-        """Add a server that can be started."""
-        self._commands[name] = command
 
     # -- starting ----------------------------------------------------------------------------------
 
