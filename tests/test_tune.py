@@ -37,14 +37,13 @@ from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
 from specbench.tune.answer import (
     answer_parts,
+    answer_text,
     as_json,
     exports,
     exports_json,
-    exports_text,
     find_answer,
-    full_text,
-    short_text,
     tried,
+    use_lines,
 )
 from specbench.tune.candidates import (
     GAMMAS,
@@ -421,7 +420,7 @@ def test_an_answer_says_only_what_was_measured(tmp_path, case):
     engine = TimedEngine(given.get("speeds", FAST), clock, fails=fails)
     found = search(tmp_path, engine, sweep, clock, predict=predict, asked=given.get("asked", {}))
     answer = find_answer(found, load_results(tmp_path))
-    said = short_text(answer, "", None)
+    said = answer_text(answer, found, (), verbose=False)
     assert said.startswith(headline)
     assert answer.provisional == provisional
     assert [each for each in details if each not in said] == []
@@ -542,11 +541,15 @@ def test_a_stored_answer_does_not_outlive_what_is_measured_after_it(tmp_path):
 def test_the_answer_as_text_markdown_and_json(tmp_path):
     answer, found = answered(tmp_path, FAST)
     exported = exports(load_results(tmp_path), Path("run"))
-    assert answer.headline in full_text(answer, found, "specbench generate", exported)
-    assert answer.headline in short_text(answer, "specbench generate", exported)
+    lines = use_lines("specbench generate", exported)
+    assert lines[0] == "Decode:  specbench generate"
+    assert "vllm" in lines[1]
+    for verbose in (True, False):
+        text = answer_text(answer, found, lines, verbose=verbose)
+        assert answer.headline in text
+        assert text.endswith(f"{lines[1]}\n")
     assert "| d auto |" in to_markdown(*answer_parts(answer, found))
     assert {each["config"] for each in exports_json(exported)} == {"d@auto"}
-    assert "vllm" in exports_text(exported)
     facts = json.loads(json.dumps(as_json(answer, found), allow_nan=False))
     assert (facts["winner"], facts["verdict"], facts["ending"]) == ("d@auto", "faster", "decided")
     assert facts["low"] <= facts["speedup"] <= facts["high"]

@@ -117,8 +117,7 @@ def _show(
     asked: SearchOptions,
 ) -> None:
     """Write and print the answer: a sentence, the command line, and the draft lengths by batch size."""
-    from specbench.show.document import to_text
-    from specbench.tune.answer import answer_parts, as_json, batch_lines, start_command
+    from specbench.tune.answer import answer_text, as_json, batch_lines, start_command
 
     command, needs = start_command(
         planned.engine,
@@ -141,11 +140,6 @@ def _show(
             }
         )
     else:
-        first = (
-            to_text(*answer_parts(answer, search))
-            if asked.verbose
-            else "\n".join([answer.headline, *answer.details[:3], ""])
-        )
-        text = first + "".join(f"{line}\n" for line in lines)
+        text = answer_text(answer, search, lines, verbose=asked.verbose)
         write_out(terminal_safe(text))
     job.say_at_end(search, *([starts] if starts else []))

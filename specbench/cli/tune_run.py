@@ -249,7 +249,7 @@ def _show(
     asked: SearchOptions,
 ) -> None:
     """Write and print the answer."""
-    from specbench.tune.answer import as_json, exports, exports_json, full_text, short_text
+    from specbench.tune.answer import answer_text, as_json, exports, exports_json, use_lines
 
     results, out = job.write_answer(answer, search), asked.out
     written = _write_configuration(job, answer, search, asked)
@@ -266,10 +266,8 @@ def _show(
         }
         write_json(facts)
     else:
-        command = _command(job, results)
-        text = short_text(answer, command, exported)
-        if asked.verbose:
-            text = full_text(answer, search, command, exported)
+        lines = use_lines(_command(job, results), exported)
+        text = answer_text(answer, search, lines, verbose=asked.verbose)
         write_out(broken(terminal_safe(text), sys.stdout))
     provisional = " (provisional)" if answer.provisional else ""
     commands = "generate, chat, serve, sweep and check"

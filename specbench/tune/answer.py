@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _NAMED, _OTHERS = 5, 3
 """Configurations that a sentence lists at most, and rivals with their intervals."""
 
-_MEASURE_THERE = "`specbench tune --for ENGINE` measures it"
-
 _NO_BOUND = "any"
 
 _LONG = 8 * 60
@@ -368,17 +366,25 @@ def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
     ]
 
 
-def short_text(answer: TuningAnswer, command: str, exported: Sequence[Exported] | None) -> str:
-    """Return the answer in a few lines: headline, what was raced and what not, how to decode, how to deploy.
+def answer_text(
+    answer: TuningAnswer, search: StoredSearch[Any], lines: Iterable[str], *, verbose: bool
+) -> str:
+    """Return the answer and further lines as text: its first sentences, or all of it with its table in 80 columns."""
+    said = "".join(f"{line}\n" for line in (answer.headline, *answer.details[:3]))
+    if verbose:
+        said = to_text(*answer_parts(answer, search))
+    return said + "".join(f"{line}\n" for line in lines)
+
+
+def use_lines(command: str, exported: Sequence[Exported] | None) -> list[str]:
+    """Return how to decode with the answer, and how to deploy it.
 
     Args:
         command: The command that decodes with the winner; empty for none.
         exported: Exports for other engines, see ``exports``; ``None`` if nothing is faster than plain decoding.
     """
-    lines = [answer.headline, *answer.details[:3]]
-    lines += [f"Decode:  {command}"] if command else []
-    lines += [] if exported is None else [f"Deploy:  {_deployed(exported)}"]
-    return "".join(f"{line}\n" for line in lines)
+    lines = [f"Decode:  {command}"] if command else []
+    return lines if exported is None else [*lines, f"Deploy:  {_deployed(exported)}"]
 
 
 def _deployed(exported: Sequence[Exported]) -> str:
@@ -386,22 +392,13 @@ def _deployed(exported: Sequence[Exported]) -> str:
     faster = [each for each in exported if each.measured.speedup.value > 1.0]
     if not faster:
         if not exported:
-            return f"specbench serve  (nothing that other engines support was measured: {_MEASURE_THERE})"
+            return "specbench serve  (nothing that other engines support was measured: specbench tune --for ENGINE)"
         slow = max(exported, key=lambda each: each.measured.speedup.value)
         return f"specbench serve  (the fastest of what {slow.engine} supports is {slow.measured})"
     first = next((each for each in faster if each.setting.fastest is None), faster[0])
     same = [each.engine for each in faster if each.measured.config == first.measured.config]
     own = "" if first.setting.fastest is None else f"specbench serve, or {first.measured}:  "
     return f"{own}{first.command}" + (f"  (or {', '.join(same[1:])})" if same[1:] else "")
-
-
-def full_text(
-    answer: TuningAnswer, search: StoredSearch[Any], command: str, exported: Sequence[Exported] | None
-) -> str:
-    """Return everything about the answer as text, its table in 80 columns; see ``short_text``."""
-    text = to_text(*answer_parts(answer, search))
-    text += f"\nDecode with it:\n    {command}\n" if command else ""
-    return text if exported is None else f"{text}\n{exports_text(exported)}"
 
 
 def as_json(answer: TuningAnswer, search: StoredSearch[Any]) -> Json:
@@ -550,18 +547,6 @@ def exports(
             command = shlex.join(map(one_line, words))
             found.append(Exported(name, command, setting, measured))
     return found
-
-
-def exports_text(found: Sequence[Exported]) -> str:
-    """Return which commands export which setting, as lines."""
-    if not found:
-        return f"Nothing that other engines support was measured: {_MEASURE_THERE}.\n"
-    lines = ["Deploy it, or the fastest setting that an engine supports:"]
-    for config in dict.fromkeys(each.measured.config for each in found):
-        same = [each for each in found if each.measured.config == config]
-        lines.append(f"  {same[0].measured}")
-        lines += [f"    {each.command}" for each in same]
-    return "".join(f"{line}\n" for line in lines)
 
 
 def exports_json(found: Sequence[Exported]) -> list[Json]:
