@@ -466,29 +466,12 @@ def test_the_command_takes_a_configuration(cli, tmp_path, monkeypatch):
     ):
         file.write_text(content)
         cli("export", file, "--to", "vllm", *more).refused(2, said)
+    file.write_text(f"version = 1\n{rest}".replace("org/small", "self:int8"))
+    cli("export", file, "--to", "vllm").refused(
+        2, "does not support the drafter self:int8", "Name the run alone"
+    )
     cli("export", f"{file}:x", "--to", "vllm").refused(2, "one setting")
     cli("export", tmp_path / "none.toml", "--to", "vllm").refused(2, "cannot be read")
-
-
-def test_a_configuration_that_an_engine_cannot_run_leaves_what_was_measured(cli, tmp_path, monkeypatch):
-    """As for a run: the fastest setting that the engine supports, of the newest run with this target and drafter."""
-    monkeypatch.chdir(tmp_path)
-    run = ranked_run(tmp_path / "results" / "tuned")
-    target = load_results(run).run.target.name
-    file = tmp_path / "specbench.toml"
-    written = f'version = 1\ntarget = "{target}"\ndrafter = "self:int8"\n'
-    file.write_text(written + 'draft-policy = "fixed:gamma=2"\n')
-    for more in ((), ("--gamma", 2)):
-        done = cli("export", file, "--to", "vllm", "--json", *more)
-        found = done.json()
-        assert (found["source"], found["setting"]["drafter"]) == ("tuned", "lookup")
-        assert found["measured"]["in_place_of"]["config"] == "self:int8@2"
-        assert "self:int8" in done.err
-        assert "lookup" in done.err
-        file.write_text(written)  # its policy has no fixed γ
-    cli("export", file, "--to", "mlx-lm", "--gamma", 2).refused(2, "self:int8")
-    file.write_text(written.replace(f'"{target}"', '"org/other"'))
-    cli("export", file, "--to", "vllm", "--gamma", 2).refused(2, "self:int8")
 
 
 def test_the_documented_table_is_the_code():

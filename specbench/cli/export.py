@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from specbench.options import ModelOptions, panel
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import parse_model
-from specbench.specs.policies import default_policy, parse_policy
+from specbench.specs.policies import Fixed, default_policy, parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,9 +54,8 @@ def export(
 ) -> None:
     """Export the fastest setting your engine supports, as its own command line, with notes on what it cannot express.
 
-    If the engine does not support the fastest setting of a run, or the setting of a specbench.toml whose run is in
-    results/, the fastest supported one is exported. Comments say what is not supported,
-    what differs, and how to verify that speculation is on.
+    If the engine does not support the fastest setting of a run, the fastest supported one is exported. Comments say
+    what is not supported, what differs, and how to verify that speculation is on.
     """
     from specbench.export.output import as_file, as_json
     from specbench.export.registry import load_engine
@@ -68,7 +66,7 @@ def export(
         write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name)))
-        if found.fastest is not None and not source.endswith(".toml"):
+        if found.fastest is not None:
             what = f"{engine.title} does not support the fastest setting of {name} ({found.fastest})"
             say(f"{what}. Exported: {found.measured}.")
 
@@ -101,18 +99,11 @@ def _exported(
         recipe = Recipe(parse_model(given.get("target", DEFAULT_TARGET)), policy=policy, models=models)
         drafter = parse_drafter(given["drafter"]) if "drafter" in given else default_drafter(recipe)
         recipe = replace(recipe, drafter=drafter)
-        try:
+        if gamma is None and not isinstance(policy, Fixed) and config.fixed_gamma is not None:
+            setting = setting_of(recipe, config.fixed_gamma, "the best one with this drafter")
+        else:
             setting = setting_of(recipe, gamma)
-            return setting, engine.export(setting), source.name
-        except UsageError as error:
-            found = _measured_instead(engine, source.parent, recipe, gamma)
-            if found is None and gamma is None and config.fixed_gamma is not None:
-                setting = setting_of(recipe, config.fixed_gamma, "the best one with this drafter")
-                return setting, engine.export(setting), source.name
-            if found is None:
-                raise
-            say(f"{source.name}: {error.message} Exported from {found[2]}: {found[0].measured}.")
-            return found
+        return setting, engine.export(setting), source.name
     from specbench.cli.named_runs import named_runs
     from specbench.results.results import load_results
 
@@ -124,28 +115,3 @@ def _exported(
         setting = settings.get(wanted, gamma)
         return setting, engine.export(setting), name
     return *export_fastest(engine, settings.all(gamma)), name
-
-
-def _measured_instead(
-    engine: ExportEngine, folder: Path, recipe: Recipe, gamma: int | None
-) -> tuple[Setting, Export, str] | None:
-    """Return the fastest setting that an engine supports of the newest run with a recipe's target and drafter.
-
-    It is looked for in the folder where runs are stored by default; ``None`` if it is not there.
-    """
-    from specbench.cli.sweep_run import FOLDER
-    from specbench.export.output import export_fastest
-    from specbench.export.setting import RunSettings
-    from specbench.results.results import load_results
-    from specbench.results.store import stored_runs
-
-    wanted = recipe.target.name, str(recipe.drafter)
-    path = [recipe.target.source] if recipe.target.is_path else []
-    for run_folder, run in stored_runs(folder / FOLDER):
-        recipes = [row.recipe for row in run.configs if row.recipe is not None]
-        if wanted in [(each.target.name, str(each.drafter)) for each in recipes]:
-            with suppress(UsageError):
-                results = load_results(run_folder)
-                settings = RunSettings(results, run_folder.name, path).all(gamma)
-                return *export_fastest(engine, settings), run_folder.name
-    return None
