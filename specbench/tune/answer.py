@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _NAMED, _OTHERS = 5, 3
 """Configurations that a sentence lists at most, and rivals with their intervals."""
 
-_NO_BOUND = "any"
-
 _LONG = 8 * 60
 """After this many minutes no longer search is advised."""
 
@@ -165,14 +163,6 @@ def _details(search: StoredSearch[Any], disturbed: str) -> Iterator[str]:
     ]
     if near:
         yield f"Within 5% of {leader}: {listed(near, _NAMED)}."
-    unclear = [
-        f"{_described(search.rows[name])} ({stats.decimals(race.ratio(name, race.leader).value)}×, at most"
-        f" {_bound(race, name)}×, in {counted(race.num_blocks(name), 'block')})"
-        for name in race.rivals
-        if _bound(race, name) != _NO_BOUND
-    ]
-    if unclear:
-        yield f"Possibly more than 5% faster than {leader}: {listed(unclear, _NAMED)}."
     gamma = fixed_gamma(search, race.leader)
     if gamma is not None:
         yield f"The best fixed γ with its drafter, for engines that need one, is {gamma}."
@@ -258,13 +248,6 @@ def _unraced(search: StoredSearch[Any]) -> Iterator[str]:
     kinds = [f"anything {what}" for what in missing if what not in found and what.startswith(SUPPORTED)]
     if found or kinds:
         yield f"Not compared: {listed([*found.values(), *map(one_line, kinds)], _NAMED)}."
-    late = [
-        f"{_described(search.rows[name])} (predicted {stats.decimals(search.predicted[name])}×)"
-        for name in names
-        if search.left_out.get(name, "").startswith(NO_TIME) and search.drafter_of(name) in measured
-    ]
-    if late:
-        yield f"No time for {listed(late, _OTHERS)}: a new search with more --minutes races them."
 
 
 def _described(config: Row) -> str:
@@ -303,16 +286,11 @@ def _outcome(race: Race, name: str) -> str:
         return "not measured"
     if name == race.leader:
         return "leads" if race.open else "leader"
-    bound = _bound(race, name)
+    value = race.upper_bound(name, race.leader)
+    bound = f"{math.ceil(100 * value) / 100:.2f}" if value < stats.WIDEST else "any"
     if name in race.rivals or (name == race.plain and name in race.open):
         return f"{bound}, may be faster"
     return f"{bound}, out after {race.eliminated[name]}" if name in race.eliminated else bound
-
-
-def _bound(race: Race, name: str) -> str:
-    """Return the upper bound of a candidate's speed over the leader's, rounded up."""
-    bound = race.upper_bound(name, race.leader)
-    return f"{math.ceil(100 * bound) / 100:.2f}" if bound < stats.WIDEST else _NO_BOUND
 
 
 # -- as text ---------------------------------------------------------------------------------------
@@ -320,8 +298,7 @@ def _bound(race: Race, name: str) -> str:
 _HEADINGS = ("raced", "blocks", "× plain", "bound over leader")
 _BOUNDS = (
     "Bound: the upper limit of a configuration's speed, as a multiple of the leader's. Bounds hold for all"
-    " configurations together, so they are"
-    " wider than single intervals."
+    " configurations together, so they are wider than single intervals."
 )
 
 
@@ -341,15 +318,6 @@ def _speedup_cell(each: Tried) -> str:
     return stats.ratio_text(each.speedup, "")
 
 
-def _not_raced(search: StoredSearch[Any]) -> Iterator[str]:
-    """Yield a sentence for each reason why configurations were not raced."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in search.left_out.items():
-        reasons.setdefault(one_line(reason), []).append(one_line(search.rows[name].label))
-    for reason, labels in reasons.items():
-        yield f"Not raced: {listed(labels, 1)} ({reason.rstrip('.')})."
-
-
 def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
     """Return the answer, its categories and the table of what was raced."""
     best = answer.measured.get(_best_drafting(search.race) or "")
@@ -362,7 +330,7 @@ def answer_parts(answer: TuningAnswer, search: StoredSearch[Any]) -> list[Part]:
         *map(Paragraph, answer.details),
         Items(categories, "By category:"),
         _table(search),
-        *map(Paragraph, [_BOUNDS, *_not_raced(search)]),
+        Paragraph(_BOUNDS),
     ]
 
 
