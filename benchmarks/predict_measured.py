@@ -37,8 +37,8 @@ from specbench.models.drafters import load_drafter
 from specbench.models.target import Target, load_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
-from specbench.predict.answers import Answer
 from specbench.predict.forecast import forecast
+from specbench.predict.law import Answer
 from specbench.predict.logs import read_log
 from specbench.results import stats
 from specbench.results.lines import CostLine

@@ -22,9 +22,8 @@ import numpy as np
 
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.free import make_free
-from specbench.predict.answers import Answer
 from specbench.predict.forecast import forecast
-from specbench.predict.law import Chances, expected_steps
+from specbench.predict.law import Answer, Chances, expected_steps
 from specbench.specs.drafters import FreeSpec, parse_drafter
 
 DRAFTERS = ("lookup", "suffix")

@@ -25,9 +25,8 @@ from specbench.drafters.parallel import ParallelDrafter
 from specbench.drafters.suffix import SuffixDrafter
 from specbench.policies import FixedLength, build_policy
 from specbench.predict import chances, forecast
-from specbench.predict.answers import Answer
 from specbench.predict.chances import read_answer
-from specbench.predict.law import Chances, expected_steps
+from specbench.predict.law import Answer, Chances, expected_steps
 from specbench.specs.drafters import Lookup
 from specbench.specs.policies import parse_policy
 

@@ -23,10 +23,10 @@ from specbench.models.prepare import LoadedDrafter
 from specbench.models.target import Target, wrap_target
 from specbench.options import DecodingOptions
 from specbench.policies import build_policy
-from specbench.predict.answers import Answer
 from specbench.predict.chances import TargetStates, chances_of, read_answer, target_probabilities
 from specbench.predict.forecast import forecast
 from specbench.predict.here import _answers, predict_rows
+from specbench.predict.law import Answer
 from specbench.results.stats import pooled_rate
 from specbench.specs.policies import parse_policy
 

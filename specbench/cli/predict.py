@@ -80,8 +80,7 @@ def predict(
     settings = {name: value for name, value in sampling.transforms.items() if given(ctx, name)}
     Sampling(**settings)  # refuses values outside their ranges
     with starting(asked.quiet) as progress:
-        from specbench.predict.alone import load_alone
-        from specbench.predict.costs import costs_of
+        from specbench.predict.alone import costs_of, load_alone
         from specbench.predict.forecast import forecast
         from specbench.predict.render import prediction_parts
 

@@ -15,9 +15,8 @@ from specbench.decoding.theory import PassCosts, reading_seconds, relative_pass
 from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.free import FreeDrafter
 from specbench.policies import build_policy
-from specbench.predict.answers import Answer, Counts, ReadAnswer
 from specbench.predict.chances import TargetStates, chances_of, model_of, read_answer, reads_alone
-from specbench.predict.law import expected_steps
+from specbench.predict.law import Answer, Counts, ReadAnswer, expected_steps
 from specbench.predict.replay import UNTIMED, StepSeconds, StepStart, draft_on, replay
 from specbench.results import stats
 from specbench.specs.policies import Fixed

@@ -13,9 +13,9 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate, ratio
 from specbench.bench.contexts import ContextPrompts
 from specbench.loaded import transforms_of
-from specbench.predict.answers import Answer, ReadAnswer
 from specbench.predict.chances import model_of, target_probabilities
 from specbench.predict.forecast import Forecast, PredictedRow, forecast
+from specbench.predict.law import Answer, ReadAnswer
 from specbench.specs.policies import Fixed
 
 if TYPE_CHECKING:

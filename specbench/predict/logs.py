@@ -23,13 +23,13 @@ from specbench.generate import encode_messages, encode_prompt
 from specbench.models.pairing import token_bytes
 from specbench.models.tokenizers import end_of_turn
 from specbench.options import TemplateOptions
-from specbench.predict.answers import Answer
+from specbench.predict.law import Answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specbench.base.record import Json
-    from specbench.predict.answers import Floats
+    from specbench.predict.law import Floats
 
 REASONS: Mapping[str, str] = {
     "form": "holds no answer in a form that is known",

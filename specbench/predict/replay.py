@@ -1,8 +1,8 @@
 """The steps of a drafter and a draft policy along an answer, taken one after the other by their own code.
 
-A small model's passes are answered from its one pass over the answer (``known``); others run. Where tests are random,
-whether a draft is accepted is drawn with its chance. What is drafted behind a rejected token counts as drafted, and is
-never accepted. Which tokens are accepted does not depend on it, except with policies that learn from it
+A small model's passes are answered from its one pass over the answer (``known_passes``); others run. Where tests are
+random, whether a draft is accepted is drawn with its chance. What is drafted behind a rejected token counts as drafted,
+and is never accepted. Which tokens are accepted does not depend on it, except with policies that learn from it
 (``confidence:adapt``, ``entropy-bound``, ``auto``).
 """
 
@@ -20,9 +20,8 @@ from specbench.decoding.protocols import NewPrompt, StepPlan, run_to_end
 from specbench.decoding.records import Closing, Step, StepTimes
 from specbench.decoding.sampling import Randomness
 from specbench.drafters.parts import models_of, without_guesses
-from specbench.predict.answers import Answer, Counts, ReadAnswer
-from specbench.predict.chances import TargetStates, matching_path
-from specbench.predict.known import KnownTests, known_passes
+from specbench.predict.chances import KnownTests, TargetStates, known_passes, matching_path
+from specbench.predict.law import Answer, Counts, ReadAnswer
 
 if TYPE_CHECKING:
     from specbench.decoding.protocols import Drafter, DraftPolicy

@@ -13,7 +13,7 @@ from specbench.bench.manifest import prompt_fingerprint
 from specbench.bench.suites import choose_prompts
 from specbench.decoding.sampling import Sampling
 from specbench.models.tokenizers import end_of_turn
-from specbench.predict.answers import Answer
+from specbench.predict.law import Answer
 from specbench.predict.logs import Log, UnusableError
 from specbench.results.lines import Generation
 from specbench.results.store import read_lines, read_run
