@@ -92,14 +92,10 @@ def test_a_sound_configuration_passes(check, drafter):
 def test_json_has_everything(check):
     result = check("--json", "-t", 0.9, "--top-k", 8, "--seed", 4)
     figures = result.json()
-    assert figures["check"] == "decoding"
-    assert figures["verdict"] == "identical"
-    assert figures["complete"] is True
+    assert (figures["check"], figures["verdict"], figures["complete"]) == ("decoding", "identical", True)
     assert (figures["target"], figures["drafter"], figures["dtype"]) == ("tiny", "lookup", "float32")
-    assert figures["options"]["temperature"] == 0.9
-    assert figures["options"]["seed"] == 4
-    assert figures["greedy"]["prompts"] == 3
-    assert figures["greedy"]["tokens"] == 30
+    assert (figures["options"]["temperature"], figures["options"]["seed"]) == (0.9, 4)
+    assert (figures["greedy"]["prompts"], figures["greedy"]["tokens"]) == (3, 30)
     for against in ("against_plain", "against_transformers"):
         assert figures["greedy"][against] == {
             "verdict": "identical",

@@ -90,12 +90,6 @@ def test_without_the_targets_time_there_are_no_speedups(predict):
     assert "--target-pass-ms" in out
 
 
-def test_a_limit_leaves_the_rest_unread(predict):
-    code, out, _ = predict("--drafter", "lookup", "--gamma", "2", "--limit", "2")
-    assert code == 0
-    assert "The first 2 answers were read" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

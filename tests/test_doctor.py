@@ -242,10 +242,8 @@ ABSURD: dict[str, tuple[Callable[[], Manner], Counts]] = {
         endless('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="99999999999999"} 1.0'),
     ),
     "a counter beyond all numbers": (vllm, endless(f"{_TOTAL} 1e999")),
-    "a counter that is no number": (vllm, endless(f"{_TOTAL} 1.2.3")),
     "more tokens than floats": (lambda: vllm(facts={"usage": {"completion_tokens": _HUGE}}), Counts()),
     "a log probability beyond all": (lambda: vllm(logprobs={"content": [HUGE_LOGPROB]}), Counts()),
-    "a probability beyond all": (lambda: vllm(logprobs={"token_logprobs": [1e300]}), Counts()),
     "a number in place of alternatives": (lambda: vllm(logprobs={"content": [NO_ALTERNATIVES]}), Counts()),
 }
 

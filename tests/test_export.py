@@ -380,13 +380,8 @@ def test_a_run_tells_of_its_heads(tmp_path):
 
     options = ENGINES["vllm"].export(told(story)).options["--speculative-config"]
     assert (options["method"], options["model"]) == ("eagle3", "/path/to/head")
-
-
-def test_mtp_layers_of_a_measured_target_are_exported(tmp_path):
-    write_run(
-        tmp_path / "run", drafters=(Drafter("mtp", 0.8, 0.1),), gammas=(2,), prompts_per_category=1, repeats=1
-    )
-    run = load_results(change_run(tmp_path / "run", heads={"mtp": {"kind": "mtp"}}))
+    write_run(tmp_path / "mtp", drafters=(Drafter("mtp", 0.8, 0.1),), gammas=(2,), repeats=1)
+    run = load_results(change_run(tmp_path / "mtp", heads={"mtp": {"kind": "mtp"}}))
     options = ENGINES["vllm"].export(RunSettings(run).all()[0]).options["--speculative-config"]
     assert options["method"] == "mtp"
 

@@ -184,17 +184,12 @@ BAD: list[tuple[str, Any]] = [
     ("field response_format", changed(response_format={"type": "json_object"})),
     ("field temperature, top_p", changed(top_p=7)),
     ("field continue_final_message", changed(continue_final_message=True)),
-    ("field add_generation_prompt", changed(add_generation_prompt=False)),
-    ("field echo", {**FORMS["SGLang, completions"][0], "request": {**TEXT_ASKED, "echo": True}}),
-    ("field bad_words", changed(bad_words=["a"])),
     ("field allowed_token_ids", changed(extra_body={"allowed_token_ids": [1]})),
     ("field min_tokens", changed(sampling_params={"min_tokens": 2})),
     ("field repeat_penalty", changed(options={"repeat_penalty": 1.1})),
     ("field a_new_one", changed(extra_body={"a_new_one": 2})),
     ("field min_tokens", {**PLAIN_LINE, "temperature": 0, "min_tokens": 3}),
     ("thinking", {"request": ASKED, "message": {"content": TEXT, "thinking": "Hm"}, "done_reason": "stop"}),
-    ("form", {"prompt": "Hello"}),
-    ("form", {"messages": MESSAGES}),
     ("temperature", {"prompt": "Hello", "answer": TEXT}),
     ("kind", changed(temperature=0.7)),
 ]
@@ -261,18 +256,6 @@ def test_a_prompt_with_its_first_token_written_out_has_it_once(monkeypatch):
         line = json.dumps({"prompt": text, "answer": TEXT, "temperature": 0}).encode()
         (answer,) = read_log([line], tokenizer).answers
         assert list(answer.prompt) == [tokenizer.bos_token_id, *PLAIN]
-
-
-def test_tools_take_their_own_template_of_several():
-    tokenizer = tiny_tokenizer(chat_template=None)
-    tokenizer.chat_template = {
-        "default": "{% for m in messages %}{{ m['content'] }}{% endfor %}!",
-        "tool_use": "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools | length }}",
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    line = {"request": {**ASKED, "temperature": 0, "tools": tools}, "response": chat()}
-    (answer,) = read_log([json.dumps(line).encode()], tokenizer).answers
-    assert tokenizer.decode(answer.prompt) == "Hello1"
 
 
 def test_a_time_comes_from_what_a_plain_server_says():
