@@ -36,7 +36,7 @@ from scipy.stats import binom
 from specbench.results import stats
 from specbench.results.results import load_results
 from specbench.results.store import find_runs, read_run
-from specbench.tune.candidates import BLOCKS, select_in_time
+from specbench.tune.candidates import BLOCKS, select
 from specbench.tune.race import ERROR, MARGIN, Block, Race, Timing, run_race
 
 PLAIN = "plain"
@@ -149,9 +149,7 @@ class Simulated:
         expected = self._expected(names)
         if chosen and expected:
             plain_s = BLOCKS * (self.first_s + self.tokens / math.exp(self.speed + self.truth[PLAIN]))
-            names = select_in_time(
-                expected, lambda name: plain_s / expected[name], seconds - plain_s, {}, {}
-            ).raced
+            names = select(expected, lambda name: plain_s / expected[name], seconds - plain_s, {}, {}).raced
         race = Race(names, PLAIN, limit=len(blocks), expected=expected)
         last_s: dict[str, float] = {}
 

@@ -93,9 +93,22 @@ def test_with_a_format_everything_is_tried_behind_forced_tokens():
 # -- selection -------------------------------------------------------------------------------------
 
 
-def chosen(predicted: dict[str, float], **options: Any) -> Tuning:
-    defaults: dict[str, Any] = {"plain_s": 1.0, "first_s": 0.0, "seconds": 1000.0, "failed": {}}
-    return select(grid("d", "e").configs, predicted, **{**defaults, **options})
+def chosen(
+    predicted: dict[str, float], *, seconds: float = 1000.0, first_s: float = 0.0, **options: Any
+) -> Tuning:
+    rows = [each for each in grid("d", "e").configs if each.kind == "speculative"]
+    families = {each.id: each.drafter for each in rows}
+    lengths = {each.id for each in rows if each.gamma is not None}
+    failed = options.pop("failed", {})
+    return select(
+        predicted,
+        lambda name: 6 * (first_s + 1.0 / predicted[name]),
+        seconds,
+        families,
+        failed,
+        lengths=lengths,
+        **options,
+    )
 
 
 FAR = "predicted below 0.8 of the best"

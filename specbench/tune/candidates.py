@@ -1,19 +1,16 @@
 """Choose what `specbench tune` races: configurations of a sweep's grid, and a selection by their predicted speedups.
 
 Configurations far below the best prediction (``specbench.predict``) are not raced. All functions are pure. The settings
-of an engine are predicted from other measurements, and selected alike (``select_in_time``).
+of an engine are predicted from other measurements, and selected alike.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace as replace_fields
-
-from msgspec.structs import replace
+from dataclasses import replace
 
 from specbench.results.run import Tuning
-from specbench.rows import Row
 from specbench.specs.drafters import (
     Cascade,
     DrafterSpec,
@@ -73,7 +70,7 @@ def drafters_to_try(
 def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
     spec = parse_drafter(f"{front}+self:int8")
     assert isinstance(spec, Cascade)
-    return replace_fields(spec, back=back)
+    return replace(spec, back=back)
 
 
 def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
@@ -97,40 +94,6 @@ def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
 
 
 # -- selection -------------------------------------------------------------------------------------
-
-
-def select(
-    configs: Sequence[Row],
-    predicted: Mapping[str, float],
-    *,
-    plain_s: float,
-    first_s: float,
-    seconds: float,
-    failed: Mapping[str, str],
-    needed: Collection[str] = (),
-) -> Tuning:
-    """Select the configurations to race. Of fixed draft lengths, only each drafter's best is considered.
-
-    Args:
-        plain_s: Time of plain decoding for a whole output.
-        first_s: Time to the first token, equal for all.
-        seconds: Time for the candidates.
-        failed: Errors by drafter.
-        needed: See ``select_in_time``.
-    """
-    fixed = {config.id: config.drafter for config in configs if config.gamma is not None}
-    first = {config.drafter: config.id for config in reversed(configs) if config.kind == "speculative"}
-    known = {config.drafter for config in configs if config.id in predicted}
-    others = slower_lengths(predicted, fixed, 1)
-    selected = select_in_time(
-        {name: value for name, value in predicted.items() if name not in others},
-        lambda name: BLOCKS * (first_s + plain_s / max(predicted[name], 1e-9)),
-        seconds,
-        {name: drafter for drafter, name in first.items() if drafter not in known},
-        failed,
-        needed,
-    )
-    return replace(selected, predicted={name: round(value, 4) for name, value in predicted.items()})
 
 
 def race_needs(
@@ -162,39 +125,38 @@ def by_prediction(predicted: Mapping[str, float]) -> list[str]:
     return sorted(predicted, key=lambda name: -predicted[name])
 
 
-def slower_lengths(predicted: Mapping[str, float], families: Mapping[str, str], most: int) -> list[str]:
-    """Return the draft lengths that are not among the ``most`` best ones of their family."""
-    taken, found = Counter[str](), []
-    for name in by_prediction(predicted):
-        if name in families:
-            taken[families[name]] += 1
-            found += [name] if taken[families[name]] > most else []
-    return found
-
-
-def select_in_time(
+def select(
     predicted: Mapping[str, float],
     seconds_of: Callable[[str], float],
     seconds: float,
     families: Mapping[str, str],
     failed: Mapping[str, str],
+    *,
+    lengths: Collection[str] = (),
+    most: int = 1,
     needed: Collection[str] = (),
 ) -> Tuning:
     """Select the candidates to race: the needed ones, and as many others as the time allows, by prediction.
 
-    Other candidates predicted below ``MIN_SHARE`` of the best are not raced.
+    Other candidates predicted below ``MIN_SHARE`` of the best are not raced, nor are the slower lengths of a family.
 
     Args:
         predicted: Predicted speedups by id.
         seconds_of: Returns how long ``BLOCKS`` blocks take a candidate.
         seconds: Time for all of them.
-        families: What each candidate belongs to; those without a prediction have failed or were not tried.
+        families: What each candidate belongs to: its drafter. One without any prediction has failed or was not tried.
         failed: Errors by family.
+        lengths: Ids that differ from others of their family in the draft length alone.
+        most: How many of these are raced in a family.
         needed: Ids that are raced in any case.
     """
+    ranked, taken = by_prediction(predicted), Counter[str]()
+    for name in [each for each in ranked if each in lengths]:
+        taken[families[name]] += 1
+        if taken[families[name]] > most:
+            ranked.remove(name)
     left_out: dict[str, str] = {}
     raced: list[str] = []
-    ranked = by_prediction(predicted)
     best = max([1.0, *predicted.values()])
     for name in sorted(ranked, key=lambda name: name not in needed):
         if predicted[name] < MIN_SHARE * best and name not in needed:
@@ -204,7 +166,10 @@ def select_in_time(
         else:
             raced.append(name)
             seconds -= seconds_of(name)
+    known = {families[name] for name in predicted if name in families}
     for name, family in families.items():
-        if name not in predicted:
+        if family not in known:
+            known.add(family)
             left_out[name] = f"failed: {failed[family]}" if family in failed else "it was not tried"
-    return Tuning(predicted=dict(predicted), raced=sorted(raced, key=ranked.index), left_out=left_out)
+    rounded = {name: round(value, 4) for name, value in predicted.items()}
+    return Tuning(predicted=rounded, raced=sorted(raced, key=ranked.index), left_out=left_out)

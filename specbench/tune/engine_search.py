@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, PromptGroup, Sweep, make_groups
@@ -28,7 +27,7 @@ from specbench.results.lines import Generation, Group
 from specbench.results.run import Tuning
 from specbench.rows import Row
 from specbench.specs.sweeps import Closed
-from specbench.tune.candidates import BLOCKS, best_of_each, select_in_time, slower_lengths
+from specbench.tune.candidates import BLOCKS, best_of_each, select
 from specbench.tune.search import StoredSearch, plain_failed
 
 if TYPE_CHECKING:
@@ -98,21 +97,20 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
         plain_s = BLOCKS * mean_s * self._sweep.options.decoding.max_new_tokens
         start_s = max((start.seconds for start in self._engine.starts.values()), default=0.0)
         predicted = {
-            name: round(value, 4)
+            name: value
             for name, value in predict(self._settings, tried, plain).items()
             if value > 0 and families[name] not in failed
         }
-        others = slower_lengths(predicted, families, _LENGTHS)
-        selected = select_in_time(
-            left := {name: value for name, value in predicted.items() if name not in others},
+        return select(
+            predicted,
             lambda name: plain_s / predicted[name] + (0.0 if name in self._engine.running else start_s),
             max(0.0, _RACING * self._seconds - (self._clock.now() - self._began)) - plain_s,
-            {name: family for name, family in families.items() if name not in others},
+            families,
             failed,
-            best_of_each(self.needs(left), left),
+            lengths=families,
+            most=_LENGTHS,
+            needed=best_of_each(self.needs(predicted), predicted),
         )
-        left_out = selected.left_out | dict.fromkeys(others, "other draft lengths are predicted to be faster")
-        return replace(selected, predicted=predicted, left_out=left_out)
 
     def _try(
         self, families: Mapping[str, str], *, in_turn: bool

@@ -329,13 +329,14 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 "The time was too short to compare anything.",
                 f"Results so far are kept; continue with --resume --minutes {minutes}.",
             )
+        drafting = [each for each in self._sweep.configs if each.kind == "speculative"]
         selected = select(
-            self._sweep.configs,
             predicted,
-            plain_s=plain_s,
-            first_s=first_s,
-            seconds=left_s - rest_s,
-            failed=failed,
+            lambda name: BLOCKS * (first_s + plain_s / max(predicted[name], 1e-9)),
+            left_s - rest_s,
+            {each.id: each.drafter for each in drafting},
+            failed,
+            lengths={each.id for each in drafting if each.gamma is not None},
             needed=needed,
         )
         return msgspec.structs.replace(selected, tokens=self.tokens)
