@@ -142,13 +142,15 @@ def test_above_temperature_0_chains_are_verified_together_too(tune, tmp_path):
 
 
 def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models, capsys):
-    said = tune("--verbose")
+    said = tune("--verbose", factors={"lookup@auto": 2.0, **{f"lookup@{gamma}": 1.5 for gamma in GAMMAS}})
     assert run(["generate", "--target", str(models / "target"), "Hello", "-n", "3"]) == 0
     assert "specbench.toml sets --drafter lookup, --draft-policy auto" in capsys.readouterr().err
     (deploy,) = (line for line in said.out.splitlines() if line.startswith("Deploy:  "))
-    command, _, others = deploy.removeprefix("Deploy:  specbench ").partition("  (or ")
+    before, _, command = deploy.partition(":  specbench export ")
+    assert before.startswith("Deploy:  specbench serve, or lookup γ=")
+    command, _, others = command.partition("  (or ")
     assert "vllm" in others
-    assert run(shlex.split(command)) == 0
+    assert run(["export", *shlex.split(command)]) == 0
     assert "lookup" in capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
     assert (

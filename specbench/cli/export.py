@@ -66,9 +66,8 @@ def export(
         write_json(as_json(engine, found, made, name))
     else:
         write_out(terminal_safe(as_file(engine, found, made, name)))
-        if found.fastest is not None:
-            what = f"{engine.title} does not support the fastest setting of {name} ({found.fastest})"
-            say(f"{what}. Exported: {found.measured}.")
+        if found.instead_of is not None:
+            say(f"It is exported in place of {found.instead_of}.")
 
 
 def _exported(
@@ -112,6 +111,6 @@ def _exported(
     results = load_results(folder)
     settings = RunSettings(results, name, paths)
     if wanted is not None:
-        setting = settings.get(wanted, gamma)
+        setting = engine.nearest(settings.get(wanted, gamma))
         return setting, engine.export(setting), name
     return *export_fastest(engine, settings.all(gamma)), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from specbench.base.errors import UsageError
@@ -198,6 +198,12 @@ class ExportEngine(ABC):
                 served=True,
             )
         return support
+
+    def nearest(self, setting: Setting) -> Setting:
+        """Return a setting, or the measured one with a fixed γ in place of a draft policy that the engine lacks."""
+        if setting.fixed is None or not self.replaces_policy(setting):
+            return setting
+        return replace(setting.fixed, instead_of=setting.measured)
 
     def replaces_policy(self, setting: Setting) -> bool:
         """Return whether the export has a fixed γ in place of the setting's draft policy."""

@@ -17,29 +17,24 @@ from specbench.export.setting import MeasuredSetting, Setting
 def export_fastest(engine: ExportEngine, settings: Sequence[Setting]) -> tuple[Setting, Export]:
     """Export the fastest setting that an engine supports.
 
-    If the engine does not support a setting's draft policy, it gets a fixed γ instead. Such a setting is exported only
-    if it is the fastest of all, or if no fixed γ was measured with its drafter; otherwise the measured fixed γ is
-    exported, so that the reported speed belongs to it.
-
     Args:
         engine: The engine.
         settings: Settings of a run, the fastest first.
 
     Returns:
-        The setting (with the fastest of all, if it is another one), and its export.
+        The setting, and its export.
 
-        Raises:
-            UsageError: The engine supports none of the settings.
+    Raises:
+        UsageError: The engine supports none of the settings.
     """
-    fixed = {setting.drafter for setting in settings if not setting.gamma_from}
-    for setting in settings:
-        if engine.replaces_policy(setting) and setting.drafter in fixed and setting is not settings[0]:
-            continue
+    first = settings[0].measured
+    for each in settings:
+        setting = engine.nearest(each)
         try:
             export = engine.export(setting)
         except UsageError:
             continue
-        return replace(setting, fastest=None if setting is settings[0] else settings[0].measured), export
+        return replace(setting, instead_of=None if setting.measured is first else first), export
     drafters = dict.fromkeys(str(setting.drafter) for setting in settings)
     what = engine.unsupported(settings[0]).message
     if len(drafters) > 1:
@@ -71,25 +66,12 @@ def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
     measured = setting.measured
     if measured is None:
         return
-    is_replaced = engine.replaces_policy(setting)
-    if setting.fastest is not None:
-        what = "with a supported drafter" if is_replaced else "supported one"
-        yield (
-            f"The fastest setting of the run is not supported by {engine.title}: {setting.fastest}. This is the"
-            f" fastest {what}."
-        )
-    own = setting.at_gamma if is_replaced else None
-    which = "Fastest setting of the run" if measured.best and own is None else "Measured"
+    which = "Fastest setting of the run" if measured.best else "Measured"
     at = f" at temperature {setting.temperature:g}" if setting.temperature else ""
-    unsure = (
-        f" The exported fixed γ of {setting.gamma} was not measured." if is_replaced and own is None else ""
-    )
-    yield (
-        f"{which}{at}: {own or measured}, in specbench.{unsure} Costs differ by engine and machine: measure there too."
-    )
-    if own is not None and own.config != measured.config:
-        yield f"It replaces {'the fastest setting of the run, ' if measured.best else ''}{measured}."
-    measured = own or measured
+    unsure = f" A fixed γ of {setting.gamma} was not measured." if engine.replaces_policy(setting) else ""
+    yield f"{which}{at}: {measured}, in specbench.{unsure} Costs differ by engine and machine: measure there too."
+    if setting.instead_of is not None:
+        yield f"It is exported in place of {setting.instead_of}."
     if measured.verdict == "slower":
         yield "It was slower than plain decoding: better leave speculation off."
     elif measured.verdict != "faster":
@@ -125,8 +107,7 @@ def as_json(engine: ExportEngine, setting: Setting, export: Export, source: str)
             **_figures(measured),
             "best": measured.best,
             "verdict": measured.verdict,
-            "at_gamma": setting.at_gamma and _figures(setting.at_gamma),
-            "in_place_of": setting.fastest and _figures(setting.fastest),
+            "in_place_of": setting.instead_of and _figures(setting.instead_of),
         },
         "options": export.options,
         "text": export.text,

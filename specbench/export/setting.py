@@ -79,8 +79,8 @@ class Setting:
         gamma: Tokens drafted in a step, without the bonus token, for engines that take a fixed number.
         gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
         drafter_dtype: In which the drafter's own weights drafted.
-        at_gamma: Measurements of that γ as a fixed one with the same drafter, if it is not the policy's own.
-        fastest: The fastest setting of the run, if this one is exported in its place.
+        fixed: The measured setting with that γ as a fixed one and the same drafter, if it is not the policy's own.
+        instead_of: What this one is exported in place of.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
     """
@@ -90,8 +90,8 @@ class Setting:
     gamma_from: str = ""
     drafter_dtype: str | None = None
     measured: MeasuredSetting | None = None
-    at_gamma: MeasuredSetting | None = None
-    fastest: MeasuredSetting | None = None
+    fixed: Setting | None = None
+    instead_of: MeasuredSetting | None = None
     head: TrainingMetadata | None = None
     head_unknown: bool = False
 
@@ -277,7 +277,7 @@ class RunSettings:
             gamma_from=reason,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
             measured=self._measured(row),
-            at_gamma=self._measured(max(same, key=_speedup)) if same else None,
+            fixed=self._setting(max(same, key=_speedup), None) if same and reason else None,
             head=None if of_target else self._run.heads.get(config.drafter),
         )
 
@@ -310,12 +310,9 @@ class RunSettings:
             return config.gamma, ""
         others = self._with_fixed_gamma(row)
         if others:
-            best = max(others, key=_speedup)
-            ratio = stats.ratio_text(best.speedup)
-            return (
-                best.config.gamma or 1,
-                f"the best of {len(others)} fixed γ measured with this drafter, {ratio}",
-            )
+            return max(
+                others, key=_speedup
+            ).config.gamma or 1, "the fastest that was measured with this drafter"
         steps = by_config(self._results)[config.id]
         steps = steps.take(steps["drafted"] > 0)
         predicted = _predicted_gamma(steps, config.drafter, costs_at(self._run, config))

@@ -363,9 +363,9 @@ def _deployed(exported: Sequence[Exported]) -> str:
             return "specbench serve  (nothing that other engines support was measured: specbench tune --for ENGINE)"
         slow = max(exported, key=lambda each: each.measured.speedup.value)
         return f"specbench serve  (the fastest of what {slow.engine} supports is {slow.measured})"
-    first = next((each for each in faster if each.setting.fastest is None), faster[0])
+    first = next((each for each in faster if each.setting.instead_of is None), faster[0])
     same = [each.engine for each in faster if each.measured.config == first.measured.config]
-    own = "" if first.setting.fastest is None else f"specbench serve, or {first.measured}:  "
+    own = "" if first.setting.instead_of is None else f"specbench serve, or {first.measured}:  "
     return f"{own}{first.command}" + (f"  (or {', '.join(same[1:])})" if same[1:] else "")
 
 
