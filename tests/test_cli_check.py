@@ -381,3 +381,4 @@ def test_files_that_are_none_are_refused(check, outputs, tmp_path):
     check("--outputs", tmp_path / "missing.jsonl").refused(2, "cannot be read")
     check("--outputs", tmp_path).refused(2, "cannot be read")
     check("--outputs", outputs(b"", b"  ")).refused(2, "There are no outputs")
+    check("--outputs", outputs(b"{"), "--gamma", 2).refused(2, "--gamma does not go with --outputs")

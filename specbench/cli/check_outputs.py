@@ -33,12 +33,6 @@ def prepare_outputs(
     Returns:
         What checks them, prints what was found, and returns the exit code.
     """
-    request.note_unused(
-        "on outputs that were made elsewhere",
-        "drafter", "draft_policy", "gamma",
-        "max_new_tokens",
-        "temperature", "top_k", "top_p", "min_p", "seed",
-    )  # fmt: skip
     lines, models = _read_lines(file, limit), request.recipe.models
     check_options(models.target)
     target = load_target(

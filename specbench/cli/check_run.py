@@ -58,11 +58,6 @@ class CheckRequest:
         for line in (*target.language_model.notes, *model_notes(target, drafters, self.recipe.decoding)):
             self.note(line)
 
-    def note_unused(self, why: str, *names: str | type) -> None:
-        """Print which of the named options stand on the command line, and that they have no effect."""
-        for line in without_effect(self.ctx, why, *names):
-            self.note(line)
-
     def note(self, text: str) -> None:
         """Print a note on stderr."""
         if not self.quiet:
@@ -117,9 +112,10 @@ def prepare_checks(
     for recipe in recipes:
         recipe.check()
     check_models(request.recipe.target, drafters, request.recipe.models, progress=progress)
-    names = ("top_k", "top_p", "min_p", "seed")
     if request.recipe.sampling.temperature == 0:
-        request.note_unused("at temperature 0: nothing is sampled", *names)
+        why = "at temperature 0: nothing is sampled"
+        for line in without_effect(request.ctx, why, "top_k", "top_p", "min_p", "seed"):
+            request.note(line)
     rounded = quantized(request.recipe.models.dtype)
     encoded: list[tuple[str, list[int]]] = []
     references: dict[str, GreedyOutput] = {}

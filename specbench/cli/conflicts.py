@@ -16,6 +16,8 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("show_accepted",), "json_output", ""),
     ("generate chat serve check", ("drafter", "draft_policy", "gamma"), "recipe", "it has its own"),
     ("check", ("prompts",), "outputs", "the file has its own prompts"),
+    ("check", ("drafter", "draft_policy", "gamma", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+     "outputs", "its outputs are finished, and greedy"),
     ("sweep", ("drafter", "baseline", "gamma", "draft_policy", "cache", ModelOptions, "model_defaults", "format"),
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
