@@ -21,6 +21,7 @@ from head_files import eagle_tensors, speculators_settings, write_head
 from regret import FakeClock
 from scripted_engine import ScriptedEngine, in_group, quiet
 
+from specbench.base.record import Estimate
 from specbench.bench.engines import guard
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
@@ -37,7 +38,7 @@ from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
-from specbench.tune.answer import schedule, start_command
+from specbench.tune.answer import batch_lines, schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 
 STUB = f"{sys.executable} {Path(__file__).with_name('engine_process.py')}"
@@ -420,18 +421,21 @@ def test_draft_lengths_by_batch_size_reach_the_command_line(tmp_path):
     )
     leader = timed.settings[found.race.leader]
     assert found.batches.keys() == {4, 16}
-    assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma]) < leader.gamma
+    assert max(found.batches[16], key=lambda gamma: found.batches[16][gamma].value) < leader.gamma
     ranges = schedule(found.batches, leader.gamma)
     assert (ranges[0][0], ranges[-1][1]) == (1, 16)
     _, needs = start_command(engine, TARGET, leader, found.batches, ("--tp", "2"), "")
     assert "one draft length for all batch sizes" in needs[-1]
     vllm = started_engine("vllm")
     setting = EngineSetting("x@4", "x", 4, {"--speculative-config": {"num_speculative_tokens": 4}})
-    batches: dict[int, dict[int, float]] = {
-        2: {0: 1.0, 4: 1.5},
-        8: {0: 1.0, 4: 0.9, 1: 1.1},
-        32: {0: 1.0, 4: 0.5},
+    measured = {2: {0: 1.0, 4: 1.5}, 8: {0: 1.0, 4: 0.9, 1: 1.1}, 32: {0: 1.0, 4: 0.5}}
+    batches = {
+        batch: {gamma: Estimate(value, None, None, 2) for gamma, value in ratios.items()}
+        for batch, ratios in measured.items()
     }
+    assert [*batch_lines(batches)][-1] == (
+        "In a batch of 32 requests, γ=4 has 0.50× [too few to say] the throughput of plain decoding: better no drafts."
+    )
     words, _ = start_command(vllm, TARGET, setting, batches, (), "")
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 8, 1], [9, 32, 0]]

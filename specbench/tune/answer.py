@@ -381,7 +381,7 @@ def as_json(answer: TuningAnswer, search: StoredSearch[Any]) -> Json:
         "provisional": answer.provisional,
         "leader": search.race.leader,
         "batches": {
-            str(batch): {str(gamma): ratio for gamma, ratio in ratios.items()}
+            str(batch): {str(gamma): ratio.value for gamma, ratio in ratios.items()}
             for batch, ratios in search.batches.items()
         },
         "blocks": search.race.blocks,
@@ -412,14 +412,14 @@ Range: TypeAlias = tuple[int, int, int]
 """First and last batch size, and the draft length for them; 0 for no drafts."""
 
 
-def schedule(batches: Mapping[int, Mapping[int, float]], gamma: int) -> list[Range]:
+def schedule(batches: Mapping[int, Mapping[int, Estimate]], gamma: int) -> list[Range]:
     """Return the first and last batch size of each range and its best draft length; ``gamma`` is for one request.
 
     A range ends with a measured batch size; neighbors with the same length are joined.
     """
     ranges: list[Range] = [(1, 1, gamma)]
     for batch, ratios in sorted(batches.items()):
-        best = max(ratios, key=lambda each: ratios[each])
+        best = max(ratios, key=lambda each: ratios[each].value)
         first, last, length = ranges[-1]
         if length == best:
             ranges[-1] = first, batch, length
@@ -432,7 +432,7 @@ def start_command(
     engine: StartedEngine,
     target: ModelSpec,
     setting: EngineSetting,
-    batches: Mapping[int, Mapping[int, float]],
+    batches: Mapping[int, Mapping[int, Estimate]],
     arguments: Sequence[str],
     wrapper: str,
 ) -> tuple[list[str], list[str]]:
@@ -453,15 +453,16 @@ def start_command(
     return [*first, *engine.words(target, options), *arguments], needs
 
 
-def batch_lines(batches: Mapping[int, Mapping[int, float]]) -> Iterator[str]:
+def batch_lines(batches: Mapping[int, Mapping[int, Estimate]]) -> Iterator[str]:
     """Yield a sentence for each batch size: the best draft length, and its throughput over plain decoding."""
     for batch, ratios in sorted(batches.items()):
-        best = max(ratios, key=lambda gamma: ratios[gamma])
-        drafting = max((gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma], default=None)
-        if drafting is None:
-            continue
-        gain = f"γ={drafting} has {stats.decimals(ratios[drafting])}× the throughput of plain decoding"
-        yield f"In a batch of {batch} requests, {gain}" + (": better no drafts." if best == 0 else ".")
+        drafting = max(
+            (gamma for gamma in ratios if gamma), key=lambda gamma: ratios[gamma].value, default=None
+        )
+        if drafting is not None:
+            gain = f"γ={drafting} has {stats.ratio_text(ratios[drafting])} the throughput of plain decoding"
+            better = ": better no drafts" if ratios[drafting].value <= 1.0 else ""
+            yield f"In a batch of {batch} requests, {gain}{better}."
 
 
 # -- other engines ---------------------------------------------------------------------------------

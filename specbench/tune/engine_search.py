@@ -23,6 +23,7 @@ import numpy as np
 from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.grid import Cell, PromptGroup, Sweep, make_groups
 from specbench.bench.stopping import look_due
+from specbench.results import stats
 from specbench.results.lines import Generation, Group
 from specbench.results.run import Tuning
 from specbench.rows import Row
@@ -31,6 +32,7 @@ from specbench.tune.candidates import BLOCKS, best_of_each, select
 from specbench.tune.search import StoredSearch, plain_failed
 
 if TYPE_CHECKING:
+    from specbench.base.record import Estimate
     from specbench.export.start import EngineSetting
     from specbench.results.store import RunStore
 
@@ -182,18 +184,22 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
 
     # -- batches -----------------------------------------------------------------------------------
 
-    def _measure_batches(self, winner: EngineSetting) -> dict[int, dict[int, float]]:
+    def _measure_batches(self, winner: EngineSetting) -> dict[int, dict[int, Estimate]]:
         """Return throughput over plain decoding by batch size and draft length, as far as there is time.
 
         The draft lengths are the winner's, half of it and 1: the best length does not grow with the batch.
         """
-        of_family, lengths = self._by_length(winner), (0, winner.gamma, max(1, winner.gamma // 2), 1)
-        servers = {gamma: of_family[gamma].name for gamma in dict.fromkeys(lengths) if gamma in of_family}
-        found: dict[int, dict[int, float]] = {}
+        of_family = {
+            each.gamma: each.name for each in self._settings.values() if each.family == winner.family
+        }
+        lengths = (winner.gamma, max(1, winner.gamma // 2), 1)
+        servers = {0: self._settings[self._plain].name}
+        servers |= {gamma: of_family[gamma] for gamma in lengths if gamma in of_family}
+        found: dict[int, dict[int, Estimate]] = {}
         for batch in self._sweep.options.batches:
             configs = {gamma: self._at(server, batch) for gamma, server in servers.items()}
             logs: dict[int, list[float]] = {gamma: [] for gamma in configs}
-            for repeat, group in enumerate(self._groups_of(batch)[:_GROUPS]):
+            for repeat, group in enumerate(make_groups(self._sweep.prompts, Closed(batch))[:_GROUPS]):
                 began = self._clock.now()
                 for gamma, speed in self._log_speeds(configs, group, repeat).items():
                     logs[gamma].append(speed)
@@ -201,25 +207,18 @@ class EngineSearch(StoredSearch[LaunchedEngine]):
                     break
             if not logs[0]:
                 break
-            speeds = {
-                gamma: float(np.mean(each)) for gamma, each in logs.items() if len(each) == len(logs[0])
+            found[batch] = {
+                gamma: stats.geometric_mean(np.exp(np.subtract(each, logs[0])), range(len(each)))
+                for gamma, each in logs.items()
+                if len(each) == len(logs[0])
             }
-            found[batch] = {gamma: round(math.exp(log - speeds[0]), 4) for gamma, log in speeds.items()}
         return found
-
-    def _by_length(self, winner: EngineSetting) -> dict[int, EngineSetting]:
-        """Return plain decoding and the settings of the winner's family by draft length."""
-        family = (each for each in self._settings.values() if each.family == winner.family)
-        return {0: self._settings[self._plain], **{each.gamma: each for each in family}}
 
     def _at(self, server: str, batch: int) -> Row:
         """Return the configuration of a server at a batch size."""
         return next(
             each for each in self._sweep.configs if (each.drafter, each.condition.batch) == (server, batch)
         )
-
-    def _groups_of(self, batch: int) -> list[PromptGroup]:
-        return make_groups(self._sweep.prompts, Closed(batch))
 
     def _log_speeds(self, configs: Mapping[int, Row], group: PromptGroup, repeat: int) -> dict[int, float]:
         """Return the logarithms of tokens per second on a group, of those that there is time for and that work.

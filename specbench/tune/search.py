@@ -34,6 +34,7 @@ from specbench.tune.race import Block, Race, Timing, relative_slowdown, run_race
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
+    from specbench.base.record import Estimate
     from specbench.decoding.clocks import Clock
     from specbench.results.run import RunWarning
     from specbench.results.store import RunStore
@@ -122,7 +123,7 @@ class StoredSearch(Generic[Raced]):
         self.predicted: Mapping[str, float] = {}
         self.left_out: Mapping[str, str] = {}
         self.warnings: tuple[RunWarning, ...] = ()
-        self.batches: dict[int, dict[int, float]] = {}
+        self.batches: dict[int, dict[int, Estimate]] = {}
 
     # What the searches differ in.
 
