@@ -118,53 +118,24 @@ def test_the_answer_is_a_sentence_and_a_table(check, snapshot):
 
 def test_without_the_residual_adjustment_it_is_wrong(check, monkeypatch):
     monkeypatch.setattr(verify, "residual", lambda draft, p, i: p[i])
-    asked = ("-t", 1, "--top-k", 8, "--drafter", "self:layers=1")
-    result = check(*asked)
+    result = check("-t", 1, "--top-k", 8, "--drafter", "self:layers=1")
     assert result.code == 1
     verdicts = rows(result.out)
-    assert verdicts["exact"] == "wrong"
+    assert (verdicts["exact"], verdicts["steps"]) == ("wrong", "sound")
     assert "plain" not in verdicts
-    assert verdicts["steps"] == "sound"
     assert result.out.startswith("NOT lossless: self:layers=1 ")
     assert "(tested): total variation from p 0." in result.out
-    figures = check(*asked, "--json").json(code=1)
-    assert figures["verdict"] == "wrong"
-    assert figures["exact"]["sound"] is False
-    assert figures["exact"]["at"]["kind"] in ("tested", "enumerated")
 
 
 @pytest.mark.parametrize("more", [(), ("-t", 1)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", ["lookup", "self:layers=1"])
-def test_without_drafts_nothing_is_vouched_for(check, drafter, more):
-    """One token, which the prefill gives: the issue's own case of a check that tests nothing."""
-    asked = ("--drafter", drafter, "-n", 1, *more)
+def test_without_drafts_nothing_is_vouched_for(check, more):
+    """One token, which the prefill gives."""
+    asked = ("-n", 1, *more)
     result = check(*asked)
     assert result.code == 1
     assert result.out.startswith("Nothing was tested")
     assert "Lossless" not in result.out
     assert check(*asked, "--json").json(code=1)["verdict"] == "nothing tested"
-
-
-def test_options_reach_the_decoding(check, monkeypatch):
-    seen = {}
-
-    def watch(setup: Any, *arguments: Any, **options: Any) -> Any:
-        seen["setup"] = setup
-        return original(setup, *arguments, **options)
-
-    original = specbench.check.run.check_greedy
-    monkeypatch.setattr(specbench.check.run, "check_greedy", watch)
-    result = check(
-        "--draft-policy", "confidence:threshold=0.7,max=3", "--ignore-eos",
-        "--repetition-penalty", 1.2, "--cache", "preallocated", "--limit", 1, "-n", 40,
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    setup = seen["setup"]
-    assert setup.policy.name == "confidence:threshold=0.7,max=3"
-    assert setup.sampling.repetition_penalty == 1.2
-    assert setup.stops.end_ids == frozenset()
-    assert type(setup.target.cache).__name__ == "PreallocatedKVCache"
-    assert "1 prompt," in result.out
 
 
 def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):

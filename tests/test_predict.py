@@ -269,31 +269,22 @@ RULES = ["heuristic", "egag:scale=0.8", "egag:beta=0.5", "confidence:threshold=0
          "entropy-bound"]  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_policies_of_a_model_are_predicted_to_take_the_steps_that_they_take(rule, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*(("model", rule) for rule in RULES), *((name, "heuristic") for name in ("lookup", "suffix", "ngram"))],
+)
+def test_policies_are_predicted_to_take_the_steps_that_they_take(name, rule, monkeypatch):
     monkeypatch.setattr(forecast, "_STARTS", 1000)
     limit = 60
     plain = answer_of(decoded(small_model(), "fixed:gamma=1", Sampling(), (), limit), Sampling(), limit)
-    (_, row) = forecast.forecast(small_model(), [plain], [2], [parse_policy(rule)]).rows
-    expected = of_records(decoded(small_model(), rule, Sampling(), (), limit))
+    (_, row) = forecast.forecast(DRAFTERS[name](), [plain], [2], [parse_policy(rule)]).rows
+    expected = of_records(decoded(DRAFTERS[name](), rule, Sampling(), (), limit))
     learns = "adapt" in rule or "bound" in rule
     assert row.counts[0].steps == pytest.approx(expected[0], rel=0.1 if learns else 0)
     if not learns:
         drafted, _ = row.per_step()
         assert drafted == pytest.approx(expected[1] / expected[0])
         assert row.counts[0].tested.tolist() == expected[2 : 2 + 2].tolist()
-
-
-@pytest.mark.parametrize("rule", ["heuristic", "confidence:threshold=0.5"])
-@pytest.mark.parametrize("name", ["lookup", "suffix", "ngram"])
-def test_policies_of_drafters_without_a_model_are_replayed(name, rule):
-    limit = 60
-    plain = answer_of(decoded(small_model(), "fixed:gamma=1", Sampling(), (), limit), Sampling(), limit)
-    (_, row) = forecast.forecast(DRAFTERS[name](), [plain], [LONGEST], [parse_policy(rule)]).rows
-    expected = of_records(decoded(DRAFTERS[name](), rule, Sampling(), (), limit))
-    (each,) = row.counts
-    assert counts(each.steps, each.drafted, each.tested, each.accepted).tolist() == expected.tolist()
-    assert row.per_step()[1] == 0
 
 
 def test_sampled_answers_give_chances(monkeypatch):
