@@ -55,7 +55,7 @@ def engine_drafters(
 
     If the server may run ``elsewhere``, on another machine, paths need not exist here.
     """
-    found = [EngineDrafter(name) for name in [*engine.ngrams][:2]] if usual else []
+    found = [EngineDrafter(name) for name in engine.ngrams] if usual else []
     for text in dict.fromkeys(texts):
         try:
             spec = parse_engine_drafter(engine, text)

@@ -50,18 +50,6 @@ class LlamaCpp(StartedEngine):
             "--spec-ngram-mod-n-min": 1,
             "--spec-ngram-mod-n-max": GAMMA,
         },
-        "ngram-map-k": {
-            "--spec-type": "ngram-map-k",
-            "--spec-ngram-map-k-size-n": 3,
-            "--spec-ngram-map-k-size-m": GAMMA,
-            "--spec-ngram-map-k-min-hits": 1,
-        },
-        "ngram-map-k4v": {
-            "--spec-type": "ngram-map-k4v",
-            "--spec-ngram-map-k4v-size-n": 3,
-            "--spec-ngram-map-k4v-size-m": GAMMA,
-            "--spec-ngram-map-k4v-min-hits": 1,
-        },
     }
 
     def target_options(self, target: ModelSpec) -> Json:

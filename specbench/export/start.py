@@ -77,7 +77,7 @@ class StartedEngine(ExportEngine):
         server: The words that start its server.
         listening: Options of the server for what is measured; the last one is for its port.
         ngrams: Kinds of n-gram drafting by their names in the engine: a drafter that is exported, or the engine's own
-            options. The first two are tried if nothing else is named.
+            options.
     """
 
     server: ClassVar[tuple[str, ...]]
