@@ -441,6 +441,7 @@ def test_the_heading_has_the_figure_of_what_is_exported(cli):
         assert "Measured: qwen2.5-coder-0.5b (int4) γ=3: 1.81×" in said
         assert replaced in said.partition("in place of")[2]
     assert "γ of 11 was not measured" in heading(int4, "--gamma", 11)
+    assert "in place of" not in heading(eight, "--gamma", 8)
     assert "was not measured" in heading(batched)
     measured = cli("export", int4, "--to", "vllm", "--json").json()["measured"]
     assert measured["config"] == "qwen2.5-coder-0.5b (int4)@4"

@@ -268,7 +268,9 @@ class RunSettings:
         assert config.policy is not None
         recipe = config.recipe.with_models(self._placed)
         dtype: Any = self._run.target.dtype or "auto"
-        own, reason = (gamma, "given by --gamma") if gamma else self._fixed_gamma(row, config.policy)
+        own, reason = self._fixed_gamma(row, config.policy)
+        if gamma is not None and gamma != config.gamma:
+            own, reason = gamma, "given by --gamma"
         of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
         return Setting(
