@@ -67,7 +67,7 @@ def export(
     else:
         write_out(terminal_safe(as_file(engine, found, made, name)))
         if found.instead_of is not None:
-            say(f"It is exported in place of {found.instead_of}.")
+            say(f"{engine.title} does not have {found.instead_of}. Exported: {found.measured}.")
 
 
 def _exported(

@@ -71,7 +71,7 @@ def _measured_notes(engine: ExportEngine, setting: Setting) -> Iterator[str]:
     unsure = f" A fixed γ of {setting.gamma} was not measured." if engine.replaces_policy(setting) else ""
     yield f"{which}{at}: {measured}, in specbench.{unsure} Costs differ by engine and machine: measure there too."
     if setting.instead_of is not None:
-        yield f"It is exported in place of {setting.instead_of}."
+        yield f"It is exported in place of {setting.instead_of}, which {engine.title} does not have."
     if measured.verdict == "slower":
         yield "It was slower than plain decoding: better leave speculation off."
     elif measured.verdict != "faster":

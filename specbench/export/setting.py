@@ -80,7 +80,7 @@ class Setting:
         gamma_from: Where ``gamma`` comes from if the policy does not have it; empty if it is the policy's own.
         drafter_dtype: In which the drafter's own weights drafted.
         fixed: The measured setting with that γ as a fixed one and the same drafter, if it is not the policy's own.
-        instead_of: What this one is exported in place of.
+        instead_of: What this one is exported in place of, because the engine does not have it.
         head: Training metadata of the trained head in the drafter; ``None`` without one.
         head_unknown: Whether the drafter's model could be a trained head, because the hub could not be reached.
     """
@@ -262,24 +262,27 @@ class RunSettings:
         )
 
     def _setting(self, row: SummaryRow, gamma: int | None) -> Setting:
-        """Return the setting of a row."""
+        """Return the setting of a row, or of the one with this draft length and the same drafter."""
         config = row.config
         assert config.recipe is not None
         assert config.policy is not None
-        recipe = config.recipe.with_models(self._placed)
-        dtype: Any = self._run.target.dtype or "auto"
         own, reason = self._fixed_gamma(row, config.policy)
         if gamma is not None and gamma != config.gamma:
             own, reason = gamma, "given by --gamma"
-        of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         same = [other for other in self._with_fixed_gamma(row) if other.config.gamma == own]
+        fixed = self._setting(max(same, key=_speedup), None) if same and reason else None
+        if gamma is not None and fixed is not None:
+            return fixed
+        recipe = config.recipe.with_models(self._placed)
+        dtype: Any = self._run.target.dtype or "auto"
+        of_target = any(isinstance(model, Mtp) for model in recipe.drafter.models)
         return Setting(
             replace(recipe, models=replace(recipe.models, dtype=dtype)),
             gamma=own,
             gamma_from=reason,
             drafter_dtype=None if config.loaded is None else config.loaded.dtype,
             measured=self._measured(row),
-            fixed=self._setting(max(same, key=_speedup), None) if same and reason else None,
+            fixed=fixed,
             head=None if of_target else self._run.heads.get(config.drafter),
         )
 
