@@ -306,7 +306,7 @@ def test_sampled_policies_are_right_on_average():
     """A rule by the draft's own confidence, against the mean over many decodings."""
     sampling, limit, rule = Sampling(1.0), 24, "confidence:threshold=0.4"
     answers, steps = [], []
-    for seed in range(150):
+    for seed in range(40):
         records = list(
             decode_steps(
                 PROMPT, ScriptedScorer(TARGET, VOCABULARY), small_model(), policy=build_policy(rule),
