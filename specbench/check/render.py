@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from specbench.base.textsafe import counted, visible
 from specbench.check.greedy import Against, Piece, verdict_of, worst
 from specbench.check.outputs import OutputsResult
-from specbench.check.run import DecodingCheck
+from specbench.check.run import Checked, DecodingCheck
 from specbench.show.document import Items, Paragraph, Part, Sheet
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _headline(results: Sequence[DecodingCheck]) -> str:
 def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
     """Return a row for each configuration, with the verdicts on its findings."""
     found = [{name: verdict for name, _, _, verdict in _findings(result)} for result in results]
-    columns = [name for name in _FINDINGS if any(name in cells for cells in found)]
+    columns = [name for name in get_args(Checked) if any(name in cells for cells in found)]
     rows = []
     for result, cells in zip(results, found, strict=True):
         verdict = result.verdict if result.complete else "interrupted"
@@ -92,35 +92,31 @@ def _comparison_table(results: Sequence[DecodingCheck]) -> Sheet:
     return _table(["configuration", *columns, "verdict"], rows)
 
 
-_FINDINGS = ("plain", "transformers", "logits", "steps", "exact")
-
-
-def _findings(result: DecodingCheck) -> Iterator[tuple[str, str, str, str]]:
+def _findings(result: DecodingCheck) -> Iterator[tuple[Checked, str, str, str]]:
     """Yield the findings on one configuration as rows: what was checked, on what, the finding, the verdict."""
     on = f"{_count(len(result.greedy), 'prompt')}, {_count(sum(r.tokens for r in result.greedy), 'token')}"
+    verdicts = result.verdicts
     for against in ("plain", "transformers"):
-        verdict = result.verdict_against(against)
-        if against == "transformers" and result.no_transformers is not None:
-            if not result.sampled:
-                yield (against, "not compared", result.no_transformers, "–")
-        elif (
-            not result.sampled or verdict != "identical"
-        ):  # with samples they are of interest only if they differ
-            yield (against, on, _outcomes(result, against), verdict)
+        # With samples they are of interest only if they differ.
+        if not result.sampled or verdicts.get(against, "identical") != "identical":
+            if against in verdicts:
+                yield (against, on, _outcomes(result, against), verdicts[against])
+            else:
+                yield (against, "not compared", str(result.no_transformers), "–")
+    sound = {part: "sound" if verdict == "identical" else verdict for part, verdict in verdicts.items()}
     if (each := result.deviations) is not None:
         rows, equal = result.bitwise
         found = f"up to {100 * each.largest:.2g}% off" if each.largest else "the same bits"
         if result.bit_exact:
             found = f"{equal:,} of {rows:,} equal bit for bit"
-        yield ("logits", _count(each.rows, "row"), found, _sound(each.sound and not result.bits_differ))
+        yield ("logits", _count(each.rows, "row"), found, sound["logits"])
     broken = len(result.violations)
     found = _count(broken, "violation") if broken else "all invariants hold"
-    yield ("steps", _count(result.steps, "step"), found, _sound(not broken))
+    yield ("steps", _count(result.steps, "step"), found, sound["steps"])
     if result.exact:
         places = sum(len(case.positions) for case in result.exact)
         error = f"total variation {result.largest_error:.0e}"
-        sound = _sound(all(case.sound for case in result.exact))
-        yield ("exact", _count(places, "position"), error, sound if places else "–")
+        yield ("exact", _count(places, "position"), error, sound["exact"] if places else "–")
 
 
 def _outcomes(result: DecodingCheck, against: Against) -> str:
@@ -229,7 +225,3 @@ def _difference_cells(found: Difference, piece: Piece | None) -> list[str]:
         text = "" if token is None or piece is None else f" '{visible(piece(token))}'"
         cells.append(f"{'(end)' if token is None else token}{text}: {logit:.7g}")
     return [*cells, f"{found.gap:.3g} ({found.gap_units:.3g})"]
-
-
-def _sound(sound: bool) -> str:
-    return "sound" if sound else "wrong"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from specbench.backends.torch.parity import Difference
 from specbench.base.record import Json, finite
@@ -26,6 +27,9 @@ from specbench.check.invariants import Violation
 from specbench.check.observe import scorer_of
 from specbench.check.sampled import ExactCase, check_exact
 from specbench.decoding.request import Request
+
+Checked = Literal["plain", "transformers", "logits", "steps", "exact"]
+"""What is checked of a configuration, as the rows of docs/check.md."""
 
 _MAX_LISTED = 100
 """Violations listed in JSON; all are counted."""
@@ -123,12 +127,6 @@ class DecodingCheck:
         return sum(len(each.bitwise) for each in self.greedy), sum(sum(each.bitwise) for each in self.greedy)
 
     @property
-    def bits_differ(self) -> bool:
-        """Whether logits are not bitwise equal that have to be."""
-        rows, equal = self.bitwise
-        return self.bit_exact and rows != equal
-
-    @property
     def violations(self) -> list[tuple[str, Violation]]:
         """All violated invariants, with the prompt's id."""
         results: list[GreedyResult | ExactCase] = [*self.greedy, *self.exact]
@@ -153,18 +151,23 @@ class DecodingCheck:
         return worst([verdict_of(each) for each in self.differences(against)])
 
     @property
+    def verdicts(self) -> dict[Checked, Verdict]:
+        """The verdict on each part that was checked."""
+        deviations, rows = self.deviations, self.bitwise
+        sound: dict[Checked, bool] = {"steps": not self.violations}
+        if deviations is not None:
+            sound["logits"] = deviations.sound and (not self.bit_exact or rows[0] == rows[1])
+        if self.exact:
+            sound["exact"] = all(case.sound for case in self.exact)
+        found: dict[Checked, Verdict] = {"plain": self.verdict_against("plain")}
+        if self.no_transformers is None:
+            found["transformers"] = self.verdict_against("transformers")
+        return found | {part: "identical" if fine else "wrong" for part, fine in sound.items()}
+
+    @property
     def verdict(self) -> Verdict:
         """``wrong`` if anything is, ``nothing tested`` if nothing was drafted, else that on the greedy outputs."""
-        faulty = (
-            bool(self.violations)
-            or (self.deviations is not None and not self.deviations.sound)
-            or not all(case.sound for case in self.exact)
-            or self.bits_differ
-        )
-        if faulty:
-            return "wrong"
-        found = [self.verdict_against("plain"), self.verdict_against("transformers")]
-        return worst(found if self.tested else [*found, "nothing tested"])
+        return worst([*self.verdicts.values(), "identical" if self.tested else "nothing tested"])
 
     def to_dict(self, piece: Piece | None) -> Json:
         """Return the JSON object. ``piece`` gives the texts of differing tokens; ``None`` leaves them out."""
