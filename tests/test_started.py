@@ -466,7 +466,7 @@ def test_tune_ends_with_the_command_line(cli, models, monkeypatch):
     again = tuned(cli, models, "--results", "run", "--resume", "--", "--good", 4)
     assert again.code == 0, again.err
     assert "Start:  " in again.out
-    assert cli("report", "run").code == 0
+    assert not told["blocks"] or cli("report", "run").code == 0
     tuned(cli, models, "--results", "run").refused(2, "holds results already")
 
 
