@@ -20,12 +20,12 @@ class Conversation:
     Args:
         target: Writes the answers.
         drafter: Drafts the answers; ``None`` for plain decoding.
-        system: A system message; may be changed between two answers.
+        system: A system message.
         template: What the chat template is told.
         settings: Settings of every answer, see ``GenerationRun``.
 
     Attributes:
-        messages: The messages of user and assistant in turn, as templates take them.
+        messages: The system message, and those of user and assistant in turn, as templates take them.
 
     Raises:
         UsageError: The target has no chat template.
@@ -45,8 +45,8 @@ class Conversation:
                 "A conversation needs a chat template, and the target's tokenizer has none.",
                 "Take a chat model, or continue a text with `specbench generate`.",
             )
-        self.system, self.template = system, template
-        self.messages: list[dict[str, str]] = []
+        self.template = template
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
         self._target, self._tokenizer, self._drafter = target, target.tokenizer, drafter or NoDraft()
         self._settings = settings
         self._last: GenerationRun | None = None
@@ -57,12 +57,8 @@ class Conversation:
         Raises:
             UsageError: The template refuses the conversation, or the conversation fills the target's context.
         """
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = encode_messages(
-            self._tokenizer,
-            [*system, *self.messages, {"role": "user", "content": text}],
-            template=self.template,
-        )
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = encode_messages(self._tokenizer, messages, template=self.template)
         limit = self._target.scorer.context_limit
         if limit is not None and len(prompt) >= limit:
             raise UsageError(
@@ -75,6 +71,3 @@ class Conversation:
 
     def add(self, text: str, answer: str) -> None:
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-    def clear(self) -> None:
-        self.messages.clear()

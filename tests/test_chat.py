@@ -18,7 +18,6 @@ from forked import Descriptor, Forked, specbench
 from tiny import tiny_llama, tiny_tokenizer
 
 from specbench import UsageError, load_drafter, speculative_generate, wrap_target
-from specbench.cli import run
 from specbench.conversation import Conversation
 from specbench.generate import encode_messages
 
@@ -26,15 +25,14 @@ pytestmark = pytest.mark.timeout(180)  # whatever a terminal is waited for
 
 NEW = 12
 PATIENCE_S = 60.0
-AGAIN_S = 5.0
 
 
 @pytest.fixture
 def chat(cli, folder, monkeypatch) -> Cli:
     """`specbench chat` with lines that come from no terminal."""
 
-    def call(typed: str, *arguments: object) -> Result:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    def call(typed: bytes, *arguments: object) -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         return cli("chat", "--target", folder, "--dtype", "float32", "-n", NEW, *arguments)
 
     return call
@@ -58,15 +56,9 @@ def test_answers_are_those_of_a_fresh_start_with_the_whole_conversation(drafter)
     assert kept[0] == 0
     assert kept[1] >= len(prompts[0])
     assert kept[2] >= len(prompts[1])
-    system = [{"role": "system", "content": "Be brief."}]
-    assert prompts[2] == encode_messages(
-        tiny_tokenizer(), [*system, *conversation.messages[:4], {"role": "user", "content": "again"}]
-    )
-    conversation.clear()
-    conversation.system = None
-    assert list(conversation.ask("hi").prompt) == encode_messages(
-        tiny_tokenizer(), [{"role": "user", "content": "hi"}]
-    )
+    asked = [*conversation.messages[:5], {"role": "user", "content": "again"}]
+    assert asked[0] == {"role": "system", "content": "Be brief."}
+    assert prompts[2] == encode_messages(tiny_tokenizer(), asked)
 
 
 def test_what_cannot_be_a_conversation_is_refused():
@@ -80,39 +72,19 @@ def test_what_cannot_be_a_conversation_is_refused():
     assert conversation.ask("hi").prompt_tokens < 32
 
 
-def test_lines_are_messages_and_commands(chat, folder, capsys):
-    typed = "the thing\n\n/system Be brief.\nof the\n/reset\nof the\n/what\n/help\n/exit\nthe thing\n"
-    told = chat(typed)
+def test_lines_are_messages(chat, cli, folder):
+    told = chat(b"the thing\n\n\xff of the\n/exit\nthe thing\n", "--system", "Be brief.")
     assert told.code == 0, told.err
-
-    def alone(text: str, *more: str) -> str:
-        words = ["generate", text, "--target", folder, "--dtype", "float32", "-n", NEW, "--quiet", *more]
-        assert run([str(word) for word in words]) == 0
-        return capsys.readouterr().out
-
-    first, last = alone("the thing"), alone("of the", "--system", "Be brief.")
+    words = ["--system", "Be brief.", "--target", folder, "--dtype", "float32", "-n", NEW, "--quiet"]
+    first = cli("generate", "the thing", *words).out
     assert told.out.startswith(first)
-    assert told.out.endswith(last)
-    assert len(told.out) > len(first) + len(last), "the second answer is between them"
-    assert "There is no command /what; /help lists the commands." in told.err
-    assert "/system TEXT" in told.err
-    speeds = re.findall(r"^speed +\d+ tokens?: ", told.err, flags=re.MULTILINE)
-    assert len(speeds) == 3
-    assert len(re.findall(r"\d+ of \d+ prompt tokens in the KV cache", told.err)) >= 1
+    assert len(told.out) > len(first)
+    assert len(re.findall(r"^speed +\d+ tokens?: ", told.err, flags=re.MULTILINE)) == 2
+    assert len(re.findall(r"\d+ of \d+ prompt tokens in the KV cache", told.err)) == 1
 
 
 def test_what_is_wrong_ends_it_where_nobody_can_be_asked(chat):
-    told = chat("word " * 600 + "\nthe thing\n", "--quiet")
-    told.refused(2, "leaves no room for an answer")
-
-
-def test_bytes_that_are_no_text_and_control_characters_of_an_answer(chat, monkeypatch, folder, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe the\n"), encoding="utf-8"))
-    words = ["chat", "--target", str(folder), "--dtype", "float32", "-n", "4", "--quiet"]
-    assert run(words) == 0
-    said = capsys.readouterr()
-    assert said.out
-    assert said.err == ""
+    chat(b"word " * 600 + b"\nthe thing\n", "--quiet").refused(2, "leaves no room for an answer")
 
 
 def _at_a_terminal(handed: Descriptor, *words: str) -> None:
@@ -125,13 +97,13 @@ def _at_a_terminal(handed: Descriptor, *words: str) -> None:
 class Terminal:
     """`specbench chat` at a terminal of its own."""
 
-    def __init__(self, *words: str, kind: str = "dumb") -> None:
+    def __init__(self, *words: str) -> None:
         import pty
 
         self._outer, inner = pty.openpty()
         self.process = Forked(
             _at_a_terminal, Descriptor(inner), "chat", *words, stdout=inner, stderr=inner,
-            environment={"TERM": kind},
+            environment={"TERM": "dumb"},
         )  # fmt: skip
         os.close(inner)
         self._seen, self._decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
@@ -139,22 +111,14 @@ class Terminal:
     def type(self, line: str, end: str = "\n") -> None:
         os.write(self._outer, f"{line}{end}".encode())
 
-    def until(self, pattern: str, *, interrupting: bool = False) -> str:
-        """What has come up to the first place where the pattern fits, once it does.
-
-        Args:
-            pattern: A regular expression.
-            interrupting: Press Ctrl-C again where nothing comes: `readline` misses it just before it begins to wait.
-        """
+    def until(self, pattern: str) -> str:
+        """What has come up to the first place where the pattern fits, once it does."""
         until = time.monotonic() + PATIENCE_S
         while (found := re.search(pattern, self._seen)) is None:
             left = until - time.monotonic()
             assert left > 0, f"{pattern!r} does not come: {self._seen[-2000:]}"
-            if select.select([self._outer], [], [], min(left, AGAIN_S) if interrupting else left)[0]:
-                self._seen += self._decoder.decode(os.read(self._outer, 65536))
-                self._seen = self._seen.replace("\r\n", "\n")
-            elif interrupting:
-                self.process.signal(signal.SIGINT)
+            if select.select([self._outer], [], [], left)[0]:
+                self._seen += self._decoder.decode(os.read(self._outer, 65536)).replace("\r\n", "\n")
         seen, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return seen
 
@@ -177,57 +141,18 @@ def terminal(tmp_path) -> Iterator[Terminal]:
 
 @pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 def test_ctrl_c_stops_an_answer_and_not_the_program(terminal):
-    terminal.until(r"> ")
+    terminal.until(r"(?s)endless \(float32, cpu\), drafter lookup.*> ")
     terminal.type("the thing")
-    terminal.until(r"(?s)the thing\n.*endless \(float32, cpu\), drafter lookup.*\n\n.{80}")
+    terminal.until(r"(?s)the thing\n.{80}")
     terminal.process.signal(signal.SIGINT)
     answer = terminal.until("stopped")
     assert re.search(r"\\x[01]", answer), "a model of random bytes has written control characters"
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", answer), "and none of them came as itself"
     terminal.until(r"\n> ")
-    terminal.type("half a line", end="")
-    terminal.until("half a line")
-    terminal.process.signal(signal.SIGINT)
-    terminal.until("Ctrl-D or /exit ends the conversation", interrupting=True)
-    terminal.until(r"\n> ")
     terminal.type("and of the")
     terminal.until(r"(?s)and of the\n.{40}")
     terminal.process.signal(signal.SIGINT)
-    assert re.search(r"\d+\s+of \d+ prompt\s+tokens\s+in", terminal.until("stopped"))
+    terminal.until("stopped")
     terminal.until(r"\n> ")
-    terminal.type("/exit")
+    terminal.type("\x04", end="")
     assert terminal.process.wait() == 0
-
-
-@pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
-def test_models_are_loaded_while_the_first_message_is_typed_and_an_error_of_that_ends_it(tmp_path):
-    terminal = Terminal("--target", str(tmp_path))
-    try:
-        terminal.until(r"> ")
-        terminal.type("half a li", end="")
-        said = terminal.until(r"specbench: [^\n]+\n")
-        assert "is no model" in said
-        assert terminal.process.wait() == 2
-    finally:
-        terminal.close()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="terminals of POSIX")
-def test_what_is_pasted_is_one_message_and_what_is_too_long_is_refused(folder):
-    readline = pytest.importorskip("readline")
-    if "libedit" in (readline.__doc__ or ""):
-        pytest.skip("libedit takes pasted lines one by one")
-    words = ["--target", str(folder), "--dtype", "float32", "-n", "3"]
-    terminal = Terminal(*words, kind="xterm")
-    try:
-        terminal.until("> ")
-        terminal.type("\x1b[200~/the thing\nof the king\n\nand of\x1b[201~")
-        terminal.until("speed ")
-        terminal.until("> ")
-        terminal.type("word " * 600)
-        terminal.until("leaves no room for an answer. Begin a new one, or shorten the message.")
-        terminal.until("> ")
-        terminal.type("/exit")
-        assert terminal.process.wait() == 0
-    finally:
-        terminal.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Any
 
 _received: list[int] = []
 
@@ -34,31 +33,6 @@ def interrupted() -> bool:
 def terminated() -> bool:
     """Return whether SIGTERM interrupted the program."""
     return signal.SIGTERM in _received
-
-
-class CtrlC:
-    """A context in which, if ``armed``, the first Ctrl-C only sets ``pressed``, and the second interrupts.
-
-    Main thread only.
-    """
-
-    def __init__(self, *, armed: bool = True) -> None:
-        self._armed = armed
-        self.pressed = False
-
-    def __enter__(self) -> CtrlC:
-        if self._armed:
-            self._before: Any = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._armed:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - what a handler is called with
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - what a handler is called with
