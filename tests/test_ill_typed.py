@@ -36,7 +36,8 @@ from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
 from specbench.rows import Row
 from specbench.show.document import to_markdown
-from specbench.show.report import content, to_html
+from specbench.show.html import to_html
+from specbench.show.report import content
 from specbench.show.report.content import make_report
 from specbench.show.trace import TraceView
 
@@ -150,7 +151,7 @@ class Stored:
     def use_read_only(self) -> None:
         """What `report` does."""
         report = make_report(load_results(self.folder), "run", self.folder)
-        to_html(report), to_markdown(*report.parts)
+        to_html(report.name, report.parts), to_markdown(*report.parts)
 
 
 @pytest.mark.parametrize("name", ["run.json", "generations.jsonl", "costs.jsonl"])

@@ -24,8 +24,9 @@ from specbench.results.results import load_results
 from specbench.results.summary import summarize
 from specbench.show import document, tables
 from specbench.show.answer import generate_command
+from specbench.show.html import to_html
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes
-from specbench.show.report import content, to_html, write_report
+from specbench.show.report import content, write_report
 from specbench.show.report.content import Report, make_report
 from specbench.specs.drafters import Cascade, Lookup, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
@@ -53,6 +54,10 @@ def unpictured(monkeypatch):
 def reported(path: Path, speeds: Any, **fields: Any) -> Report:
     path.mkdir(exist_ok=True)
     return make_report(load_results(write_exact(path / "run", speeds, **fields)), "run", path)
+
+
+def to_page(report: Report) -> str:
+    return to_html(report.name, report.parts)
 
 
 def to_markdown(report: Report) -> str:
@@ -116,7 +121,7 @@ class TestAnswer:
         assert report.answers[0].rivals == "All other configurations are slower than it."
         lines = [line for line in to_markdown(report).splitlines() if "| fastest |" in line]
         assert [line.startswith("| d γ=3 |") for line in lines] == [True]
-        page = Page(to_html(report))
+        page = Page(to_page(report))
         assert [attributes.get("class") for attributes in page.all("tr")].count("best") == 1
         command = 'specbench generate --drafter /path/to/d --gamma 3 --target /path/to/target "Your prompt"'
         assert f"    {command}" in to_markdown(report).splitlines()
@@ -220,7 +225,7 @@ class TestWarnings:
             environment={"hostname": "secret-host", "home": "/home/somebody"},
             command=["sweep", "--gamma", "1..8", "--prompts", "my prompts.jsonl"],
         )
-        for text in (to_html(report), to_markdown(report)):
+        for text in (to_page(report), to_markdown(report)):
             assert "secret-host" not in text
             assert "somebody" not in text
             assert "Example CPU" in text
@@ -352,7 +357,10 @@ def test_a_figure_is_safe_with_any_name(tmp_path):
 
 def test_no_ratio_stands_without_its_interval(written):
     report = written[1]
-    for text in (to_markdown(report).replace("\\", ""), "".join(Page(to_html(report)).text)):
+    for text in (
+        to_markdown(report).replace("\\", ""),
+        "".join(Page(to_page(report)).text),
+    ):
         ratios = re.findall(r"[\d.]+×.{0,3}", text)
         assert len(ratios) >= 3
         assert all(re.fullmatch(r"[\d.]+× \[\d", each) for each in ratios)
@@ -378,12 +386,12 @@ def test_names_are_data(tmp_path):
         changes=[{"differing": [EVIL]}],
         run_id=EVIL,
     )
-    plain = Page(to_html(reported(tmp_path / "plain", {"plain": PLAIN, "d@2": times(2)})))
-    evil = Page(to_html(report))
+    plain = Page(to_page(reported(tmp_path / "plain", {"plain": PLAIN, "d@2": times(2)})))
+    evil = Page(to_page(report))
     assert len(evil.all("script")) == 1
     assert evil.raw["script"] == plain.raw["script"]
     assert "<script>alert(1)</script>" in "".join(evil.text)
-    assert "\x1b" not in to_html(report)
+    assert "\x1b" not in to_page(report)
     markdown = to_markdown(report)
     assert "<script" not in markdown
     assert "[x](" not in markdown

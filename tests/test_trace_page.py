@@ -11,40 +11,46 @@ from msgspec import structs
 from test_report import Page
 from test_trace import ACCEPTED_ALL, HOSTILE, REJECTION, SUMMARY, TREE, event, header, hostile_events, prefill
 
-from specbench.results.trace import write_event
-from specbench.show.trace_page.page import to_html
+from specbench.results.trace import Event, write_event
+from specbench.show import html
+from specbench.show.trace import trace_parts
 
 FIRST, SECOND, THIRD = (
     structs.replace(event(step), index=i) for i, step in enumerate((REJECTION, TREE, ACCEPTED_ALL))
 )
 
 
+def to_html(events: list[Event]) -> str:
+    return html.to_html("Trace", trace_parts(events))
+
+
 @pytest.mark.smoke
 def test_the_page_has_every_step_and_where_its_tokens_are_from():
-    html = to_html([header(), prefill(), FIRST, SECOND, THIRD, SUMMARY])
-    page = Page(html)
-    assert len(page.all("section")) == 4
-    assert re.findall(r"<h3[^>]*>(\w+ ?\d*)", html) == ["prefill ", "step 1", "step 2", "step 3"]
+    text = to_html([header(), prefill(), FIRST, SECOND, THIRD, SUMMARY])
+    page = Page(text)
+    assert re.findall(r"<h3[^>]*>(\w+ ?\d*)", text) == ["prefill ", "step 1", "step 2", "step 3", "end "]
     formula = "norm(max(0, p"
     for words in ("a draft is accepted if r < p/q", formula, "per step", "rejected"):
         assert words in "".join(page.text)
     for origin in ("accepted", "corrected", "bonus", "target"):
-        assert {"class": origin} in page.all("span")
+        (link, *_) = [each["href"] for each in page.all("a") if each.get("class") == origin]
+        assert ("h3", {"id": str(link)[1:]}) in page.elements
 
 
 def test_texts_stay_texts_and_nothing_else_runs_or_loads():
-    html = to_html(hostile_events())
-    page = Page(html)
+    text = to_html(hostile_events())
+    page = Page(text)
     harmless = Page(to_html([header(), prefill(), SECOND, FIRST]))
     assert {tag for tag, _ in page.elements} <= {tag for tag, _ in harmless.elements}
     attributes = {name for _, attributes in page.elements for name in attributes}
-    assert not attributes & {"src", "href", "style"}
+    assert not attributes & {"src", "style"}
+    assert all(str(each["href"]).startswith("#p") for each in page.all("a"))
     assert not [name for name in attributes if name.startswith("on")]
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", html)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert any("script" in each for each in HOSTILE)
     policy = next(each["content"] for each in page.all("meta") if "http-equiv" in each)
     for tag in ("script", "style"):
-        inside = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
         assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
     assert policy.startswith("default-src 'none'")
 

@@ -41,7 +41,8 @@ def trace(
 def _write_page(events: Iterable[Event], path: Path) -> None:
     """Write the page of a trace; of a damaged one, that of the events before the damage."""
     from specbench.base.files import file_errors, write_text
-    from specbench.show.trace_page.page import to_html
+    from specbench.show.html import to_html
+    from specbench.show.trace import trace_parts
 
     read: list[Event] = []
     try:
@@ -52,5 +53,5 @@ def _write_page(events: Iterable[Event], path: Path) -> None:
             with file_errors(
                 f"The page {str(path)!r} cannot be written", "Name a file in a folder that exists."
             ):
-                write_text(path, to_html(read))
+                write_text(path, to_html("Trace", trace_parts(read)))
             typer.echo(str(path))

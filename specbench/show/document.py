@@ -1,7 +1,7 @@
 """Documents made of parts, with writers for a terminal and for Markdown.
 
 Parts contain plain text. Writers make it safe where it is shown: no control characters or markup on a terminal, no
-markup, HTML or line breaks in Markdown. The HTML page of a report has its own templates (``show/report``).
+markup, HTML or line breaks in Markdown. ``specbench.show.html`` writes them as web pages.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """An output on a web page: each token, its origin, and the index of the part of the document with its step."""
+
+    tokens: Sequence[tuple[str, str, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """A figure as a file next to the document, and as SVG with its width in pixels; terminals do not show it."""
 
@@ -103,7 +110,7 @@ class Sheet:
     elsewhere: str = "in summary.md, or on a wider terminal"
 
 
-Part = Heading | Paragraph | Code | Items | Facts | Image | Sheet
+Part = Heading | Paragraph | Code | Items | Facts | Tokens | Image | Sheet
 
 
 # --- Markdown -------------------------------------------------------------------------------------
@@ -129,6 +136,8 @@ def _markdown(part: Part) -> str:
         case Facts():
             lines = [f"{label}: {''.join(text for text, _ in value)}" for label, value in part.pairs]
             return _markdown(Items(lines))
+        case Tokens():
+            return _escaped("".join(text for text, *_ in part.tokens))
         case Image():
             return f"![{_escaped(part.alternative)}]({part.path})"
         case Sheet():

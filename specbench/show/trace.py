@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from specbench.base.textsafe import counted, terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
-from specbench.show.document import Facts, Heading, Part, Sheet, Span, show, to_text
+from specbench.show.document import Facts, Heading, Paragraph, Part, Sheet, Span, Tokens, show, to_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +23,11 @@ _TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
 _GUTTER = 11  # cells of a label
 _FILE_CELLS = 200  # of a line that is not on a terminal
+_PAGE_CELLS = 1000  # of a line, which the browser breaks
+_LEGEND = (
+    "Underlined: a correction token; twice: a bonus token; with dots: the target's own token. Other tokens are accepted"
+    " drafts. Each leads to its step."
+)
 _STYLES = {
     "accepted": "green",
     "rejected": "red",
@@ -298,6 +303,25 @@ def tokens_of(event: TracePrefill | TraceStep) -> list[tuple[str, str]]:
     texts, closing = event.texts, event.closing
     end = len(texts) if closing is None else min(event.accepted, len(texts) - 1)
     return [(text, "accepted" if place < end else closing or "") for place, text in enumerate(texts)]
+
+
+def trace_parts(events: Iterable[Event]) -> list[Part]:
+    """Return a trace, or several in one file, as a document: the output, and every step."""
+    parts: list[Part] = [Heading("Trace", 1)]
+    tokens: list[tuple[str, str, int]] = []
+    reader = TraceParts(_PAGE_CELLS, growing=False)
+    for event in events:
+        title, sheets, facts = reader.of(event)
+        facts = Facts([pair for pair in facts.pairs if pair[0] not in ("legend", "text")])
+        if isinstance(event, TraceHeader):
+            tokens = []
+            about = f"{event.target}, drafter {event.drafter}"
+            parts += [Heading(about), facts, Paragraph(_LEGEND), Tokens(tokens)]
+            continue
+        if isinstance(event, TracePrefill | TraceStep):
+            tokens += [(text, origin, len(parts)) for text, origin in tokens_of(event)]
+        parts += [Heading(title, 3), *sheets, facts]
+    return parts
 
 
 def branches(verdicts: Sequence[TraceVerdict], parents: Sequence[int]) -> Iterator[tuple[int, str]]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.results.results import load_results
-from specbench.show import html
-from specbench.show.document import Heading, to_markdown
+from specbench.show.document import to_markdown
+from specbench.show.html import to_html
 from specbench.show.report.content import Report, make_report
 
-__all__ = ["to_html", "write_report"]
+__all__ = ["write_report"]
 
 
 def write_report(
@@ -44,27 +40,7 @@ def write_report(
         refuse_link(out / "plots")
         (out / "plots").mkdir(parents=True, exist_ok=True)
         report = make_report(results, folder.resolve().name, out / "plots", limits)
-        texts = {"report.html": to_html(report), "report.md": to_markdown(*report.parts)}
+        texts = {"report.html": to_html(report.name, report.parts), "report.md": to_markdown(*report.parts)}
         for name, text in texts.items():
             write_text(out / name, text)
     return report, [out / name for name in texts]
-
-
-def to_html(report: Report) -> str:
-    """Return the report as one HTML file that includes its figures, style and script."""
-    titles = [part.text for part in report.parts if isinstance(part, Heading) and part.level == 2]
-    filters: dict[str, Callable[..., Any]] = {
-        "anchor": lambda title: re.sub(r"\W+", "-", title.lower()),
-        "data_uri": lambda svg: "data:image/svg+xml;base64," + base64.b64encode(svg).decode(),
-        "kind": lambda part: type(part).__name__,
-        "sort_value": _sort_value,
-        "verdict": lambda cell: found[0] if (found := re.match("faster|fastest|slower", cell)) else "",
-    }
-    folder = Path(__file__).parent
-    return html.page(folder, filters, name=report.name, parts=report.parts, titles=titles)
-
-
-def _sort_value(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    return None if value is None or math.isnan(value) else repr(float(value))

@@ -1,1 +1,0 @@
-"""The page that `specbench trace --html` writes."""
