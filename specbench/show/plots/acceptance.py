@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from specbench.results.acceptance import AcceptedRow, PositionRow, RankRow, accepted_lengths, ranks
+from specbench.results.acceptance import accepted_lengths, ranks
 from specbench.results.acceptance import positions as acceptance_by_position
 from specbench.results.summary import SummaryRow
 from specbench.show.plots import canvas
@@ -46,7 +46,7 @@ def acceptance(run: PlotData) -> Figure:
 
 @figure("positions", "acceptance by position in the draft", table="Acceptance by position")
 def positions(run: PlotData) -> Figure:
-    known: dict[str, list[PositionRow]] = {}
+    known: dict[str, list[Any]] = {}
     for row in acceptance_by_position(run.results):
         known.setdefault(row.config.id, []).append(row)
     if not known:
@@ -96,7 +96,7 @@ def positions(run: PlotData) -> Figure:
 
 @figure("accepted-length", "accepted length of each step")
 def accepted_length(run: PlotData) -> Figure:
-    known: dict[str, list[AcceptedRow]] = {}
+    known: dict[str, list[Any]] = {}
     for each in accepted_lengths(run.results):
         known.setdefault(each.config.id, []).append(each)
     chosen = []
@@ -156,7 +156,7 @@ def _name(row: SummaryRow, run: PlotData) -> str:
 
 @figure("ranks", "acceptance in trees by rank and depth")
 def rank_rates(run: PlotData) -> Figure:
-    lines: dict[str, dict[int, list[RankRow]]] = {}
+    lines: dict[str, dict[int, list[Any]]] = {}
     for row in ranks(run.results):
         if row.tested >= _LEAST_TESTED and row.rank < len(_BY_RANK):
             lines.setdefault(row.config.id, {}).setdefault(row.rank, []).append(row)

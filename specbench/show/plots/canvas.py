@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from specbench.base.record import Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Environment
-from specbench.results.stats import Floats, decimals
+from specbench.results.stats import Floats
 from specbench.results.summary import SummaryRow, summarize
 from specbench.rows import Row
 
@@ -44,7 +44,6 @@ _LEVELS: Any = (DASHED, (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)))
 NAME = 30  # characters of a name in a figure
 _DODGE = 0.08  # of the distance between two γ, so that intervals do not hide each other
 _MOST_TICKS = 12  # γ that are all named
-_CROWD = 8  # series; of more, only the intervals of the fastest are drawn
 _SHOWN = 1.6  # factor from a value up to which its interval is shown
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -311,11 +310,7 @@ def short(text: object, limit: int) -> str:
 
 def two_lines(name: str) -> str:
     """Break a long name into two lines, for the title of a narrow panel."""
-    if len(name) <= 22:
-        return name
-    breaks = [i + 1 for i, letter in enumerate(name) if letter in "-_/,: " and 0 < i < len(name) - 1]
-    at = min(breaks or [len(name) // 2], key=lambda i: abs(i - len(name) / 2))
-    return f"{name[:at].rstrip()}\n{name[at:].lstrip()}"
+    return "\n".join(textwrap.wrap(name, max(22, math.ceil(0.6 * len(name))), max_lines=2, placeholder="…"))
 
 
 # --- Common parts ---------------------------------------------------------------------------------
@@ -424,23 +419,17 @@ def load_axis(axes: Axes, places: Sequence[float]) -> None:
 
 def one_panel(
     run: PlotData, series: Sequence[Series], name: str, labels: tuple[str, str], levels: Mapping[str, float],
-    title: str, *remarks: str, named: Sequence[SummaryRow] = (),
+    title: str, *remarks: str,
 ) -> Figure:  # fmt: skip
-    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names.
-
-    The values of ``named`` rows are written above them.
-    """
+    """Return a figure of a metric with its intervals, against γ, or against the load that a first label names."""
     body = new_figure(3.6)
     axes = body.subplots()
     (gamma_axis if not labels[0] else load_axis)(axes, [x for each in series for x in each.x])
-    said = draw_series(axes, series, name, include=[*levels.values()], sure=named)
+    said = draw_series(axes, series, name)
+    low, high = span(all_rows(series), name, levels.values())
+    margin = 0.06 * (high - low) or 0.1 * high
+    axes.set_ylim(max(0.0, low - margin), high + margin)
     draw_levels(axes.axhline, levels)
-    for each, places in zip(series, dodged(series), strict=True):
-        for row, x, y, _, high in zip(each.rows, places, *estimates(each.rows, name), strict=True):
-            if any(row is one for one in named):
-                top = min(np.fmax(high, y), axes.get_ylim()[1])
-                style: Any = {"color": each.color, "weight": "bold", "ha": "center", "fontsize": FONT_SIZE}
-                axes.annotate(decimals(y), (x, top), xytext=(0, 3), textcoords="offset points", **style)
     axes.set(ylabel=labels[1], xlabel=labels[0] or axes.get_xlabel())
     grid_lines(axes)
     return finish(body, run, title, *remarks, run.intervals, said)
@@ -458,19 +447,13 @@ def gamma_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def dodged(series: Sequence[Series]) -> list[Floats]:
-    """Return the x of each series; those that meet others are moved a little, so that no interval hides another."""
+    """Return the x of each series, moved a little where there are several, so that no interval hides another."""
     every = np.unique(np.concatenate([each.x for each in series]))
     step = 1.0
     if len(every) > 1:
         step = min(1.0, max(float(np.diff(every).min()), (every[-1] - every[0]) / 20))
-
-    def meet(one: Series, other: Series) -> bool:
-        return one is not other and np.abs(np.subtract.outer(one.x, other.x)).min() < _DODGE * step
-
-    met = [i for i, each in enumerate(series) if any(meet(each, other) for other in series)]
-    apart = _DODGE * step * min(1.0, 8 / max(1, len(met)))
-    offsets = {i: (number - (len(met) - 1) / 2) * apart for number, i in enumerate(met)}
-    return [each.x + offsets.get(i, 0.0) for i, each in enumerate(series)]
+    apart = _DODGE * step * min(1.0, 8 / len(series))
+    return [each.x + (number - (len(series) - 1) / 2) * apart for number, each in enumerate(series)]
 
 
 def rows_of_speed(run: PlotData, rows: Sequence[SummaryRow], title: str) -> Figure:
@@ -505,11 +488,11 @@ def all_rows(series: Sequence[Series]) -> list[SummaryRow]:
     return [row for each in series for row in each.rows]
 
 
-def span(rows: Sequence[SummaryRow], name: str) -> tuple[float, float]:
-    """Return the lowest and highest value to show, including the shown parts of intervals."""
+def span(rows: Sequence[SummaryRow], name: str, include: Iterable[float] = ()) -> tuple[float, float]:
+    """Return the lowest and highest value to show, with intervals up to ``_SHOWN`` times their values."""
     y, low, high = estimates(rows, name)
     low, high = np.fmin(np.fmax(low, y / _SHOWN), y), np.fmax(np.fmin(high, y * _SHOWN), y)
-    return float(np.nanmin(low)), float(np.nanmax(high))
+    return min(float(np.nanmin(low)), *include), max(float(np.nanmax(high)), *include)
 
 
 def draw_levels(line: Callable[..., Any], levels: Mapping[str, float]) -> None:
@@ -519,67 +502,30 @@ def draw_levels(line: Callable[..., Any], levels: Mapping[str, float]) -> None:
         line(at, color=GRAY, linewidth=0.9, linestyle=dashes, zorder=1.5, label=short(name, 60))
 
 
-def draw_series(
-    axes: Axes, series: Sequence[Series], name: str, include: Sequence[float] | None = None,
-    sure: Sequence[SummaryRow] = (),
-) -> str:  # fmt: skip
+def draw_series(axes: Axes, series: Sequence[Series], name: str) -> str:
     """Draw the metric ``name`` of all series with its intervals, in axes whose x limits are set.
 
     The single value of an adaptive draft policy has a dotted line across the figure for comparison.
 
-    Args:
-        axes, series, name: The axes to draw in, and the series and metric to draw.
-        include: Values that the y axis must include; ``None`` does not change its limits. Intervals that reach far
-            from their values are cut off, with an arrow.
-        sure: Rows that alone have their intervals drawn if there are many series.
-
     Returns:
-        Sentences for the caption on the marks that were drawn.
+        A sentence for the caption on the marks that were drawn.
     """
-    drawn = list(zip(series, dodged(series), (estimates(each.rows, name) for each in series), strict=True))
-    crowded = len(series) > _CROWD and bool(sure)
-    said = []
-    if any(each.adapts for each in series):
-        said.append("Hollow: an adaptive draft policy.")
-    if any(each.adapts and len(each.x) == 1 for each in series):
-        line = "" if crowded else ", on a dotted line"
-        said = [f"Hollow{line}: an adaptive draft policy, at its mean draft length."]
-    if crowded:
-        said.append("The other intervals are in the table.")
-        drawn = [(each, x, _only(each.rows, found, sure)) for each, x, found in drawn]
-    for each, x, (y, low, high) in drawn:
+    faint = min(1.0, 6 / len(series))
+    for each, x in zip(series, dodged(series), strict=True):
+        y, low, high = estimates(each.rows, name)
         known = np.isfinite(y)
         if not known.any():
             continue
-        if each.adapts and len(each.x) == 1 and not crowded:
-            axes.axhline(y[known][-1], color=each.color, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1.6)
+        if each.adapts and len(each.x) == 1:
+            dotted: Any = {"linewidth": 0.7, "linestyle": (0, (1, 2)), "zorder": 1.6}
+            axes.axhline(y[known][-1], color=each.color, alpha=faint, **dotted)
         axes.plot(x[known], y[known], markeredgewidth=1.0, label=each.name, **each.style)
         ends = known & ~np.isnan(low) & ~np.isnan(high)
-        axes.vlines(x[ends], low[ends], high[ends], color=each.color, linewidth=0.9, alpha=0.75, zorder=2.5)
-    if include is None:
-        return " ".join(said)
-    bottom, top = span(all_rows(series), name)
-    bottom, top = min(bottom, *include, top), max(top, *include, bottom)
-    margin = 0.06 * (top - bottom) or 0.1 * top
-    bottom, top = max(0.0, bottom - margin), top + margin
-    axes.set_ylim(bottom, top)
-    cut_off = False
-    for each, x, (_, low, high) in drawn:
-        for cut, at, marker in ((high > top, top, r"$\uparrow$"), (low < bottom, bottom, r"$\downarrow$")):
-            if cut.any():
-                head: Any = {"color": each.color, "markersize": 6, "clip_on": False, "linestyle": "none"}
-                axes.plot(x[cut], np.full(cut.sum(), at), marker=marker, **head)
-                cut_off = True
-    return " ".join([*said, *["Arrow: the interval goes on beyond the axis."] * cut_off])
-
-
-def _only(
-    rows: Sequence[SummaryRow], found: tuple[Floats, Floats, Floats], sure: Sequence[SummaryRow]
-) -> tuple[Floats, Floats, Floats]:
-    """Return estimates without the intervals of rows that are none of ``sure``."""
-    value, low, high = found
-    kept = np.array([any(row is one for one in sure) for row in rows])
-    return value, np.where(kept, low, np.nan), np.where(kept, high, np.nan)
+        thin: Any = {"linewidth": 0.9, "alpha": 0.75 * faint, "zorder": 2.5}
+        axes.vlines(x[ends], low[ends], high[ends], color=each.color, **thin)
+    if any(each.adapts and len(each.x) == 1 for each in series):
+        return "Hollow, on a dotted line: an adaptive draft policy, at its mean draft length."
+    return "Hollow: an adaptive draft policy." if any(each.adapts for each in series) else ""
 
 
 def with_gamma(run: PlotData, name: str) -> list[Series]:

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from specbench.results.requests import (
-    RequestRow,
     batch_curves,
     context_curves,
     request_rows,
@@ -22,13 +21,20 @@ from specbench.show.plots.canvas import NoDataError, PlotData, Series, figure, s
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from matplotlib.axes import Axes
-
     from specbench.results.requests import Curve
     from specbench.rows import Row
 
 _ALONE = "requests were decoded one after the other"
 _MOST = 6  # lines over contexts
+_NUMBER: Any = {
+    "xytext": (-6, 5),
+    "textcoords": "offset points",
+    "ha": "center",
+    "va": "center",
+    "fontsize": 0.75 * canvas.FONT_SIZE,
+    "path_effects": [withStroke(linewidth=2, foreground="white")],
+    "zorder": 2.9,
+}
 
 
 @figure("servers", "speed of servers, and speedup over the first", table="Speed")
@@ -78,7 +84,6 @@ def latency(run: PlotData) -> Figure:
     body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
     lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
-        numbers: list[tuple[float, float, int | None, str]] = []
         for label, mine, style in lines:
             times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
@@ -89,12 +94,12 @@ def latency(run: PlotData) -> Figure:
             if points:
                 x, y, _ = zip(*points, strict=True)
                 axes.plot(x, y, label=label, **style)
-                numbers += [(*point, style["color"]) for point in points]
+                for time, speed, batch in points:
+                    axes.annotate(f"{batch}", (time, speed), color=style["color"], **_NUMBER)
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         canvas.grid_lines(axes, "both")
-        _write_numbers(axes, numbers)
     if not any(axes.lines for axes in both):
         raise NoDataError("no request emitted two tokens or more")
     remark = (
@@ -103,39 +108,12 @@ def latency(run: PlotData) -> Figure:
     return canvas.finish(body, run, "Throughput against latency", remark, _chosen(run))
 
 
-def _write_numbers(axes: Axes, numbers: Sequence[tuple[float, float, int | None, str]]) -> None:
-    """Write a number next to each point (x, y, number, color), in its freest corner."""
-    taken = [axes.transData.transform((x, y)) for x, y, *_ in numbers]
-    size = np.array([7.0, 7.0]) * axes.figure.dpi / 72  # pixels from a point to the middle of its number
-    for (x, y, number, color), at in zip(numbers, taken[:], strict=True):
-        others = np.array([each for each in taken if each is not at] or [at + 1e3])
-        corners = [np.array(each) for each in ((-1, 1), (1, -1), (1, 1), (-1, -1))]
-        best = max(corners, key=lambda each: np.linalg.norm(others - (at + each * size), axis=1).min())
-        taken.append(at + best * size)
-        place: Any = {
-            "textcoords": "offset points",
-            "ha": "center",
-            "va": "center",
-            "xytext": tuple(7 * best),
-        }
-        halo = [withStroke(linewidth=2, foreground="white")]
-        style: Any = {
-            "color": color,
-            "fontsize": 0.75 * canvas.FONT_SIZE,
-            "path_effects": halo,
-            "zorder": 2.9,
-        }
-        axes.annotate(f"{number}", (x, y), **place, **style)
-
-
-def _lines(
-    run: PlotData, requests: Sequence[RequestRow]
-) -> Iterator[tuple[str, list[RequestRow], dict[str, Any]]]:
+def _lines(run: PlotData, requests: Sequence[Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     """Yield a name, rows by rising batch size and a style, for plain decoding and for each drafter with a policy.
 
     Of several γ, the fastest is taken. Each temperature and arrival process has its own lines.
     """
-    alike: dict[tuple[str, _Alike, str], dict[int | None, list[RequestRow]]] = {}
+    alike: dict[tuple[str, _Alike, str], dict[int | None, list[Any]]] = {}
     for row in sorted(requests, key=lambda row: row.config.condition.batch or 1):
         at = row.config.condition
         arrivals = "closed" if at.is_closed else str(at.arrivals)
@@ -149,7 +127,7 @@ def _lines(
         yield ", ".join([name, *[arrivals] * several]), best, line.style
 
 
-def _mean_speed(rows: Sequence[RequestRow]) -> float:
+def _mean_speed(rows: Sequence[Any]) -> float:
     return float(np.mean(np.log([row.overall.tokens_per_second.value for row in rows])))
 
 

@@ -33,31 +33,29 @@ def speedup(run: PlotData) -> Figure:
         for row in run.levels
         if row.measured
     }
-    best, remark = _fastest(series)
     labels = ("", "speedup over plain (×)")
     title = "Speedup against draft length"
-    return canvas.one_panel(run, series, "speedup", labels, levels, title, remark, named=best)
+    return canvas.one_panel(run, series, "speedup", labels, levels, title, _fastest(series))
 
 
-def _fastest(series: Sequence[Series]) -> tuple[list[SummaryRow], str]:
-    """Return the fastest row and the fastest of fixed γ, with a sentence that names them."""
+def _fastest(series: Sequence[Series]) -> str:
+    """Return a sentence that names the fastest row and the fastest of fixed γ."""
     rows = [(each, row) for each in series for row in each.rows if math.isfinite(row.speedup.value)]
     fixed = [pair for pair in rows if not pair[0].adapts]
-    best = [max(each, key=lambda pair: pair[1].speedup.value) for each in (rows, fixed) if each]
-    if best[0] is best[-1]:
-        best = best[:1]
     names = [
-        f"{each.name if each.adapts else each.name_at(row)}, {ratio_text(row.speedup)}" for each, row in best
+        f"{each.name if each.adapts else each.name_at(row)}, {ratio_text(row.speedup)}"
+        for each, row in (max(some, key=lambda pair: pair[1].speedup.value) for some in (rows, fixed) if some)
     ]
-    return [row for _, row in best], f"Fastest: {'; of fixed γ: '.join(names)}."
+    return f"Fastest: {'; of fixed γ: '.join(dict.fromkeys(names))}."
 
 
 @figure("prediction", "predicted against measured speedup", table="Speed")
 def prediction(run: PlotData) -> Figure:
     series = canvas.with_gamma(run, "predicted_speedup")
     body, (axes,) = canvas.panels(1, 3.0, "measured speedup (×)")
-    spans = [canvas.span(canvas.all_rows(series), name) for name in ("speedup", "predicted_speedup")]
-    low, high = min(1.0, *(span[0] for span in spans)) / 1.04, max(1.0, *(span[1] for span in spans)) * 1.04
+    rows = canvas.all_rows(series)
+    low, high = canvas.span(rows, "speedup", canvas.span(rows, "predicted_speedup", [1.0]))
+    low, high = low / 1.04, 1.04 * high
     axes.plot((low, high), (low, high), color=canvas.GRAY, linewidth=0.9, zorder=1)
     axes.axhline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
     axes.axvline(1.0, color="#BBBBBB", linewidth=0.7, zorder=0.9)
