@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specbench.base.record import Estimate, to_dict
+from specbench.base.record import Estimate, Json, to_dict
 from specbench.base.textsafe import counted
 from specbench.options import quantized
 from specbench.results.run import OTHER_ANSWERS, PLAIN, Mismatch, RunWarning
@@ -55,15 +55,14 @@ def warn_at_start(now: LoadSnapshot) -> list[RunWarning]:
         message = (
             f"The machine is busy: a load of {now.load_average:.1f} on {now.cores} cores before the sweep."
         )
-        data = {"load_average": now.load_average, "cores": now.cores}
-        found.append(
-            RunWarning("machine-busy", "warning", message, "Close other programs or wait for them.", data)
-        )
+        data: Json = {"load_average": now.load_average, "cores": now.cores}
+        advice = "Close other programs or wait for them."
+        found.append(RunWarning("machine-busy", "warning", message, advice, data))
     if now.available_bytes < LOW_MEMORY * now.memory_bytes:
-        gigabytes = f"{now.available_bytes / 1e9:.1f} of {now.memory_bytes / 1e9:.1f} GB are free"
-        sizes = {"available_bytes": now.available_bytes, "memory_bytes": now.memory_bytes}
+        free = f"{now.available_bytes / 1e9:.1f} of {now.memory_bytes / 1e9:.1f} GB are free"
+        data = {"available_bytes": now.available_bytes, "memory_bytes": now.memory_bytes}
         found.append(
-            RunWarning("memory-pressure", "warning", f"Memory is short: {gigabytes}.", _MORE_MEMORY, sizes)
+            RunWarning("memory-pressure", "warning", f"Memory is short: {free}.", _MORE_MEMORY, data)
         )
     return found
 
@@ -166,8 +165,7 @@ def tokens_differ(
     rounded: str | None = None,
     over: str = PLAIN,
 ) -> list[RunWarning]:
-    """Return warnings about greedy outputs that differ from the baseline's: one per configuration, and one for all
-    ties.
+    """Return a warning for each cause for which greedy outputs differ from the baseline's, the gravest first.
 
     Args:
         differences: The entries of ``run.json``, by the labels of their configurations.
@@ -175,49 +173,45 @@ def tokens_differ(
         rounded: "int8" or "int4" if the target is quantized and its forward passes were not bit-exact.
         over: Name of the baseline: plain decoding or a server.
     """
-    found, ties = [], {}
-    for label, entries in differences.items():
-        first = min(entries, key=lambda each: {False: 0, None: 1, True: 2}[each.numerical_tie])
-        if first.numerical_tie:
-            ties[label] = entries
+    found = []
+    for is_tie in (False, None, True):
+        mine = {label: entries for label, entries in differences.items() if _gravest(entries) is is_tie}
+        if not mine:
             continue
-        message = (
-            f"{label}: tokens differ from {over} in {len(entries)} of {prompts} prompts, first at token"
-            f" {first.position} of {first.prompt}"
-        )
-        if first.numerical_tie is None:
-            advice = (
-                "`specbench check --outputs` says whether rounding explains it."
-                if over != PLAIN
-                else "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
+        every = [(label, entry) for label, entries in mine.items() for entry in entries]
+        label, first = next(each for each in every if each[1].numerical_tie is is_tie)
+        where = f"first at token {first.position} of {first.prompt} ({label})"
+        if is_tie is False:
+            where += (
+                f"; the logits of the two tokens are {first.gap or 0.0:.3g} apart there, more than rounding explains"
             )
-        else:
-            gap = f"{first.gap or 0.0:.3g}"
-            message += f"; the logits of the two tokens are {gap} apart there, more than rounding explains"
             advice = "Please report it: the output should be the same."
-        data = {"differences": [*map(to_dict, entries)]}
-        severe = first.numerical_tie is False
-        found.append(
-            RunWarning("tokens-differ", "error" if severe else "warning", f"{message}.", advice, data)
-        )
-    if ties:
-        label, first = next((label, entries[0]) for label, entries in ties.items())
-        every = [each for entries in ties.values() for each in entries]
-        message = (
-            f"{label if len(ties) == 1 else f'{len(ties)} configurations'}: tokens differ from {over} in"
-            f" {len(every)} of {len(ties) * prompts} cases, each where the logits of the two tokens tie within rounding"
-            f" (first at token {first.position} of {first.prompt}, {label})."
-        )
-        if rounded is not None:
-            advice = (
-                f"An {rounded} target amplifies rounding: leave out --cache, whose default gives bit-exact passes on"
-                " most processors, or use another --dtype."
-            )
-        else:
+        elif is_tie:
+            where += "; wherever they part, the logits of the two tokens tie within rounding"
             advice = "Nothing to do; with --dtype float32 the outputs are the same."
-        data = {"differences": [*map(to_dict, every)]}
-        found.append(RunWarning("tokens-differ", "info", message, advice, data))
+            if rounded is not None:
+                advice = (
+                    f"An {rounded} target amplifies rounding: leave out --cache, whose default gives bit-exact passes"
+                    " on most processors, or use another --dtype."
+                )
+        elif over == PLAIN:
+            advice = "Finish the sweep with --resume to learn whether rounding explains it, or use --dtype float32."
+        else:
+            advice = "`specbench check --outputs` says whether rounding explains it."
+        what = label if len(mine) == 1 else f"{len(mine)} configurations"
+        message = (
+            f"{what}: tokens differ from {over} in {len(every)} of {len(mine) * prompts} cases, {where}."
+        )
+        severity: Any = {False: "error", None: "warning", True: "info"}[is_tie]
+        data = {"differences": [to_dict(entry) for _, entry in every]}
+        found.append(RunWarning("tokens-differ", severity, message, advice, data))
     return found
+
+
+def _gravest(entries: Sequence[Mismatch]) -> bool | None:
+    """Return whether all are ties; ``None`` if some were not checked."""
+    ties = {each.numerical_tie for each in entries}
+    return next(each for each in (False, None, True) if each in ties)
 
 
 def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:

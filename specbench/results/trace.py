@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.base.record import Count, Json, Number, Record, finite, finite_or_none, to_dict, wrong_field
+from specbench.base.textsafe import excerpt
 from specbench.decoding.records import ExpertsRead, Prefill, Step, StepTimes
 
 TRACE_VERSION = 1
@@ -105,6 +106,13 @@ class TraceStep(Record, tag_field="event", tag="step"):
     parents: list[int] | UnsetType = UNSET
     experts: ExpertsRead | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        parents = self.parents or []
+        if parents and len(parents) != len(self.verdicts):
+            raise ValueError("a tree has a parent for each of its nodes - at `$.parents`")
+        if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError("a node stands before its parent - at `$.parents`")
+
 
 class TraceEnd(Record, tag_field="event", tag="end"):
     """The last event, with metrics named as in ``generate --json``.
@@ -190,58 +198,34 @@ def read_trace(path: Path) -> Iterator[Event]:
 def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
     """Read events like ``read_trace`` from an open binary file or pipe, called ``name`` in messages."""
     hint = "Give a file that `specbench generate --trace-file` wrote."
-    in_trace = False
-    for n, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+    kind, number = None, 0
+    for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
         if line.isspace():
             continue
+        bad = f"{name}, line {number} is damaged:" if kind else f"{name} is not a step trace: line {number}"
         try:
             fields = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            if not in_trace:
-                raise UsageError(f"{name} is not a step trace: line {n} is not JSON.", hint) from error
-            if not line.endswith(b"\n"):
-                raise UsageError(
-                    f"{name}, line {n} is cut short: the run that wrote it ended there.",
-                    "Everything before it was read.",
-                ) from error
-            raise UsageError(f"{name}, line {n} is damaged: it is not JSON.", hint) from error
-        kind = fields.get("event") if isinstance(fields, dict) else None
-        if not in_trace and kind != "header":
-            raise UsageError(f"{name} is not a step trace: line {n} is not a header.", hint)
-        if kind == "header":
-            _check_version(fields, name, n)
-            in_trace = True
-        if not isinstance(kind, str) or kind not in _EVENTS:
-            raise UsageError(f"{name}, line {n} is damaged: it is not an event of a trace.", hint)
+            if kind and not line.endswith(b"\n"):
+                cut = f"{name}, line {number} is cut short: the run that wrote it ended there."
+                raise UsageError(cut, "Everything before it was read.") from error
+            raise UsageError(f"{bad} it is not JSON." if kind else f"{bad} is not JSON.", hint) from error
+        found = str(fields.get("event")) if isinstance(fields, dict) else ""
+        if not kind and found != "header":
+            raise UsageError(f"{bad} is not a header.", hint)
+        kind = found
+        if kind not in _EVENTS:
+            raise UsageError(f"{bad} it is not an event of a trace.", hint)
+        if kind == "header" and fields.get("trace_version") != TRACE_VERSION:
+            raise UsageError(
+                f"{name}, line {number} is of version {excerpt(fields.get('trace_version'), 20)}, and this specbench"
+                f" reads version {TRACE_VERSION}.",
+                "Write the trace again.",
+            )
         try:
             event = msgspec.convert(fields, _EVENTS[kind])
         except ValueError as error:
-            wrong = f"{kind}.{wrong_field(error)}"
-        else:
-            if not isinstance(event, TraceStep) or _is_tree(event):
-                yield event
-                continue
-            wrong = "step.parents"
-        raise UsageError(f"{name}, line {n} is damaged: {wrong} is missing or wrong.", hint)
-    if not in_trace:
+            raise UsageError(f"{bad} {kind}.{wrong_field(error)} is missing or wrong.", hint) from error
+        yield event
+    if not kind:
         raise UsageError(f"{name} is not a step trace: it is empty.", hint)
-
-
-def _is_tree(step: TraceStep) -> bool:
-    """Return whether the parents form a tree:
-    one per draft token, each an earlier node or -1; also true without any.
-    """
-    parents = step.parents or []
-    fit = all(-1 <= parent < node for node, parent in enumerate(parents))
-    return not parents or (fit and len(parents) == len(step.verdicts))
-
-
-def _check_version(header: Json, name: str, number: int) -> None:
-    version = header.get("trace_version")
-    if type(version) is not int or version < 1:
-        raise UsageError(f"{name}, line {number} is damaged: it has no trace version.")
-    if version > TRACE_VERSION:
-        raise UsageError(
-            f"{name} is a trace of version {version}; this specbench reads up to version {TRACE_VERSION}.",
-            "Update specbench.",
-        )
