@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pandas as pd
 import pytest
-from stored_runs import Drafter, change_run, row_of, write_run
+from stored_runs import Drafter, change_run, write_run
 
 from specbench.models.training_metadata import TrainingMetadata, read_metadata
 from specbench.results.heads import best_measurement, distinct_trainings, head_rows
@@ -83,8 +82,7 @@ def no_figures(monkeypatch):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
-    rows = head_rows(df)
-    sheet = tables.head_sheet(rows)
+    rows, sheet = head_rows(df), tables.drafter_sheets(df)["Trained heads"]
     worst = min((row for row in rows if row.cell.config.id == "head (int8)@2"), key=lambda row: row.first)
     assert f"head (int8) γ=2 drafts worst on {worst.cell.category}: " in "\n".join(sheet.notes)
     slower = {row.cell.config.label for row in rows if row.cell.verdict == "slower"}
@@ -98,7 +96,7 @@ def test_the_report_says_where_a_head_loses(df, folder, tmp_path):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
-    sheet = tables.training_sheet(df.run.heads)
+    sheet = tables.drafter_sheets(df)["Training"]
     assert sheet.headings == [
         "drafter", "tokens trained on", "tokens/step", "1. accepted", "2. accepted", "3. accepted", "4. accepted",
     ]  # fmt: skip
@@ -111,23 +109,14 @@ def test_the_figures_of_the_training_stand_in_a_table(df, folder, tmp_path):
 
 
 def test_a_head_that_drafts_alone_and_in_a_cascade_is_drawn_once(tmp_path):
-    df = load_results(
-        run_with(tmp_path / "run", {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}})
-    )
-    assert {row[0] for row in tables.training_sheet(df.run.heads).rows} == {FREE.name}
-
-
-def test_in_a_cascade_the_drafts_of_both_parts_count(df):
-    note = "In a cascade the drafts of both parts count."
-    rows = head_rows(df)
-    assert note not in tables.head_sheet(rows).notes
-    cascade = row_of("lookup+head (int8)@2")
-    assert note in tables.head_sheet([replace(rows[0], cell=replace(rows[0].cell, config=cascade))]).notes
+    heads = {FREE.name: TRAINING, HEAD.name: TRAINING, "x": {"kind": "eagle3"}}
+    sheets = tables.drafter_sheets(load_results(run_with(tmp_path / "run", heads)))
+    assert {row[0] for row in sheets["Training"].rows} == {FREE.name}
 
 
 def test_runs_without_trained_heads_say_nothing_of_them(tmp_path):
     df = load_results(run_with(tmp_path / "run", None))
-    assert head_rows(df) == tables.training_sheet(df.run.heads).rows == []
+    assert list(tables.drafter_sheets(df)) == ["Acceptance by position"]
 
 
 def test_a_damaged_story_is_left_out(tmp_path):

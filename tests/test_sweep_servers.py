@@ -26,13 +26,13 @@ from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.runner import run_sweep
 from specbench.options import DecodingOptions
-from specbench.results.acceptance import PositionRow, positions
+from specbench.results.acceptance import positions
 from specbench.results.advice import review
 from specbench.results.compare import compare_configs
 from specbench.results.requests import request_rows
 from specbench.results.results import load_results
 from specbench.results.store import RunStore
-from specbench.results.summary import categorize, summarize, to_frame
+from specbench.results.summary import categorize, summarize
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
 from specbench.show.report import write_report
@@ -262,7 +262,7 @@ def test_places_of_other_answers_are_left_out(sweep, tmp_path):
             None,
         )
     frame = load_results(tmp_path / "run")
-    assert to_frame(positions(frame), PositionRow).empty
+    assert positions(frame) == []
     assert "positions" not in draw_figures(frame).figures
 
 

@@ -29,7 +29,7 @@ from specbench.results.lines import CostLine, Generation, TreeTimes
 from specbench.results.results import load_results
 from specbench.results.run import Tuning
 from specbench.results.store import RunStore
-from specbench.results.summary import SummaryRow, categorize, summarize, to_frame
+from specbench.results.summary import categorize, summarize, to_frame
 from specbench.rows import Row
 from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
@@ -508,7 +508,7 @@ def test_one_answer_is_stored_and_everything_says_it(tmp_path):
     assert summary.winners == {"d@auto"}
     assert (rows.loc["d@auto", "verdict"], rows.loc["d@8", "verdict"]) == ("faster", "faster")
     assert rows["pooled_speedup"].isna().all()
-    categories = to_frame(categorize(df), SummaryRow).set_index(["category", "config"])
+    categories = to_frame(categorize(df)).set_index(["category", "config"])
     assert categories.loc[("chat", "d@auto"), "speedup"] == answer.measured["d@auto"].categories["chat"].value
     (said,) = find_answers(df, summary, categorize(df))
     assert (said.headline, said.verdict) == (answer.headline, "faster")

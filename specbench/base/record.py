@@ -75,6 +75,8 @@ class Estimate(Record, kw_only=False):
 
 
 NO_FIGURE = Estimate(math.nan, None, None, 0)
+BASELINE = Estimate(1.0, None, None, 0)
+"""The speedup of a baseline over itself."""
 
 
 def to_dict(record: Struct) -> Json:

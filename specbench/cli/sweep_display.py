@@ -12,7 +12,7 @@ from specbench.base.record import NO_FIGURE, Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.lines import Generation
-from specbench.show.document import Sheet, tables_of
+from specbench.show.document import Sheet, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ class RunningTable:
         """Return the table as a terminal shows it, the first rows if it is low."""
         sheet = self.sheet()
         most = max(1, console.height - _BESIDE)
-        return tables_of(replace(sheet, rows=sheet.rows[:most]), console.width)[0][0]
+        return table_of(replace(sheet, rows=sheet.rows[:most]), console.width)[0]
 
 
 def show_cell(

@@ -206,25 +206,14 @@ class SweepJob(RunJob):
 
     def _show(self, results: Results) -> None:
         """Write the answer and the table into two files, then print them; stdout may be closed."""
-        from specbench.results.goodput import goodput_rows
-        from specbench.results.requests import request_rows
         from specbench.results.summary import categorize, summarize
-        from specbench.results.thinking import part_rows
-        from specbench.results.turns import turn_rows
         from specbench.show import tables
         from specbench.show.answer import answer_parts, find_answers
         from specbench.show.document import show, to_markdown
 
         summary, categories = summarize(results), categorize(results)
-        requests = request_rows(results, summary)
-        sheets = [tables.summary_sheet(summary), *([tables.request_sheet(requests)] if requests else [])]
-        limits = self._results.limits()
-        if rows := goodput_rows(results, limits):
-            sheets.append(tables.goodput_sheet(rows, limits, summary.over))
-        if parts := part_rows(results):
-            sheets.append(tables.part_sheet(parts))
-        if turns := turn_rows(results):
-            sheets.append(tables.turn_sheet(turns))
+        more_sheets = tables.service_sheets(results, summary, self._results.limits())
+        sheets = [tables.summary_sheet(summary), *more_sheets.values()]
         answers = find_answers(results, summary, categories)
         said = [part for each in answers for part in answer_parts(each)]
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -15,67 +15,15 @@ from specbench.results.summary import by_config, configs_of, reported
 from specbench.rows import Row
 
 
-@dataclass(frozen=True, slots=True)
-class PositionRow:
-    """Acceptance at one position in the drafts of a configuration.
+def positions(results: Results) -> list[SimpleNamespace]:
+    """Return acceptance by draft position, for each configuration from the first position to the last.
 
-    Attributes:
-        position: Counted from 1.
-        drafted, tested, accepted: Numbers of steps. Of a server whose drafts differ in length, ``drafted`` and
-            ``tested`` are upper bounds after the first position, and the rates lower bounds (``least``).
-        rate, rate_of_drafted: Accepted over tested, and over drafted.
-        alpha: Mean of ``sum_x min(p, q)`` over tested tokens.
+    Returns:
+        For each: ``config``, ``position`` from 1; ``drafted``, ``tested`` and ``accepted``, in how many steps; ``rate``
+        and ``rate_of_drafted``, accepted over tested, and over drafted; ``alpha``, the mean of ``sum_x min(p, q)`` over
+        tested tokens; and ``least``. Of a server whose drafts differ in length, counts after the first position are
+        upper bounds and rates lower bounds: ``least``.
     """
-
-    config: Row
-    position: int
-    drafted: int
-    tested: int
-    accepted: int
-    rate: float
-    rate_of_drafted: float
-    alpha: float
-    least: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """Nodes of one depth and rank in the draft trees of a configuration.
-
-    Attributes:
-        depth: Counted from 1.
-        rank: Number of children of the same parent that are tested before it.
-        rate: Accepted over tested nodes.
-    """
-
-    config: Row
-    depth: int
-    rank: int
-    tested: int
-    accepted: int
-    rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedRow:
-    """The steps of a configuration that had one accepted length.
-
-    Attributes:
-        share: Their share of the steps that drafted something.
-        share_iid: This share, if every test passed independently with probability α.
-        undrafted: Share of all steps that drafted nothing.
-    """
-
-    config: Row
-    accepted: int
-    steps: int
-    share: float
-    share_iid: float
-    undrafted: float
-
-
-def positions(results: Results) -> list[PositionRow]:
-    """Return acceptance by draft position, for each configuration from the first position to the last."""
     steps, found = by_config(results), []
     for config in configs_of(results):
         if config.kind == "server":
@@ -86,13 +34,28 @@ def positions(results: Results) -> list[PositionRow]:
             continue
         counts = [at_least(mine[name], longest).tolist() for name in ("drafted", "tested", "accepted")]
         columns = zip(*counts, mine.alpha_by_position(longest).tolist(), strict=True)
-        for position, (drafted, tested, accepted, alpha) in enumerate(columns, 1):
-            rates = ratio(accepted, tested), ratio(accepted, drafted)
-            found.append(PositionRow(config, position, drafted, tested, accepted, *rates, alpha, least=False))
+        found += [_position(config, place, *each) for place, each in enumerate(columns, 1)]
     return found
 
 
-def _positions_of_server(results: Results, config: Row) -> list[PositionRow]:
+def _position(
+    config: Row, position: int, drafted: int, tested: int, accepted: int, alpha: float, *, least: bool = False
+) -> SimpleNamespace:
+    rate, of_drafted = ratio(accepted, tested), ratio(accepted, drafted)
+    return SimpleNamespace(
+        config=config,
+        position=position,
+        drafted=drafted,
+        tested=tested,
+        accepted=accepted,
+        rate=rate,
+        rate_of_drafted=of_drafted,
+        alpha=alpha,
+        least=least,
+    )
+
+
+def _positions_of_server(results: Results, config: Row) -> list[SimpleNamespace]:
     """Return acceptance by position as a server reported it: with each answer, or else for groups of answers."""
     reports = reported(results, results.done[results.done["config"] == config.id])
     reports = reports[reports["accepted_at"].notna()]
@@ -103,26 +66,43 @@ def _positions_of_server(results: Results, config: Row) -> list[PositionRow]:
     drafts, drafted = int(reports["drafts"].sum()), int(reports["drafted"].sum())
     if not drafts:
         return []
-    found = []
-    for position, (accepted, tested) in enumerate(zip(kept, [drafts, *kept], strict=False), 1):
-        rates = ratio(accepted, tested), ratio(accepted, drafts)
-        least = position > 1 and drafted < drafts * len(kept)
-        found.append(PositionRow(config, position, drafts, tested, accepted, *rates, math.nan, least))
-    return found
+    differ = drafted < drafts * len(kept)
+    return [
+        _position(config, place, drafts, tested, accepted, math.nan, least=place > 1 and differ)
+        for place, (accepted, tested) in enumerate(zip(kept, [drafts, *kept], strict=False), 1)
+    ]
 
 
-def ranks(results: Results) -> list[RankRow]:
-    """Return acceptance in draft trees by depth and rank, for configurations with trees."""
+def ranks(results: Results) -> list[SimpleNamespace]:
+    """Return acceptance in draft trees, for configurations with trees.
+
+    Returns:
+        For each ``depth``, from 1, and ``rank``, the number of children of the same parent that are tested before:
+        ``config``, ``tested`` and ``accepted`` nodes, and their ``rate``.
+    """
     counts = {str(config): rank_counts(mine) for config, mine in results.done.groupby("config", sort=False)}
     return [
-        RankRow(config, depth, rank, tested, accepted, ratio(accepted, tested))
+        SimpleNamespace(
+            config=config,
+            depth=depth,
+            rank=rank,
+            tested=tested,
+            accepted=accepted,
+            rate=ratio(accepted, tested),
+        )
         for config in configs_of(results)
         for (depth, rank), (tested, accepted) in sorted(counts.get(config.id, {}).items())
     ]
 
 
-def accepted_lengths(results: Results) -> list[AcceptedRow]:
-    """Return how often each accepted length occurred."""
+def accepted_lengths(results: Results) -> list[SimpleNamespace]:
+    """Return how often each accepted length occurred.
+
+    Returns:
+        For each ``config`` and length ``accepted``: the number of ``steps``; their ``share`` of those that drafted;
+        ``share_iid``, this share if every test passed independently with probability α; and ``undrafted``, the share of
+        all steps that drafted nothing.
+    """
     steps, found = by_config(results), []
     for config in configs_of(results):
         mine = steps.get(config.id)
@@ -136,9 +116,15 @@ def accepted_lengths(results: Results) -> list[AcceptedRow]:
         # At least n pass if n were drafted; steps differ in their draft length.
         reach = [float((gammas >= n).mean() * alpha**n) for n in range(longest + 1)] + [0.0]
         undrafted = float(1.0 - drafting.mean())
-        shares = counts / counts.sum()
         found += [
-            AcceptedRow(config, n, int(counts[n]), float(shares[n]), reach[n] - reach[n + 1], undrafted)
-            for n in range(longest + 1)
+            SimpleNamespace(
+                config=config,
+                accepted=n,
+                steps=int(count),
+                share=float(count / counts.sum()),
+                share_iid=reach[n] - reach[n + 1],
+                undrafted=undrafted,
+            )
+            for n, count in enumerate(counts)
         ]
     return found

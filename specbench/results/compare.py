@@ -31,7 +31,6 @@ COMPARISON_VERSION = 1
 Measure: TypeAlias = Literal["speed", "speedup"]
 """Decode tokens/s, or their ratio to the baseline of the same run."""
 
-_MANY = 20  # intervals of which one is expected to miss
 _KEY = ["prompt", "turn", "repeat"]
 _MACHINE = {"cpu": "processor", "physical_cores": "cores", "cores": "logical cores", "ram_gb": "memory in GB",
             "devices": "accelerators"}  # fmt: skip
@@ -65,6 +64,11 @@ class ComparedRow:
     ratio: Estimate
     verdict: stats.Verdict
     provisional: bool = False
+
+    @classmethod
+    def of(cls, a: Row, b: Row, label: str, category: str | None, *figures: Estimate) -> ComparedRow:
+        """Return the row of two configurations with ``a``, ``b`` and ``ratio``, on which the verdict is."""
+        return cls(a.id, b.id, label, category, *figures, stats.verdict(figures[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +131,7 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
             stats.geometric_mean(values.to_numpy(), prompts, repeats)
             for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
         )
-        verdict = stats.verdict(ratio)
-        rows.append(ComparedRow(first.id, second.id, label_a, category, speed_a, speed_b, ratio, verdict))
+        rows.append(ComparedRow.of(first, second, label_a, category, speed_a, speed_b, ratio))
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
         " Both decoded each prompt back to back.",
@@ -235,7 +238,6 @@ def compare_runs(
             "The runs were not made at the same time: changes of the machine between them are in the ratios and not in"
             f" their intervals. --measure speedup compares each with {over} of its own run instead."
         )
-        notes += _baseline_notes(rows, run_a)
     notes += [*_difference_notes(run_a, run_b), *prompt_notes]
     if missing:
         notes.append(f"No common finished generation: {listed(missing)}.")
@@ -264,8 +266,7 @@ def _rows(config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame
         ]
         ratio = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
-        ids = config_a.id, config_b.id
-        yield ComparedRow(*ids, label, category, speed_a, speed_b, ratio, stats.verdict(ratio))
+        yield ComparedRow.of(config_a, config_b, label, category, speed_a, speed_b, ratio)
 
 
 def _speeds(results: Results) -> pd.DataFrame:
@@ -301,7 +302,7 @@ def _matched(run_a: Run, run_b: Run, a: str | None, b: str | None, measure: Meas
         for config in pair:
             if measure == "speedup" and config.id == config.baseline:
                 raise UsageError(
-                    f"{_baseline_title(config)} is the baseline, so it has no speedup.",
+                    f"{one_line(config.label)} is the baseline, so it has no speedup.",
                     "Name another configuration.",
                 )
         return [pair]
@@ -383,26 +384,9 @@ def _baselines(run_a: Run, run_b: Run) -> str:
     return f"the {PLAIN}" if a == PLAIN else f"the server {a}"
 
 
-def _baseline_title(config: Row) -> str:
-    label = one_line(config.label)
-    return f"The server {label}" if config.kind == "server" else f"{label[:1].upper()}{label[1:]} decoding"
-
-
 def _batch_notes(*configs: Row) -> Iterator[str]:
     if any(config.condition.batch is not None for config in configs):
         yield "With a batch, a request's tokens/s count from its arrival to its end, including TTFT and waiting."
-
-
-def _baseline_notes(rows: Sequence[ComparedRow], run_a: Run) -> Iterator[str]:
-    """Return notes on baselines that are faster or slower in A than in B."""
-    baselines = {config.id: config for config in run_a.configs if config.id == config.baseline}
-    for row in rows:
-        if row.category is None and row.config_a in baselines and row.verdict != "cannot tell":
-            name = _baseline_title(baselines[row.config_a])
-            yield (
-                f"{name} itself is {row.verdict} in A, {stats.ratio_text(row.ratio)}, which can be part of all"
-                f" other ratios."
-            )
 
 
 def _difference_notes(run_a: Run, run_b: Run) -> Iterator[str]:
@@ -427,10 +411,6 @@ def _interval_notes(rows: Sequence[ComparedRow]) -> Iterator[str]:
     bases = [row.ratio.basis for row in rows]
     if "prompts" in bases:
         yield "In brackets the 95% interval over prompts. Faster or slower: it lies wholly above or below 1."
-    if slower := [row.ratio.prompts for row in rows if row.category is None and row.verdict == "slower"]:
-        yield stats.unseen_text(min(slower))
-    if (intervals := bases.count("prompts")) >= _MANY:
-        yield f"One interval in twenty misses its ratio: some of these {intervals} do."
     if "repeats" in bases:
         yield "*: one prompt; the interval is over its repeats, holds within that prompt only, and is no verdict."
 

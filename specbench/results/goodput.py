@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pandas as pd
 
 from specbench.base.errors import UsageError
-from specbench.base.record import Estimate
 from specbench.results import stats
 from specbench.results.pairs import with_baseline
 from specbench.results.results import Results
 from specbench.results.summary import confidence_of, configs_of
-from specbench.rows import Row
 
 _TIMES = {"ttft": "ttft_s", "tpot": "token_s", "e2el": "total_s"}
 """What can be limited: the time to the first token, per later token, and of the whole answer."""
 
 _FORM = "Write limits such as ttft=500ms,tpot=30ms or e2el=4s."
-
-
-@dataclass(frozen=True, slots=True)
-class GoodputRow:
-    """Requests of a configuration: how many were sent, the share within all limits, requests per second (all that
-    finished, and those within), and what goodput is over the baseline's.
-    """
-
-    config: Row
-    requests: int
-    within: float
-    rate: Estimate
-    goodput: Estimate
-    goodput_ratio: Estimate
 
 
 def parse_limits(slo: str) -> dict[str, float]:
@@ -53,8 +37,13 @@ def parse_limits(slo: str) -> dict[str, float]:
     return limits
 
 
-def goodput_rows(results: Results, limits: Mapping[str, float]) -> list[GoodputRow]:
-    """Return a row for each configuration of which requests were sent, in the order of the run; none without limits."""
+def goodput_rows(results: Results, limits: Mapping[str, float]) -> list[SimpleNamespace]:
+    """Return a row for each configuration of which requests were sent, in the order of the run; none without limits.
+
+    Returns:
+        For each ``config``: how many ``requests`` were sent; the share ``within`` all limits; requests per second, all
+        that finished (``rate``) and those within (``goodput``); and ``goodput_ratio`` over the baseline's.
+    """
     units = _units(results, limits)
     pairs = with_baseline(units, ["met", "seconds"], ["unit", "repeat"])
     confidence = confidence_of(results.run)
@@ -65,8 +54,8 @@ def goodput_rows(results: Results, limits: Mapping[str, float]) -> list[GoodputR
         met, seconds, unit = (mine[name].to_numpy() for name in ("met", "seconds", "unit"))
         requests = int(mine["requests"].sum()) + failed.get(config.id, 0)
         found.append(
-            GoodputRow(
-                config,
+            SimpleNamespace(
+                config=config,
                 requests=requests,
                 within=float(met.sum() / requests),
                 rate=stats.pooled_rate(mine["requests"].to_numpy(), seconds, unit),

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pandas as pd
 
 from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results.results import Results
-from specbench.results.summary import SummaryRow, categorize
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRow:
-    """A configuration that drafts with a trained head, on one category.
-
-    Attributes:
-        cell: Its speedup there.
-        first, second: Accepted over tested at the first two draft positions; NaN if none was tested.
-        trained: Tokens per step on held-out prompts of the same category, measured when the head was trained; NaN if
-            there were none.
-    """
-
-    cell: SummaryRow
-    first: float
-    second: float
-    trained: float
+from specbench.results.summary import categorize
 
 
 def distinct_trainings(heads: Mapping[str, TrainingMetadata]) -> dict[str, TrainingMetadata]:
@@ -44,8 +27,14 @@ def best_measurement(training: TrainingMetadata) -> TrainingMeasurement:
     return max(training.measured, key=lambda each: each.tokens_per_step)
 
 
-def head_rows(results: Results) -> list[HeadRow]:
-    """Return how well trained heads draft: a row for each category of each configuration that drafts with a head."""
+def head_rows(results: Results) -> list[SimpleNamespace]:
+    """Return how well trained heads draft: a row for each category of each configuration that drafts with a head.
+
+    Returns:
+        For each: ``cell``, its row of ``categorize``; ``first`` and ``second``, accepted over tested at the first two
+        draft positions; ``trained``, tokens per step on held-out prompts of the same category when the head was
+        trained. NaN stands for what was not tested or measured.
+    """
     run, steps, rows = results.run, results.steps, results.generations
     kinds = pd.MultiIndex.from_arrays([rows["config"], rows["category"].replace(run.tasks).fillna("")])
     codes, pairs = pd.factorize(kinds)
@@ -58,7 +47,9 @@ def head_rows(results: Results) -> list[HeadRow]:
             continue
         trained = best_measurement(training).categories
         out += [
-            HeadRow(cell, rates[0], rates[1], trained.get(cell.category, math.nan))
+            SimpleNamespace(
+                cell=cell, first=rates[0], second=rates[1], trained=trained.get(cell.category, math.nan)
+            )
             for cell in cells
             if cell.config.id == config.id and (rates := found.get((config.id, cell.category)))
         ]

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from statistics import fmean
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import pandas as pd
 
-from specbench.base.record import Estimate
 from specbench.base.textsafe import one_line
 from specbench.results.results import Results
 from specbench.results.run import RIVALS, RunWarning
 from specbench.results.summary import Summary, SummaryRow
-from specbench.rows import Row
 
 PERCENTILES = ("p50", "p95", "p99")
 """Of latencies."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """Requests of one configuration.
+def request_rows(results: Results, summary: Summary) -> list[SimpleNamespace]:
+    """Return the latencies of each configuration that decodes requests in batches, in the order of the run.
 
-    Each latency is a mapping from the names in ``PERCENTILES`` to percentiles over all requests (linear interpolation).
-
-    Attributes:
-        overall: The configuration's metrics: its tokens/s are those of all requests together.
-        ttft_s: Seconds from arrival to the first emission.
-        token_s: Seconds per token after that.
-        latency_s: Seconds from arrival to the end.
-        pool_peak_blocks, pool_peak_bytes: Maxima of the target's pool of KV cache blocks.
+    Returns:
+        For each: ``config`` and ``overall``, its row of the summary; the number of ``requests``; ``ttft_s`` and
+        ``latency_s``, from arrival to the first emission and to the end, ``token_s`` per token after the first
+        emission, and ``queued_s``, each by the names in ``PERCENTILES``, over all requests (linear interpolation);
+        ``pool_peak_blocks`` and ``pool_peak_bytes``, maxima of the target's pool of KV cache blocks.
     """
-
-    overall: SummaryRow
-    requests: int
-    ttft_s: dict[str, float]
-    token_s: dict[str, float]
-    latency_s: dict[str, float]
-    queued_s: dict[str, float]
-    pool_peak_blocks: float
-    pool_peak_bytes: float
-
-    @property
-    def config(self) -> Row:
-        return self.overall.config
-
-
-def request_rows(results: Results, summary: Summary) -> list[RequestRow]:
-    """Return a row for each configuration that decodes requests in batches, in the order of the run."""
     found = []
     for overall in summary.rows:
         config = overall.config.id
@@ -60,8 +37,9 @@ def request_rows(results: Results, summary: Summary) -> list[RequestRow]:
         groups = results.groups[results.groups["config"] == config]
         speed = done["tokens_per_second"]
         found.append(
-            RequestRow(
-                overall,
+            SimpleNamespace(
+                config=overall.config,
+                overall=overall,
                 requests=len(done),
                 ttft_s=_percentiles(done["ttft_s"]),
                 token_s=_percentiles(1.0 / speed.where(speed > 0)),
@@ -118,36 +96,27 @@ def blind_drafters(summary: Summary) -> Iterator[RunWarning]:
     """Yield a warning for each drafter whose drafts stop, or stop being accepted, from some length of context on."""
     named: set[tuple[str, float]] = set()
     curves = sorted(context_curves(summary), key=lambda curve: curve[0].config.gamma is None)
-    for curve in curves:  # fixed lengths first: a policy may have stopped for other reasons
-        config, first = curve[0].config, curve[0]
-        key = (config.drafter, config.condition.temperature)
-        row = next((row for row in curve[1:] if _is_blind(row, first)), None)
-        if row is None or key in named or config.kind == "server":
+    for first, *longer in curves:  # fixed lengths first: a policy may have stopped for other reasons
+        key = (first.config.drafter, first.config.condition.temperature)
+        row = next((row for row in longer if _is_blind(row, first)), None)
+        if row is None or key in named or first.config.kind == "server":
             continue
         named.add(key)
-        at, name = f"{size_of(row):,} tokens of context", one_line(config.drafter)
-        if not row.mean_gamma > 0:
-            message = f"{name} drafts nothing at {at}: that is beyond the context that it can read."
-        else:
+        at, name = f"{size_of(row):,} tokens of context", one_line(first.config.drafter)
+        message = f"{name} drafts nothing at {at}: that is beyond the context that it can read."
+        if row.mean_gamma > 0:
             message = (
                 f"{name} is blind at {at}: {row.acceptance_tested.value:.0%} of its tested drafts are accepted there,"
                 f" {first.acceptance_tested.value:.0%} at {size_of(first):,}."
             )
-        yield RunWarning(
-            "blind-drafter", "warning", message, "Use it for shorter contexts.", {"context": size_of(row)}
-        )
+        data = {"context": size_of(row)}
+        yield RunWarning("blind-drafter", "warning", message, "Use it for shorter contexts.", data)
 
 
 def _is_blind(row: SummaryRow, first: SummaryRow) -> bool:
     """Return whether a row accepts surely much less than the first of its curve, or drafts nothing at all."""
-    if not first.mean_gamma > 0:
-        return False
-    if not row.mean_gamma > 0:
-        return row.config.gamma is not None
+    if not first.mean_gamma > 0 or not row.mean_gamma > 0:
+        return first.mean_gamma > 0 and row.config.gamma is not None
     before, after = first.acceptance_tested, row.acceptance_tested
-    return _end(after, "high") < _BLIND * _end(before, "low")
-
-
-def _end(estimate: Estimate, name: str) -> float:
-    end: float | None = getattr(estimate, name)
-    return estimate.value if end is None else end
+    high = after.value if after.high is None else after.high
+    return high < _BLIND * (before.value if before.low is None else before.low)

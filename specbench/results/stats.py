@@ -302,18 +302,6 @@ def _telling(low: float, high: float, count: int) -> bool:
     return math.isfinite(low) and math.isfinite(high) and (count >= FEW or high > low * (1 + 1e-9))
 
 
-def unseen_text(units: int) -> str:
-    """Return a sentence on how common prompts with a high speedup can be although none was measured.
-
-    A kind of prompts with a given share is missing among n prompts with probability (1 - share)^n, here set to 5%.
-    """
-    share = 1.0 - 0.05 ** (1.0 / units)
-    return (
-        f"Slower on prompts like the {units} measured: of your own kinds of prompts, one that makes up less than"
-        f" {share:.0%} may be missing here and gain. Measure some of it."
-    )
-
-
 # --- Comparing ------------------------------------------------------------------------------------
 
 
@@ -325,6 +313,13 @@ def verdict(ratio: Estimate) -> Verdict:
     if ratio.basis != "prompts" or ratio.low is None or ratio.high is None:
         return "cannot tell"
     return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "cannot tell"
+
+
+def verdict_text(verdict: str | None, provisional: bool) -> str:
+    """Return a verdict as text for tables, with a question mark if it is provisional; a dash for a baseline."""
+    if verdict is None:
+        return "–"
+    return f"{verdict}?" if provisional and verdict != "cannot tell" else verdict
 
 
 def widened(ratio: Estimate) -> Estimate:

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specbench.base.record import NO_FIGURE, Estimate, ratio
+from specbench.base.record import BASELINE, NO_FIGURE, Estimate, ratio
 from specbench.decoding.records import PARTS
 from specbench.decoding.theory import PassCosts
 from specbench.results import stats
@@ -24,9 +24,6 @@ from specbench.results.results import Results, row_cells
 from specbench.results.run import BUSY_WARNINGS, RIVALS, Mismatch, Run
 from specbench.results.steps import Steps
 from specbench.rows import Row
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _NAN = math.nan
 _MOST_DISTURBED = 0.5
@@ -120,6 +117,10 @@ class SummaryRow:
         """Whether a speedup over another configuration was measured."""
         return not self.is_baseline and not math.isnan(self.speedup.value)
 
+    @property
+    def verdict_text(self) -> str:
+        return stats.verdict_text(self.verdict, self.provisional)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -148,7 +149,7 @@ class Summary:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """The same as a data frame."""
-        return to_frame(self.rows, SummaryRow).drop(columns="category")
+        return to_frame(self.rows).drop(columns="category")
 
     @cached_property
     def winners(self) -> set[str]:
@@ -374,9 +375,8 @@ def _with_speedups(
     """Return a row with its speedups, from the pairs of a configuration's generations and groups."""
     config = row.config
     if (config.kind == "plain" or row.is_baseline) and row.generations + row.failures:
-        one = Estimate(1.0, None, None, 0)
-        total = one if config.condition.batch is None else NO_FIGURE
-        return replace(row, speedup=one, speedup_total=total, pooled_speedup=one)
+        total = BASELINE if config.condition.batch is None else NO_FIGURE
+        return replace(row, speedup=BASELINE, speedup_total=total, pooled_speedup=BASELINE)
     if pairs is None:
         return row
     compared = pairs if groups is None else groups
@@ -506,13 +506,13 @@ def _mean_of(rows: pd.DataFrame, values: pd.Series[float], confidence: float = s
 # -- data frames -----------------------------------------------------------------------------------
 
 
-def to_frame(rows: Sequence[DataclassInstance], kind: type[DataclassInstance]) -> pd.DataFrame:
-    """Return rows of one class as a data frame with a column per field; an empty one has the fields as columns.
+def to_frame(rows: Sequence[SummaryRow]) -> pd.DataFrame:
+    """Return rows as a data frame with a column per field; an empty one has the fields as columns.
 
     An ``Estimate`` becomes ``<name>``, ``<name>_low`` and ``<name>_high``, and for ``speedup`` also ``speedup_basis``.
     A configuration becomes its id as ``config``, and its fields. A mapping becomes a column ``<name>_<key>`` per key.
     """
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(SummaryRow)]
     cells = [dict(cell for name in names for cell in _cells(name, getattr(row, name))) for row in rows]
     return pd.DataFrame(cells, columns=None if cells else names)
 

@@ -8,52 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specbench.base.record import Estimate, ratio
+from specbench.base.record import BASELINE, ratio
 from specbench.results import stats
 from specbench.results.results import Results
 from specbench.results.summary import configs_of
 from specbench.rows import Row
 
-PartName = Literal["thinking", "answer"]
 _FIGURES = ("tokens", "seconds", "steps", "drafted", "accepted")
 
 
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """One part of the outputs of one configuration, after the first emission. NaN stands for what is not known.
+def part_rows(results: Results) -> list[SimpleNamespace]:
+    """Return both parts of each configuration that thought, in the order of the run.
 
-    Attributes:
-        tokens: Number of tokens, over all generations.
-        share: Of the tokens of both parts.
-        time_share: Of the seconds of both parts.
-        tokens_per_second: Geometric mean over prompts.
-        speedup: Over the same part of the baseline, geometric mean over prompts; 1 for a baseline.
-        tokens_per_step, acceptance_rate: Pooled over all steps.
+    Returns:
+        For each ``config`` and ``part``, ``thinking`` or ``answer``, after the first emission: ``tokens`` of all
+        generations; ``share`` and ``time_share``, of the tokens and of the seconds of both parts; ``tokens_per_second``
+        and ``speedup`` over the same part of the baseline, geometric means over prompts; ``tokens_per_step`` and
+        ``acceptance_rate``, pooled over all steps. NaN stands for what is not known.
     """
-
-    config: Row
-    part: PartName
-    tokens: int
-    share: float
-    time_share: float
-    tokens_per_second: Estimate
-    speedup: Estimate
-    tokens_per_step: Estimate
-    acceptance_rate: Estimate
-
-    @property
-    def is_baseline(self) -> bool:
-        return self.config.id == self.config.baseline
-
-
-def part_rows(results: Results) -> list[PartRow]:
-    """Return both parts of each configuration that thought, in the order of the run."""
     thought = results.done[results.done["thinking_tokens"] > 0]
     if thought.empty:
         return []
@@ -93,18 +71,17 @@ def _parts(row: pd.Series[Any]) -> Iterator[dict[str, Any]]:
     yield {**key, "part": "answer", **rest}
 
 
-def _row(config: Row, part: PartName, both: pd.DataFrame, rows: pd.DataFrame) -> PartRow:
+def _row(config: Row, part: str, both: pd.DataFrame, rows: pd.DataFrame) -> SimpleNamespace:
     prompts, repeats = rows["prompt"].to_numpy(), rows["repeat"].to_numpy()
-    is_baseline = config.id == config.baseline
-    return PartRow(
+    return SimpleNamespace(
         config=config,
         part=part,
         tokens=int(rows["tokens"].sum()),
         share=ratio(float(rows["tokens"].sum()), float(both["tokens"].sum())),
         time_share=ratio(float(rows["seconds"].sum()), float(both["seconds"].sum())),
         tokens_per_second=stats.geometric_mean(rows["speed"], prompts, repeats),
-        speedup=Estimate(1.0, None, None, len(set(prompts)))
-        if is_baseline
+        speedup=BASELINE
+        if config.id == config.baseline
         else stats.geometric_mean(rows["ratio"], prompts, repeats),
         tokens_per_step=stats.pooled_rate(rows["tokens"], rows["steps"], prompts, least=1.0),
         acceptance_rate=stats.pooled_rate(rows["accepted"], rows["drafted"], prompts, most=1.0),

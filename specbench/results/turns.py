@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,34 +38,15 @@ _DISTINCT = 0.3
 """A text of at least ``_WORDS`` words repeats itself if less than this share of its phrases are distinct."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRow:
-    """A turn of the conversations of one server. NaN stands for what is not known.
+def turn_rows(results: Results) -> list[SimpleNamespace]:
+    """Return a row for each server and turn, in the order of the run; none without later turns.
 
-    Attributes:
-        turn: Counted from 0.
-        prompt_tokens, cached_tokens: Mean numbers of tokens, and of those that came from a cache.
-        reused: Cached tokens over those of the turn before, prompt and answer.
-        ttft_s: Median time to the first token.
-        tokens_per_second: Geometric mean of the decode speeds.
-        broken: Number of broken answers, see ``is_broken``.
+    Returns:
+        For each ``config`` and ``turn``, from 1: the number of ``answers``; mean ``prompt_tokens`` and
+        ``cached_tokens``; ``reused``, cached tokens over those of the turn before, prompt and answer; the median
+        ``ttft_s``; ``tokens_per_second``, a geometric mean; ``acceptance_rate``, ``tokens_per_step``; and how many
+        answers are ``broken``, see ``is_broken``. NaN stands for what is not known.
     """
-
-    config: Row
-    turn: int
-    generations: int
-    prompt_tokens: float
-    cached_tokens: float
-    reused: float
-    ttft_s: float
-    tokens_per_second: float
-    acceptance_rate: float
-    tokens_per_step: float
-    broken: int
-
-
-def turn_rows(results: Results) -> list[TurnRow]:
-    """Return a row for each server and turn, in the order of the run; none without later turns."""
     if results.answers.empty or not results.done["turn"].max() > 0:
         return []
     answers = _answers(results)
@@ -76,16 +57,16 @@ def turn_rows(results: Results) -> list[TurnRow]:
     ]
 
 
-def _turn_row(config: Row, turn: Any, rows: pd.DataFrame) -> TurnRow:
+def _turn_row(config: Row, turn: Any, rows: pd.DataFrame) -> SimpleNamespace:
     drafted = float(rows["drafted"].sum())
     known = rows[rows["cached_tokens"].notna() & rows["known"].notna()]
     speeds = rows["tokens_per_second"].to_numpy(dtype=np.float64)
     speeds = speeds[speeds > 0]
     steps = float((rows["new_tokens"] - 1 - rows["accepted"]).sum())
-    return TurnRow(
+    return SimpleNamespace(
         config=config,
-        turn=int(turn),
-        generations=len(rows),
+        turn=int(turn) + 1,
+        answers=len(rows),
         prompt_tokens=float(rows["prompt_tokens"].mean()),
         cached_tokens=float(rows["cached_tokens"].mean()),
         reused=ratio(float(known["cached_tokens"].sum()), float(known["known"].sum())) if turn else math.nan,
@@ -174,64 +155,55 @@ def conversation_warnings(results: Results) -> Iterator[RunWarning]:
     if results.run.options.get("prompt_cache") != "keep" or results.done.empty:
         return
     answers = _answers(results)
-    later = answers[answers["turn"] > 0]
+    first, later = answers[answers["turn"] == 0], answers[answers["turn"] > 0]
     for config in configs_of(results):
         rows, base = (later[later["config"] == each] for each in (config.id, config.baseline))
         if rows.empty:
             continue
         if rows["cached_tokens"].isna().all():
-            yield RunWarning(
-                "cache-unknown",
-                "info",
-                f"{config.label}: it does not say how many prompt tokens came from its cache.",
-                "vLLM says it with --enable-prompt-tokens-details, SGLang with --enable-cache-report.",
-            )
-        elif warning := _cache_warning(config, rows, base):
-            yield warning
-        first = answers[(answers["config"] == config.id) & (answers["turn"] == 0)]
-        found = ratio(float(first["cached_tokens"].sum()), float(first["prompt_tokens"].sum()))
+            message = f"{config.label}: it does not say how many prompt tokens came from its cache."
+            advice = "vLLM says it with --enable-prompt-tokens-details, SGLang with --enable-cache-report."
+            yield RunWarning("cache-unknown", "info", message, advice)
+        else:
+            yield from _lost_caches(config, rows, base)
+        mine = first[first["config"] == config.id]
+        found = ratio(float(mine["cached_tokens"].sum()), float(mine["prompt_tokens"].sum()))
         if found > LOST:
-            yield RunWarning(
-                "prompt-cache",
-                "warning",
+            message = (
                 f"{config.label}: first turns found {found:.0%} of their tokens in the prompt cache, from an earlier"
-                " measurement.",
-                "Give another --seed, or restart the server.",
-                {"share": found},
+                " measurement."
             )
-        if config.id != config.baseline and (warning := _decay_warning(config, rows, base)):
-            yield warning
+            advice = "Give another --seed, or restart the server."
+            yield RunWarning("prompt-cache", "warning", message, advice, {"share": found})
+        if config.id != config.baseline and more_often(rows, base, "broken"):
+            broken, others = int(rows["broken"].sum()), int(base["broken"].sum())
+            message = (
+                f"The answers of {config.label} decay: {broken} of {len(rows)} in later turns are empty, repeat"
+                f" themselves, or are not the JSON that was asked for; of {config.baseline} {others} of {len(base)}."
+            )
+            advice = (
+                "Compare with the prompt cache off (--prompt-cache avoid) and with speculation off, to see which one"
+                " it is."
+            )
+            data = {"broken": broken, "baseline": others}
+            yield RunWarning("answers-decay", "error", message, advice, data)
 
 
-def _cache_warning(config: Row, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
+def _lost_caches(config: Row, rows: pd.DataFrame, base: pd.DataFrame) -> Iterator[RunWarning]:
+    """Yield a warning if a server loses its cache, in most of its later turns or more often than the baseline."""
     known, theirs = rows[rows["cached_tokens"].notna()], base[base["cached_tokens"].notna()]
-    lost, others = float(known["lost"].mean()), float(theirs["lost"].mean()) if len(theirs) else math.nan
+    lost, others = (int(each["lost"].sum()) for each in (known, theirs))
     differs = config.id != config.baseline and more_often(known, theirs, "lost")
-    if lost < LOST and not differs:
-        return None
-    beside = f"; {config.baseline} in {int(theirs['lost'].sum())} of {len(theirs)}" if differs else ""
-    return RunWarning(
-        "cache-lost",
-        "error",
-        f"{config.label} loses its prompt cache: in {int(known['lost'].sum())} of {len(known)} later turns it did not"
-        f" find the turn before{beside}.",
-        "Switch prefix caching on, and check that it works together with this kind of speculation.",
-        {"lost": lost, "baseline": None if math.isnan(others) else others},
+    if lost < LOST * len(known) and not differs:
+        return
+    beside = f"; {config.baseline} in {others} of {len(theirs)}" if differs else ""
+    message = (
+        f"{config.label} loses its prompt cache: in {lost} of {len(known)} later turns it did not find the turn"
+        f" before{beside}."
     )
-
-
-def _decay_warning(config: Row, rows: pd.DataFrame, base: pd.DataFrame) -> RunWarning | None:
-    if not more_often(rows, base, "broken"):
-        return None
-    return RunWarning(
-        "answers-decay",
-        "error",
-        f"The answers of {config.label} decay: {int(rows['broken'].sum())} of {len(rows)} in later turns are empty,"
-        f" repeat themselves, or are not the JSON that was asked for; of {config.baseline}"
-        f" {int(base['broken'].sum())} of {len(base)}.",
-        "Compare with the prompt cache off (--prompt-cache avoid) and with speculation off, to see which one it is.",
-        {"broken": int(rows["broken"].sum()), "baseline": int(base["broken"].sum())},
-    )
+    advice = "Switch prefix caching on, and check that it works together with this kind of speculation."
+    data = {"lost": lost / len(known), "baseline": others / len(theirs) if len(theirs) else None}
+    yield RunWarning("cache-lost", "error", message, advice, data)
 
 
 def more_often(rows: pd.DataFrame, base: pd.DataFrame, what: str) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from specbench.results import stats
 from specbench.show.document import Heading, Paragraph, Part, Sheet
-from specbench.show.tables import verdict_text
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared, ComparedRow
@@ -46,7 +45,7 @@ def _sheet(
             sides = [stats.decimals(each.value) for each in (row.a, row.b)]
         else:
             sides = [stats.ratio_text(each, "") for each in (row.a, row.b)]
-        ratio, verdict = stats.ratio_text(row.ratio, ""), verdict_text(row.verdict, row.provisional)
+        ratio, verdict = stats.ratio_text(row.ratio, ""), stats.verdict_text(row.verdict, row.provisional)
         name = row.label if of == "configuration" else row.category or "all"
         cells.append([name, str(row.ratio.prompts), *sides, ratio, verdict])
     return Sheet(

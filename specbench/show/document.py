@@ -89,12 +89,11 @@ class Sheet:
         rows: Cells, one list per row.
         values: Values to sort the cells by, shaped like ``rows``: text in the first column, numbers or NaN in others.
         ranks: A number for each column: a narrow terminal leaves out columns with the highest number first, and columns
-            with 0 never. Empty means 0 for all.
+            with 0 never. Empty means that no column is left out, and cells are broken into lines.
         notes: Sentences below the table.
         marked: Indices of highlighted rows.
         left: Indices of columns that contain text, in addition to the first; they are aligned left.
         styles: Terminal styles of the last column's cells, by their text.
-        matrix: Whether all columns are equally important, so that columns that do not fit are shown in further tables.
         elsewhere: Where to find the columns that were left out.
     """
 
@@ -106,7 +105,6 @@ class Sheet:
     marked: frozenset[int] = frozenset()
     left: frozenset[int] = frozenset()
     styles: Mapping[str, str] = field(default_factory=dict)
-    matrix: bool = False
     elsewhere: str = "in summary.md, or on a wider terminal"
 
 
@@ -161,7 +159,6 @@ def _escaped(text: str) -> str:
 # --- Terminal -------------------------------------------------------------------------------------
 
 _NAME_CELLS = 28  # a longer name takes several lines
-_LEAST_NAME_CELLS = 8
 _BETWEEN = 2  # cells between columns
 
 
@@ -202,9 +199,8 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
             case Facts():
                 console.print(_grid(part))
             case Sheet():
-                tables, notes = tables_of(part, console.width)
-                for table in tables:
-                    console.print(table)
+                table, notes = table_of(part, console.width)
+                console.print(table)
                 for note in notes:
                     say(note, "dim", whole=False)
 
@@ -237,58 +233,55 @@ def _grid(facts: Facts) -> Table:
     return grid
 
 
-def tables_of(sheet: Sheet, width: int) -> tuple[list[Table], list[str]]:
-    """Return a table in a terminal of some width, in parts if it is a matrix, and the sentences below it."""
+def table_of(sheet: Sheet, width: int) -> tuple[Table, list[str]]:
+    """Return a table as a terminal of some width shows it, and the sentences below it.
+
+    The columns of the highest ranks are left out until the others fit; names, and all cells of a table without ranks,
+    are broken into lines.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
     headings = [_in_two_lines(_safe_line(heading)) for heading in sheet.headings]
     rows = [[_safe_line(cell) for cell in row] for row in sheet.rows]
-    widths = _widths(headings, rows)
-    notes = list(sheet.notes)
-    if not sheet.matrix:
-        kept = _most_important(sheet.ranks, widths, width)
-        if hidden := len(widths) - len(kept):
-            notes.append(f"{counted(hidden, 'more column')}: {sheet.elsewhere}.")
-        return [_table(sheet, headings, rows, kept, width)], notes
-    tables: list[Table] = []
-    begin = 1
-    while begin < len(widths) or not tables:
-        end, used = begin, widths[0]
-        while end < len(widths) and (end == begin or used + _BETWEEN + widths[end] <= width):
-            used += _BETWEEN + widths[end]
-            end += 1
-        tables.append(_table(sheet, headings, rows, [0, *range(begin, end)], width))
-        begin = end if end > begin else len(widths)
-    return tables, notes
+    kept = _fitting(sheet.ranks, headings, rows, width)
+    most = max(headings[i].count("\n") for i in kept)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
+    for i in kept:
+        is_name = i == 0 or i in sheet.left
+        heading = "\n" * (most - headings[i].count("\n")) + headings[i]  # at the bottom, and cells at the top
+        table.add_column(
+            Text(heading),
+            justify="left" if is_name else "right",
+            overflow="fold",
+            no_wrap=bool(sheet.ranks) and not is_name,
+        )
+    for number, row in enumerate(rows):
+        cells = [Text(row[i]) for i in kept]  # as Text: markup in a name stays as it is
+        cells[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))
+        table.add_row(*cells, style="bold" if number in sheet.marked else "")
+    hidden = len(headings) - len(kept)
+    more = [f"{counted(hidden, 'more column')}: {sheet.elsewhere}."] if hidden else []
+    return table, [*sheet.notes, *more]
 
 
-def _widths(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column; names can be broken into several lines."""
+def _fitting(
+    ranks: Sequence[int], headings: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> list[int]:
+    """Return the columns to show, in order; columns of one rank belong together."""
     from rich.cells import cell_len
 
     columns = zip(headings, *rows, strict=True)
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    return [min(widths[0], _NAME_CELLS), *widths[1:]]
-
-
-_PIECE = re.compile(r"[^ /:+,|-]*[ /:+,|-]+|[^ /:+,|-]+")
-"""A part of a name that stays in one line if it can."""
-
-
-def _longest_piece(texts: Iterable[str]) -> int:
-    from rich.cells import cell_len
-
-    return max((cell_len(piece.rstrip()) for text in texts for piece in _PIECE.findall(text)), default=0)
-
-
-def _broken(text: str, width: int) -> str:
-    """Break a name into lines of a width where its parts end."""
-    from rich.cells import cell_len
-
-    lines = [""]
-    for piece in _PIECE.findall(text):
-        if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines)
+    widths[0] = min(widths[0], _NAME_CELLS)
+    kept = list(range(len(widths)))
+    while ranks and sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
+        last = max(ranks[i] for i in kept)
+        if not last:
+            break
+        kept = [i for i in kept if ranks[i] < last]
+    return kept
 
 
 def _in_two_lines(heading: str) -> str:
@@ -296,43 +289,3 @@ def _in_two_lines(heading: str) -> str:
     if len(heading) <= 7:
         return heading
     return heading.replace(" ", "\n", 1) if " " in heading else heading.replace("/", "\n/", 1)
-
-
-def _most_important(ranks: Sequence[int], widths: Sequence[int], width: int) -> list[int]:
-    """Return the columns to show, in order; the least important ones are left out until the rest fits."""
-    kept = list(range(len(widths)))
-    while ranks and sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN > width:
-        last = max(ranks[i] for i in kept)
-        if not last:
-            break
-        kept = [i for i in kept if ranks[i] < last]  # columns of one rank belong together
-    return kept
-
-
-def _table(
-    sheet: Sheet, headings: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int
-) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    names = [i for i in kept if i == 0 or i in sheet.left]
-    widths = _widths(headings, rows)
-    over = sum(widths[i] + _BETWEEN for i in kept) - _BETWEEN - width
-    pieces = {i: _longest_piece([*headings[i].split("\n"), *(row[i] for row in rows)]) for i in names}
-    for least in (pieces, {0: _LEAST_NAME_CELLS}):
-        while over > 0 and (wide := [i for i in least if widths[i] > least[i]]):
-            widths[max(wide, key=lambda i: widths[i] - least[i])] -= 1
-            over -= 1
-    most = max(headings[i].count("\n") for i in kept)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, _BETWEEN - 1, 0, 0), show_edge=False)
-    for i in kept:
-        side: Literal["left", "right"] = "left" if i == 0 or i in sheet.left else "right"
-        heading = "\n" * (most - headings[i].count("\n")) + headings[i]  # at the bottom, and cells at the top
-        table.add_column(Text(heading), justify=side, overflow="fold", width=widths[i])
-    for number, row in enumerate(rows):
-        # As Text: markup in a name stays as it is.
-        cells_of_row = [Text(_broken(row[i], widths[i]) if i in names else row[i]) for i in kept]
-        cells_of_row[-1].stylize(sheet.styles.get(sheet.rows[number][kept[-1]], ""))
-        table.add_row(*cells_of_row, style="bold" if number in sheet.marked else "")
-    return table

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from specbench.base.record import Estimate
+from specbench.base.record import BASELINE, Estimate
 from specbench.base.textsafe import counted, one_line
 from specbench.decoding.records import PARTS
-from specbench.models.training_metadata import TrainingMeasurement, TrainingMetadata
 from specbench.results import stats
-from specbench.results.acceptance import PositionRow
-from specbench.results.goodput import GoodputRow
-from specbench.results.heads import HeadRow, best_measurement, distinct_trainings
-from specbench.results.requests import PERCENTILES, RequestRow
+from specbench.results.acceptance import positions
+from specbench.results.goodput import goodput_rows
+from specbench.results.heads import best_measurement, distinct_trainings, head_rows
+from specbench.results.requests import PERCENTILES, request_rows
+from specbench.results.results import Results
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary, SummaryRow
-from specbench.results.thinking import PartRow
-from specbench.results.turns import TurnRow
-from specbench.rows import Row
+from specbench.results.thinking import part_rows
+from specbench.results.turns import turn_rows
 from specbench.show.document import Sheet
-
-AnyRow = TypeVar("AnyRow")
-Compared = TypeVar("Compared", SummaryRow, PartRow)
 
 _FOR_P95, _FOR_P99 = 20, 100
 """With fewer requests, these percentiles are nearly the largest value."""
@@ -54,9 +50,6 @@ def notes(summary: Summary) -> list[str]:
         count = _prompts_of_all(summary)
         over_all = unit if count is None else counted(count, one, unit)
         out.append(f"Speedups are geometric means over {over_all}; in brackets the 95% interval over {unit}.")
-    slower = [row.prompts for row in rows if row.verdict == "slower"]
-    if slower and not summary.side_by_side:
-        out.append(stats.unseen_text(min(slower)))
     if "repeats" in bases:
         out.append(
             f"*: one {one}; the interval is over its repeats, holds within that {one.split()[0]} only, and is no"
@@ -124,13 +117,6 @@ def identity_text(rows: Sequence[SummaryRow], dtype: str | None, over: str = PLA
     return f"{share}; the end of a sweep checks whether rounding explains the others."
 
 
-def verdict_text(verdict: str | None, provisional: bool) -> str:
-    """Return a verdict as text for tables, with a question mark if it is provisional; a dash for a baseline."""
-    if verdict is None:
-        return "–"
-    return f"{verdict}?" if provisional and verdict != "cannot tell" else verdict
-
-
 def _means_differ(row: SummaryRow) -> bool:
     """Return whether the pooled speedup is on the other side of 1 than
     the speedup, or outside the speedup's interval.
@@ -142,18 +128,6 @@ def _means_differ(row: SummaryRow) -> bool:
 
 
 # --- Columns --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Column(Generic[AnyRow]):
-    """A column of a table: its heading, its rank (see ``Sheet.ranks``),
-    and functions for a cell's text and sort value.
-    """
-
-    heading: str
-    rank: int
-    text: Callable[[AnyRow], str]
-    value: Callable[[AnyRow], str | float | None]
 
 
 def _percent(value: float) -> str:
@@ -179,187 +153,196 @@ def _thousand(value: float) -> str:
 
 
 def _ratio_text(estimate: Estimate) -> str:
-    return stats.ratio_text(estimate, "")
+    return "1 (baseline)" if estimate == BASELINE else stats.ratio_text(estimate, "")
 
 
-def _number(
-    heading: str, rank: int, of: Callable[[AnyRow], float], form: Callable[[float], str] = stats.decimals
-) -> _Column[AnyRow]:
-    return _Column(heading, rank, lambda row: form(of(row)), of)
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of a table.
+
+    Attributes:
+        name: The attribute of a row that the column shows; after a dot, one of that attribute, or its key.
+        heading: Its heading.
+        form: Formats a value; of an ``Estimate`` its figure, unless ``form`` is ``_ratio_text``.
+        rank: See ``Sheet.ranks``.
+        about: What it is, for the notes; empty if the heading says it.
+        mark: What stands before the text of a row's cell.
+    """
+
+    name: str
+    heading: str
+    form: Callable[[Any], str] = stats.decimals
+    rank: int = 0
+    about: str = ""
+    mark: Callable[[Any], str] | None = None
+
+    def value(self, row: Any) -> Any:
+        """Return the value of a row."""
+        for part in self.name.split("."):
+            row = row[part] if isinstance(row, dict) else getattr(row, part)
+        return row
+
+    def cell(self, row: Any) -> tuple[str, Any]:
+        """Return the text of a row's cell, and the value to sort it by."""
+        value = self.value(row)
+        figure = value.value if isinstance(value, Estimate) else value
+        text = self.form(value if self.form is _ratio_text else figure)
+        return one_line((self.mark(row) if self.mark else "") + text), figure
 
 
-def _name(heading: str, of: Callable[[AnyRow], str]) -> _Column[AnyRow]:
-    return _Column(heading, 0, of, of)
+_CONFIGURATION = _Column("config.label", "configuration", str)
+_TOKENS_PER_S = _Column("tokens_per_second", "tokens/s", rank=1)
+_ACCEPTED = _Column("acceptance_rate", "accepted", _percent, 1)
 
-
-def _ratio(heading: str, rank: int, of: Callable[[AnyRow], Estimate]) -> _Column[AnyRow]:
-    return _Column(heading, rank, lambda row: _ratio_text(of(row)), lambda row: of(row).value)
-
-
-def _speedup(heading: str, rank: int, of: Callable[[Compared], Estimate]) -> _Column[Compared]:
-    def text(row: Compared) -> str:
-        is_one = row.is_baseline and of(row).low is None and of(row).value == 1.0
-        return "1 (baseline)" if is_one else _ratio_text(of(row))
-
-    return _Column(heading, rank, text, lambda row: of(row).value)
-
-
-def _part(name: str) -> _Column[SummaryRow]:
-    return _number(name, 10, lambda row: row.share[name], _percent)
-
-
-def _tokens_per_step(row: SummaryRow) -> str:
-    return ("~" if row.step_source == "bursts" else "") + stats.decimals(row.tokens_per_step.value)
-
-
-_SUMMARY_COLUMNS: list[_Column[SummaryRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _number("tokens/s", 1, lambda row: row.tokens_per_second.value),
-    _speedup("speedup", 0, lambda row: row.speedup),
-    _Column("verdict", 0, lambda row: verdict_text(row.verdict, row.provisional), lambda row: row.verdict),
-    _speedup("first time", 6, lambda row: row.speedup_first),
-    _ratio("again", 6, lambda row: row.warming),
-    _speedup("with TTFT", 14, lambda row: row.speedup_total),
-    _speedup("pooled", 15, lambda row: row.pooled_speedup),
-    _Column("tokens/step", 4, _tokens_per_step, lambda row: row.tokens_per_step.value),
-    _number("accepted", 5, lambda row: row.acceptance_rate.value, _percent),
-    _number("of tested", 16, lambda row: row.acceptance_tested.value, _percent),
-    _number("α", 6, lambda row: row.alpha.value),
-    _number("forced", 5, lambda row: row.forced_share, _percent),
-    _number("corrected", 12, lambda row: row.corrected_share, _percent),
-    _number("mean γ", 12, lambda row: row.mean_gamma),
-    _number("nodes", 12, lambda row: row.mean_nodes),
-    _ratio("predicted", 8, lambda row: row.predicted_speedup),
-    _number("cached", 12, lambda row: row.cached_share, _percent),
-    _number("TTFT ms", 9, lambda row: row.ttft_s, _thousand),
-    *map(_part, PARTS),
-    _number("masks", 10, lambda row: row.share_masks, _percent),
-    _number("log p/token", 11, lambda row: row.log_probability),
-    _number("memory", 13, lambda row: row.peak_memory_bytes, _bytes),
-    _number("identical", 13, lambda row: row.identical_share, _percent),
-    _number("prompts", 3, lambda row: row.prompts, _count),
-    _number("failed", 7, lambda row: row.failures, _count),
-]
+_SUMMARY = (
+    _CONFIGURATION,
+    _TOKENS_PER_S,
+    _Column("speedup", "speedup", _ratio_text),
+    _Column("verdict_text", "verdict", str),
+    _Column("speedup_first", "first time", _ratio_text, 6),
+    _Column("warming", "again", _ratio_text, 6),
+    _Column("speedup_total", "with TTFT", _ratio_text, 14),
+    _Column("pooled_speedup", "pooled", _ratio_text, 15),
+    _Column("tokens_per_step", "tokens/step", rank=4, mark=lambda row: "~" * (row.step_source == "bursts")),
+    _Column("acceptance_rate", "accepted", _percent, 5),
+    _Column("acceptance_tested", "of tested", _percent, 16),
+    _Column("alpha", "α", rank=6),
+    _Column("forced_share", "forced", _percent, 5),
+    _Column("corrected_share", "corrected", _percent, 12),
+    _Column("mean_gamma", "mean γ", rank=12),
+    _Column("mean_nodes", "nodes", rank=12),
+    _Column("predicted_speedup", "predicted", _ratio_text, 8),
+    _Column("cached_share", "cached", _percent, 12),
+    _Column("ttft_s", "TTFT ms", _thousand, 9),
+    *(_Column(f"share.{part}", part, _percent, 10) for part in PARTS),
+    _Column("share_masks", "masks", _percent, 10),
+    _Column("log_probability", "log p/token", rank=11),
+    _Column("peak_memory_bytes", "memory", _bytes, 13),
+    _Column("identical_share", "identical", _percent, 13),
+    _Column("prompts", "prompts", _count, 3),
+    _Column("failures", "failed", _count, 7),
+)
 
 
 def _percentiles(
-    name: str, rank: int, of: Callable[[RequestRow], dict[str, float]], form: Callable[[float], str]
-) -> list[_Column[RequestRow]]:
+    name: str, heading: str, form: Callable[[float], str], rank: int, about: str
+) -> list[_Column]:
     """Return a column for each percentile of a latency; a narrow terminal leaves out the median last."""
-
-    def column(number: int, percentile: str) -> _Column[RequestRow]:
-        return _number(f"{name} {percentile}", rank + 5 * number, lambda row: of(row)[percentile], form)
-
-    return [column(number, percentile) for number, percentile in enumerate(PERCENTILES)]
-
-
-_REQUEST_COLUMNS: list[_Column[RequestRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _number("requests", 9, lambda row: row.requests, _count),
-    _number("tokens/s", 0, lambda row: row.overall.tokens_per_second.value),
-    *_percentiles("ms/token", 1, lambda row: row.token_s, _thousand),
-    *_percentiles("TTFT ms", 2, lambda row: row.ttft_s, _thousand),
-    *_percentiles("total s", 3, lambda row: row.latency_s, stats.decimals),
-    *_percentiles("queued s", 4, lambda row: row.queued_s, stats.decimals),
-    _number("accepted", 8, lambda row: row.overall.acceptance_rate.value, _percent),
-    _number("blocks", 10, lambda row: row.pool_peak_blocks, _count),
-    _number("pool", 10, lambda row: row.pool_peak_bytes, _bytes),
-]
+    columns = [
+        _Column(f"{name}.{percentile}", f"{heading} {percentile}", form, rank + 5 * number)
+        for number, percentile in enumerate(PERCENTILES)
+    ]
+    return [replace(columns[0], about=about), *columns[1:]]
 
 
-_TURN_COLUMNS: list[_Column[TurnRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _number("turn", 0, lambda row: row.turn + 1, _count),
-    _number("answers", 4, lambda row: row.generations, _count),
-    _number("prompt", 2, lambda row: row.prompt_tokens, _count),
-    _number("cached", 1, lambda row: row.cached_tokens, _count),
-    _number("reused", 0, lambda row: row.reused, _percent),
-    _number("TTFT ms", 0, lambda row: row.ttft_s, _thousand),
-    _number("tokens/s", 1, lambda row: row.tokens_per_second),
-    _number("accepted", 1, lambda row: row.acceptance_rate, _percent),
-    _number("tokens/step", 3, lambda row: row.tokens_per_step),
-    _number("broken", 0, lambda row: row.broken, _count),
-]
+_REQUESTS = (
+    _CONFIGURATION,
+    _Column("requests", "requests", _count, 9),
+    _Column("overall.tokens_per_second", "tokens/s"),
+    *_percentiles("token_s", "ms/token", _thousand, 1, "after the first emission"),
+    *_percentiles("ttft_s", "TTFT ms", _thousand, 2, "from arrival, including the time in the queue"),
+    *_percentiles("latency_s", "total s", stats.decimals, 3, "from arrival"),
+    *_percentiles("queued_s", "queued s", stats.decimals, 4, ""),
+    _Column("overall.acceptance_rate", "accepted", _percent, 8),
+    _Column("pool_peak_blocks", "blocks", _count, 10, "of the target's KV cache, at the peak"),
+    _Column("pool_peak_bytes", "pool", _bytes, 10, "their memory"),
+)
+_TURNS = (
+    _CONFIGURATION,
+    _Column("turn", "turn", _count),
+    _Column("answers", "answers", _count, 4),
+    _Column("prompt_tokens", "prompt", _count, 2, "mean tokens"),
+    _Column("cached_tokens", "cached", _count, 1, "those from the prompt cache"),
+    _Column("reused", "reused", _percent, 0, "cached tokens over those of the turn before, prompt and answer"),
+    _Column("ttft_s", "TTFT ms", _thousand),
+    _TOKENS_PER_S,
+    _ACCEPTED,
+    _Column("tokens_per_step", "tokens/step", rank=3),
+    _Column(
+        "broken", "broken", _count, 0,
+        "answers that are empty, repeat a phrase over and over, or are not the JSON that was asked for",
+    ),
+)  # fmt: skip
+_PARTS = (
+    _CONFIGURATION,
+    _Column(
+        "part", "part", str, 0, "of thinking the steps that begin inside it, of the answer those after it"
+    ),
+    _Column("tokens", "tokens", _count, 3),
+    _Column("share", "of tokens", _percent, 1),
+    _Column("time_share", "of time", _percent, 2),
+    replace(_TOKENS_PER_S, rank=0),
+    _Column("speedup", "speedup", _ratio_text, 0, "over the same part of the baseline"),
+    _Column("tokens_per_step", "tokens/step"),
+    _ACCEPTED,
+)
 
 
-_PART_COLUMNS: list[_Column[PartRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _name("part", lambda row: row.part),
-    _number("tokens", 3, lambda row: row.tokens, _count),
-    _number("of tokens", 1, lambda row: row.share, _percent),
-    _number("of time", 2, lambda row: row.time_share, _percent),
-    _number("tokens/s", 0, lambda row: row.tokens_per_second.value),
-    _speedup("speedup", 0, lambda row: row.speedup),
-    _number("tokens/step", 0, lambda row: row.tokens_per_step.value),
-    _number("accepted", 1, lambda row: row.acceptance_rate.value, _percent),
-]
+def _bound(least: bool, rate: float) -> str:
+    return "≥ " * (least and rate < 1)
 
 
-def _least(heading: str, of: Callable[[PositionRow], float]) -> _Column[PositionRow]:
-    return _Column(heading, 0, lambda row: "≥ " * (row.least and of(row) < 1) + _percent(of(row)), of)
+_POSITIONS = (
+    _CONFIGURATION,
+    _Column("position", "position", _count),
+    _Column("drafted", "drafted", _count, 2),
+    _Column("tested", "tested", _count, 1),
+    _Column("accepted", "accepted", _count, 1),
+    _Column("rate", "accepted/tested", _percent, mark=lambda row: _bound(row.least, row.rate)),
+    _Column(
+        "rate_of_drafted",
+        "accepted/drafted",
+        _percent,
+        mark=lambda row: _bound(row.least, row.rate_of_drafted),
+    ),
+    _Column("alpha", "α", rank=1),
+)
+_HEADS = (
+    _Column("cell.config.label", "configuration", str),
+    _Column("cell.category", "category", str),
+    _Column("cell.tokens_per_step", "tokens/step"),
+    _Column(
+        "trained", "when trained", rank=3,
+        about="tokens per step, greedily and with chains, on held-out prompts of a category of that name",
+    ),
+    _Column("first", "first accepted", _percent, 1, "of the drafts tested at that position"),
+    _Column("second", "second accepted", _percent, 2),
+    _Column("cell.speedup", "speedup", _ratio_text),
+)  # fmt: skip
+_TRAININGS = (
+    _Column("drafter", "drafter", str),
+    _Column("tokens", "tokens trained on", _count),
+    _Column(
+        "tokens_per_step", "tokens/step",
+        about="measured by the decoder, greedily and with chains, on prompts that were not trained on",
+    ),
+    _Column("accepted_1", "1. accepted", _percent, 0, "of the drafts tested at that position"),
+    *(_Column(f"accepted_{place}", f"{place}. accepted", _percent, place - 1) for place in range(2, 5)),
+)  # fmt: skip
+_ACCEPTED_AT = [f"accepted_{place}" for place in range(1, 5)]
+_GOODPUT = (
+    _CONFIGURATION,
+    _Column("requests", "requests", _count, 6),
+    _Column("rate", "requests/s", _ratio_text, 5),
+    _Column("within", "within", _percent, 4, "requests within all limits; one that failed missed them"),
+    _Column("goodput", "goodput", _ratio_text, 0, "such requests per second"),
+    _Column("goodput_ratio", "goodput ×", _ratio_text, 1),
+)
 
-
-_POSITION_COLUMNS: list[_Column[PositionRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _number("position", 0, lambda row: row.position, _count),
-    _number("drafted", 2, lambda row: row.drafted, _count),
-    _number("tested", 1, lambda row: row.tested, _count),
-    _number("accepted", 1, lambda row: row.accepted, _count),
-    _least("accepted/tested", lambda row: row.rate),
-    _least("accepted/drafted", lambda row: row.rate_of_drafted),
-    _number("α", 1, lambda row: row.alpha),
-]
-_HEAD_COLUMNS: list[_Column[HeadRow]] = [
-    _name("configuration", lambda row: row.cell.config.label),
-    _name("category", lambda row: row.cell.category),
-    _number("tokens/step", 0, lambda row: row.cell.tokens_per_step.value),
-    _number("when trained", 3, lambda row: row.trained),
-    _number("first accepted", 1, lambda row: row.first, _percent),
-    _number("second accepted", 2, lambda row: row.second, _percent),
-    _ratio("speedup", 0, lambda row: row.cell.speedup),
-]
-
-
-def _accepted_at(place: int) -> _Column[tuple[str, TrainingMeasurement]]:
-    def of(row: tuple[str, TrainingMeasurement]) -> float:
-        rates = row[1].accepted
-        return rates[place] if place < len(rates) else math.nan
-
-    return _number(f"{place + 1}. accepted", place, of, _percent)
-
-
-_TRAINING_COLUMNS: list[_Column[tuple[str, TrainingMeasurement]]] = [
-    _name("drafter", lambda row: row[0]),
-    _number("tokens trained on", 0, lambda row: row[1].tokens, _count),
-    _number("tokens/step", 0, lambda row: row[1].tokens_per_step),
-    *map(_accepted_at, range(4)),
-]
-
-_GOODPUT_COLUMNS: list[_Column[GoodputRow]] = [
-    _name("configuration", lambda row: row.config.label),
-    _number("requests", 6, lambda row: row.requests, _count),
-    _ratio("requests/s", 5, lambda row: row.rate),
-    _number("within", 4, lambda row: row.within, _percent),
-    _ratio("goodput", 0, lambda row: row.goodput),
-    _ratio("goodput ×", 1, lambda row: row.goodput_ratio),
-]
 
 # --- Sheets ---------------------------------------------------------------------------------------
 
 
-def _sheet(
-    rows: Sequence[AnyRow],
-    columns: Sequence[_Column[AnyRow]],
-    notes: Sequence[str],
-    marked: frozenset[int] = frozenset(),
-) -> Sheet:
+def _sheet(rows: Sequence[Any], columns: Sequence[_Column], notes: Iterable[str] = ()) -> Sheet:
+    """Return a table; what its columns are stands before its other notes."""
+    said = [f"{each.heading[0].upper()}{each.heading[1:]}: {each.about}." for each in columns if each.about]
+    cells = [[column.cell(row) for column in columns] for row in rows]
     return Sheet(
         [column.heading for column in columns],
-        [[one_line(column.text(row)) for column in columns] for row in rows],
-        [[column.value(row) for column in columns] for row in rows],
+        [[text for text, _ in row] for row in cells],
+        [[value for _, value in row] for row in cells],
         [column.rank for column in columns],
-        [*notes],
-        marked,
+        [*([" ".join(said)] if said else []), *map(one_line, notes)],
     )
 
 
@@ -372,8 +355,8 @@ def _prompts_of_all(summary: Summary) -> int | None:
 def summary_sheet(summary: Summary) -> Sheet:
     """Return the table of the summary, without columns that are empty or only say that nothing failed."""
 
-    def is_needed(column: _Column[SummaryRow]) -> bool:
-        values = [column.value(row) for row in summary.rows]
+    def is_needed(column: _Column) -> bool:
+        values = [column.cell(row)[1] for row in summary.rows]
         if column.heading == "failed":
             return any(values)
         if column.heading == "prompts":  # else a note says how many
@@ -381,27 +364,27 @@ def summary_sheet(summary: Summary) -> Sheet:
         return column.rank == 0 or any(value == value for value in values)
 
     marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
-    columns = [*filter(is_needed, _SUMMARY_COLUMNS)]
-    sheet = _sheet(summary.rows, columns, notes(summary), frozenset(marked))
+    sheet = _sheet(summary.rows, [*filter(is_needed, _SUMMARY)], notes(summary))
+    at = sheet.headings.index("verdict")
     for number in marked:
-        at = sheet.headings.index("verdict")
         sheet.rows[number][at] = sheet.rows[number][at].replace("faster", "fastest")
-    return sheet
+    return replace(sheet, marked=frozenset(marked))
 
 
 def category_sheet(categories: Sequence[SummaryRow], summary: Summary) -> Sheet:
     """Return a table of speedups and tokens per step by configuration and category, and over all of them."""
     names = list(dict.fromkeys(row.category for row in categories))
-    configs: dict[str, Row] = {row.config.id: row.config for row in categories}
-    found = {(row.config.id, row.category): row for row in categories}
+    found: dict[str, dict[str, SummaryRow]] = {}
+    for row in categories:
+        found.setdefault(row.config.id, {})[row.category] = row
     rows, values = [], list[list[Any]]()
-    for config in configs.values():
-        overall = summary.row(config.id)
-        of_each = [found.get((config.id, name)) for name in names]
-        cells = ["–" if each is None else _cell_text(each) for each in of_each]
-        rows.append([one_line(config.label), *cells, _cell_text(overall)])
-        ratios = [math.nan if each is None else each.speedup.value for each in of_each]
-        values.append([config.label, *ratios, overall.speedup.value])
+    for config, cells in found.items():
+        overall = summary.row(config)
+        mine = [*(cells.get(name) for name in names), overall]
+        rows.append([one_line(overall.config.label), *map(_cell_text, mine)])
+        values.append(
+            [overall.config.label, *(math.nan if each is None else each.speedup.value for each in mine)]
+        )
     said = [
         f"Speedup over {summary.over}, geometric mean over the category's prompts, with its 95% interval; then"
         " tokens per step."
@@ -410,100 +393,85 @@ def category_sheet(categories: Sequence[SummaryRow], summary: Summary) -> Sheet:
         said.append(_too_few("prompt"))
     if any(row.speedup.basis == "repeats" for row in categories):
         said.append("*: one prompt; the interval is over its repeats and holds within that prompt only.")
-    headings = ["configuration", *map(one_line, names), "overall"]
-    return Sheet(headings, rows, values, notes=said, matrix=True)
+    return Sheet(["configuration", *map(one_line, names), "overall"], rows, values, notes=said)
 
 
-def _cell_text(row: SummaryRow) -> str:
+def _cell_text(row: SummaryRow | None) -> str:
+    if row is None:
+        return "–"
     steps = row.tokens_per_step.value
     return _ratio_text(row.speedup) + ("" if math.isnan(steps) else f"; {steps:.2f}")
 
 
-def request_sheet(rows: Sequence[RequestRow]) -> Sheet:
-    """Return a table of the latencies of requests decoded in batches."""
+def service_sheets(results: Results, summary: Summary, limits: Mapping[str, float]) -> dict[str, Sheet]:
+    """Return the tables of batches, goodput within ``limits`` (in seconds, by name), thinking and conversations.
+
+    They are by title, and without those that have no rows.
+    """
+    requests = request_rows(results, summary)
+    few = min((row.requests for row in requests), default=0) < _FOR_P99
+    too_few = (
+        f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
+        f" than {_FOR_P95}."
+    )
+    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in limits.items())
     said = [
-        "Percentiles over all requests: ms/token after the first emission; TTFT and total time from a request's"
-        " arrival, including its time in the queue. Blocks and pool: the peak of the target's KV cache."
+        f"The limits: {within}. Goodput ×: over {summary.over}. Intervals are over groups of requests, or prompts"
+        " decoded alone."
     ]
-    if rows and min(row.requests for row in rows) < _FOR_P99:
-        said.append(
-            f"The 99th percentile of fewer than {_FOR_P99} requests is close to their maximum, as is the 95th of fewer"
-            f" than {_FOR_P95}."
-        )
-    return _sheet(rows, _REQUEST_COLUMNS, said)
+    return _with_rows(
+        {
+            "Batches of requests": _sheet(requests, _REQUESTS, [too_few] * few),
+            "Goodput": _sheet(goodput_rows(results, limits), _GOODPUT, said),
+            "Thinking and answer": _sheet(part_rows(results), _PARTS),
+            "Conversations by turn": _sheet(turn_rows(results), _TURNS),
+        }
+    )
 
 
-def turn_sheet(rows: Sequence[TurnRow]) -> Sheet:
-    """Return a table of the turns of conversations."""
-    said = [
-        "Prompt, cached: mean tokens of the prompt, and of those that came from the prompt cache. Reused: cached tokens"
-        " over those of the turn before, prompt and answer. Broken: answers that are empty, repeat a phrase over and"
-        " over, or are not the JSON that was asked for."
-    ]
-    return _sheet(rows, _TURN_COLUMNS, said)
-
-
-def part_sheet(rows: Sequence[PartRow]) -> Sheet:
-    """Return a table of thinking and answers apart."""
-    said = [
-        "Thinking and answer: the steps that begin inside the thinking, and those after it. Speedup: over the same part"
-        " of the baseline."
-    ]
-    return _sheet(rows, _PART_COLUMNS, said)
-
-
-def position_sheet(rows: Sequence[PositionRow]) -> Sheet:
-    """Return a table of acceptance by position."""
+def drafter_sheets(results: Results) -> dict[str, Sheet]:
+    """Return the tables of trained heads, their training, and acceptance by position; see ``service_sheets``."""
+    places = positions(results)
     least = (
         "≥: a lower bound; the server's drafts differ in length, and it does not report how many reach this position:"
         " counted as if all did."
     )
-    return _sheet(rows, _POSITION_COLUMNS, [least] if any(row.least for row in rows) else [])
-
-
-def head_sheet(rows: Sequence[HeadRow]) -> Sheet:
-    """Return a table of trained heads by category, with notes on the worst category of each configuration."""
-    out = [
-        "Accepted: of the drafts tested at that position. When trained: tokens per step, greedily and with chains, on"
-        " held-out prompts of a category of that name."
+    heads, trainings = head_rows(results), distinct_trainings(results.run.heads)
+    measured = [
+        {**dict.fromkeys(_ACCEPTED_AT, math.nan), **dict(zip(_ACCEPTED_AT, each.accepted, strict=False)),
+         "drafter": name, "tokens": each.tokens, "tokens_per_step": each.tokens_per_step}
+        for name, training in trainings.items()
+        for each in training.measured
+    ]  # fmt: skip
+    kept = [
+        f"{name} is the head after {best_measurement(training).tokens:,} tokens."
+        for name, training in trainings.items()
     ]
+    return _with_rows(
+        {
+            "Trained heads": _sheet(heads, _HEADS, _head_notes(heads)),
+            "Training": _sheet(measured, _TRAININGS, kept),
+            "Acceptance by position": _sheet(places, _POSITIONS, [least] * any(row.least for row in places)),
+        }
+    )
+
+
+def _with_rows(sheets: Mapping[str, Sheet]) -> dict[str, Sheet]:
+    return {title: sheet for title, sheet in sheets.items() if sheet.rows}
+
+
+def _head_notes(rows: Sequence[Any]) -> Iterator[str]:
+    """Yield where each configuration drafts worst, and where it is slower than plain decoding."""
     if any("+" in row.cell.config.drafter for row in rows):
-        out.append("In a cascade the drafts of both parts count.")
+        yield "In a cascade the drafts of both parts count."
     for label in dict.fromkeys(row.cell.config.label for row in rows):
         mine = [row for row in rows if row.cell.config.label == label]
         slower = [row.cell.category for row in mine if row.cell.verdict == "slower"]
         if slower:
             provisionally = " (provisionally)" if any(row.cell.provisional for row in mine) else ""
-            out.append(f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}.")
+            yield f"{label} is slower than plain decoding on {', '.join(slower)}{provisionally}."
         known = [row for row in mine if not math.isnan(row.first)]
         if len(known) > 1:
             worst = min(known, key=lambda row: row.first)
             first = f"{_percent(worst.first)} of the first tokens of its drafts are accepted"
-            out.append(f"{label} drafts worst on {worst.cell.category}: {first}.")
-    return _sheet(rows, _HEAD_COLUMNS, [one_line(note) for note in out])
-
-
-def training_sheet(heads: Mapping[str, TrainingMetadata]) -> Sheet:
-    """Return a table of measurements of heads during training, with a note on which weights were kept."""
-    trainings = distinct_trainings(heads)
-    said = [
-        "Measured by the decoder, greedily and with chains, on prompts that were not trained on; accepted: of the"
-        " drafts tested at that position."
-    ]
-    said += [
-        one_line(f"{name} is the head after {best_measurement(training).tokens:,} tokens.")
-        for name, training in trainings.items()
-    ]
-    rows = [(name, each) for name, training in trainings.items() for each in training.measured]
-    return _sheet(rows, _TRAINING_COLUMNS, said)
-
-
-def goodput_sheet(rows: Sequence[GoodputRow], limits: Mapping[str, float], over: str) -> Sheet:
-    """Return a table of goodput within ``limits``, in seconds; ``over``: name of the baseline."""
-    within = ", ".join(f"{name} {1000 * value:g} ms" for name, value in limits.items())
-    notes = [
-        f"Goodput: requests per second within {within}, and how many times that of {over} they are. A failed request"
-        " missed its limits.",
-        "Intervals are over groups of requests, or prompts decoded alone.",
-    ]
-    return _sheet(rows, _GOODPUT_COLUMNS, notes)
+            yield f"{label} drafts worst on {worst.cell.category}: {first}."

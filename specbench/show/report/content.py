@@ -16,16 +16,10 @@ from typing import Any
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
-from specbench.results.acceptance import positions
 from specbench.results.advice import review
-from specbench.results.goodput import goodput_rows
-from specbench.results.heads import head_rows
-from specbench.results.requests import request_rows
 from specbench.results.results import Results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Summary, categorize, summarize
-from specbench.results.thinking import part_rows
-from specbench.results.turns import turn_rows
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
 from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet
@@ -76,16 +70,10 @@ def make_report(
     name, summary, categories = one_line(name), summarize(results), categorize(results)
     answers, warnings = find_answers(results, summary, categories), _warnings(results, summary)
     figures, missing = _figures(results, plots)
-    sheets = {
-        "Batches of requests": tables.request_sheet(request_rows(results, summary)),
-        "Goodput": tables.goodput_sheet(goodput_rows(results, limits), limits, summary.over),
-        "Thinking and answer": tables.part_sheet(part_rows(results)),
-        "Conversations by turn": tables.turn_sheet(turn_rows(results)),
-        "By category": tables.category_sheet(categories, summary),
-        "Trained heads": tables.head_sheet(head_rows(results)),
-        "Training": tables.training_sheet(results.run.heads),
-        "Acceptance by position": tables.position_sheet(positions(results)),
-    }
+    sheets = tables.service_sheets(results, summary, limits)
+    if categories:
+        sheets["By category"] = tables.category_sheet(categories, summary)
+    sheets |= tables.drafter_sheets(results)
     parts: list[Part] = [Heading(name, 1)]
     for answer in answers:
         parts += [*answer_parts(answer), Items(answer.details)]
@@ -95,7 +83,7 @@ def make_report(
         parts += [Heading("Warnings"), Items(lines)]
     parts += [Heading("Figures"), *figures[1:], Items([missing] if missing else [])]
     for title, sheet in sheets.items():
-        parts += [Heading(title), sheet] if sheet.rows else []
+        parts += [Heading(title), sheet]
     parts += [Heading("How it was measured"), _facts_part(_method(results))]
     if costs := list(_costs(results.run)):
         cells = [[what, f"{1000 * s:.2f}", f"{sign} = {_share(times)}"] for what, s, sign, times in costs]
