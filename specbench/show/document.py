@@ -177,7 +177,7 @@ def show(console: Console, *parts: Part, wrap: bool = True) -> None:
 
     before: Part | None = None
     for part in parts:
-        if isinstance(part, Image) or (isinstance(part, Items) and not part.lines):
+        if isinstance(part, Image | Tokens) or (isinstance(part, Items) and not part.lines):
             continue
         paragraphs = isinstance(part, Paragraph) and isinstance(before, Paragraph)
         below = isinstance(part, Facts) or (isinstance(before, Heading) and before.level > 2)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len, set_cell_size
-
 from specbench.base.textsafe import counted, terminal_safe, tokens_text, visible
 from specbench.decoding.records import PARTS
 from specbench.results.trace import TraceEnd, TraceHeader, TracePrefill, TraceStep
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
     from specbench.decoding.records import StepTimes
     from specbench.results.trace import Event, TraceVerdict
 
-_TOKEN_CELLS = (6, 30)  # minimum and maximum for a token in the table of drafts
 _TAIL_CHARACTERS, _TAIL_LINES = 400, 8  # of the text so far
-_GUTTER = 11  # cells of a label
 _FILE_CELLS = 200  # of a line that is not on a terminal
-_PAGE_CELLS = 1000  # of a line, which the browser breaks
 _LEGEND = (
     "Underlined: a correction token; twice: a bonus token; with dots: the target's own token. Other tokens are accepted"
     " drafts. Each leads to its step."
@@ -65,12 +60,11 @@ class TraceParts:
     prefill and of steps without a draft) are in marks that the header explains, and in styles.
 
     Args:
-        width: Columns.
         growing: Whether each step shows the text so far, not only the end.
     """
 
-    def __init__(self, width: int, *, growing: bool = True) -> None:
-        self._width, self._growing = width, growing
+    def __init__(self, *, growing: bool = True) -> None:
+        self._growing = growing
 
     def of(self, event: Event) -> EventParts:
         """Return the parts of one event."""
@@ -94,8 +88,6 @@ class TraceParts:
         self._explained: set[str] = set()  # notes of the policy
         options = {name: value for name, value in event.options.items() if value is not None}
         prompt = self._one_line(event.prompt_tail)
-        most = 2 * (self._width - _GUTTER) - 30
-        prompt = f"…{prompt[-most:]}" if len(prompt) > most else prompt
         texts = (
             self._one_line(f"{name} {value if isinstance(value, str) else json.dumps(value)}")
             for name, value in options.items()
@@ -103,7 +95,7 @@ class TraceParts:
         facts: list[tuple[str, Sequence[Span]]] = [
             ("target", [(f"{self._one_line(event.target)} ({self._one_line(event.dtype)})", "")]),
             ("drafter", [(self._one_line(event.drafter), "")]),
-            ("options", self._items(texts)),
+            ("options", [("  ".join(texts), "")]),
             ("prompt", [(f"{event.prompt_tokens} tokens: {prompt}", "")]),
             ("verdict", [(self._one_line(self._verdict()), "")]),
         ]
@@ -112,7 +104,7 @@ class TraceParts:
             facts.append(("note", [(note, "")]))
         legend = [self._marked(kind, kind) for kind in _MARKS]
         facts.append(("legend", [part for each in legend for part in (*each, ("  ", ""))]))
-        return "trace", [], Facts(facts, _GUTTER)
+        return "trace", [], Facts(facts)
 
     def _prefill(self, event: TracePrefill) -> EventParts:
         facts: list[tuple[str, Sequence[Span]]] = []
@@ -124,7 +116,7 @@ class TraceParts:
         if event.finish_reason is not None:
             facts.append(("stop", [(event.finish_reason, "")]))
         title = f"prefill · {event.prompt_tokens} tokens · {milliseconds(event.time_s)} ms"
-        return title, [], Facts(facts, _GUTTER)
+        return title, [], Facts(facts)
 
     def _step(self, event: TraceStep) -> EventParts:
         gamma, accepted, closing, texts = event.gamma, event.accepted, event.closing, event.texts
@@ -140,7 +132,7 @@ class TraceParts:
         if event.finish_reason is not None:
             inside = "" if closing else ", inside the accepted drafts: nothing after it counts"
             facts.append(("stop", [(event.finish_reason + inside, "")]))
-        facts.append(("time", self._items(_times(event.times))))
+        facts.append(("time", [("  ".join(_times(event.times)), "")]))
         if event.experts:
             read = event.experts
             layers = counted(len(read.by_layer), "layer")
@@ -148,7 +140,7 @@ class TraceParts:
             facts.append(("experts", [(text, "")]))
         if event.policy:
             notes = (f"{self._one_line(name)} {note_text(value)}" for name, value in event.policy.items())
-            facts.append(("policy", self._items(notes)))
+            facts.append(("policy", [("  ".join(notes), "")]))
             facts += (
                 ("", [(f"{name}: {_NOTES[name]}.", "dim")])
                 for name in event.policy
@@ -159,7 +151,7 @@ class TraceParts:
             self._extend(origin, text)
         facts += self._text() if self._growing else []
         drafts = [self._drafts(event.verdicts, parents, event.forced)] if event.verdicts else []
-        return title, drafts, Facts(facts, _GUTTER)
+        return title, drafts, Facts(facts)
 
     def _end(self, event: TraceEnd) -> EventParts:
         drafts = "none"
@@ -171,7 +163,7 @@ class TraceParts:
         if event.tokens_per_second is not None:
             facts.append(("speed", [(f"{event.tokens_per_second:.1f} tokens/s", "")]))
         facts += [] if self._growing else self._text()
-        return f"end · {event.finish_reason or 'interrupted'}", [], Facts(facts, _GUTTER)
+        return f"end · {event.finish_reason or 'interrupted'}", [], Facts(facts)
 
     # Parts of them.
 
@@ -207,29 +199,25 @@ class TraceParts:
     def _drafts(
         self, verdicts: Sequence[TraceVerdict], parents: Sequence[int], forced: Sequence[int]
     ) -> Sheet:
-        """Return the table of draft tokens. A tree has a column of branches;
-        a chain has one of r, which p/q is compared with.
+        """Return the table of draft tokens. A tree has branches before its tokens;
+        a chain has a column of r, which p/q is compared with.
         """
         names = ["q", "p", "p/q"] if parents else ["q", "p", "p/q", "r"]
-        least, most = _TOKEN_CELLS
-        cells = max(least * (1 + bool(parents)), min(most, self._width - 18 - 8 * len(names)))
-        order = branches(verdicts, parents) if parents else ((node, "") for node in range(len(verdicts)))
         rows = []
-        for node, line in order:
-            if len(line) > cells - least:  # far down: the beginning of the lines makes space
-                line = "…" + line[len(line) - (cells - least) + 3 :]
+        for node, line in branches(verdicts, parents) if parents else ((i, "") for i in range(len(verdicts))):
             each = verdicts[node]
             numbers = [number_text(value) for value in (each.q, each.p, each.ratio, each.r)][: len(names)]
-            token = line + self._fitted(each.text, cells - len(line))
             verdict = "forced" if node in forced and each.verdict == "accepted" else each.verdict
-            rows.append([str(node + 1), token, *numbers, f"{SIGNS[each.verdict]} {verdict}"])
+            rows.append(
+                [str(node + 1), line + visible(each.text), *numbers, f"{SIGNS[each.verdict]} {verdict}"]
+            )
         styles = {f"{sign} {name}": _STYLES[name] for name, sign in SIGNS.items()}
         styles[f"{SIGNS['accepted']} forced"] = _STYLES["accepted"]
         headings = ["i", "token", *names, "verdict"]
         return Sheet(headings, rows, left=frozenset({1, len(headings) - 1}), styles=styles)
 
     def _closing(self, kind: str, text: str, origin: str) -> tuple[str, Sequence[Span]]:
-        return kind, [(self._fitted(text, _TOKEN_CELLS[1]), _STYLES[kind]), (f"  {origin}", "")]
+        return kind, [(visible(text), _STYLES[kind]), (f"  {origin}", "")]
 
     def _extend(self, kind: str, text: str) -> None:
         """Add a token to the text so far, and remove text that is too far back to be shown."""
@@ -256,23 +244,9 @@ class TraceParts:
         left, right = _MARKS[kind]
         return [(before, ""), (f"{left}{core or visible(text)}{right}", _STYLES[kind]), (after, "")]
 
-    def _fitted(self, text: str, cells: int) -> str:
-        shown = visible(text)
-        return f"{set_cell_size(shown, cells - 3)}…" if cell_len(shown) > cells else shown
-
     def _one_line(self, text: str) -> str:
         safe = terminal_safe(text)
         return safe.replace("\n", visible("\n")).replace("\t", visible("\t"))
-
-    def _items(self, items: Iterable[str]) -> list[Span]:
-        """Return short items on as few lines as possible; no item is broken across lines."""
-        lines: list[str] = []
-        for item in items:
-            if lines and cell_len(lines[-1]) + 2 + cell_len(item) <= self._width - _GUTTER - 4:
-                lines[-1] += f"  {item}"
-            else:
-                lines.append(item)
-        return [("\n".join(lines), "")]
 
 
 class TraceView:
@@ -280,9 +254,7 @@ class TraceView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._parts = TraceParts(
-            console.width if console.is_terminal else _FILE_CELLS, growing=console.is_terminal
-        )
+        self._parts = TraceParts(growing=console.is_terminal)
 
     def show(self, event: Event) -> None:
         """Print one event."""
@@ -309,7 +281,7 @@ def trace_parts(events: Iterable[Event]) -> list[Part]:
     """Return a trace, or several in one file, as a document: the output, and every step."""
     parts: list[Part] = [Heading("Trace", 1)]
     tokens: list[tuple[str, str, int]] = []
-    reader = TraceParts(_PAGE_CELLS, growing=False)
+    reader = TraceParts(growing=False)
     for event in events:
         title, sheets, facts = reader.of(event)
         facts = Facts([pair for pair in facts.pairs if pair[0] not in ("legend", "text")])
