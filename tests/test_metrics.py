@@ -67,19 +67,19 @@ def test_time_split_without_a_first_target_pass():
     assert (times.total_s, times.draft_s, times.verify_s, times.draft_prefill_s) == (0.75, 0.5, 0.25, 0.0)
 
 
-def test_tokens_per_second_leaves_the_first_emission_out():
-    assert tokens_per_second(Prefill(10, 3, 100.0), [step(4, 4), step(4, 2)]) == 8 / 7.75
-    assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4), step(4, 2)]) == 3 / 3.875
-
-
-def test_tokens_per_second_needs_something_behind_the_first_emission():
-    assert tokens_per_second(Prefill(10, 3, 1.0), []) is None
-    assert tokens_per_second(Prefill(10, None, 0.0), [step(4, 4)]) is None
-    assert tokens_per_second(Prefill(10, None, 0.0), []) is None
-
-
-def test_steps_that_took_no_time_have_no_speed():
-    assert tokens_per_second(Prefill(10, 3, 0.0), [step(4, 4, times=StepTimes())]) is None
+@pytest.mark.parametrize(
+    ("prefill", "steps", "speed"),
+    [
+        (Prefill(10, 3, 100.0), [step(4, 4), step(4, 2)], 8 / 7.75),
+        (Prefill(10, None, 0.0), [step(4, 4), step(4, 2)], 3 / 3.875),
+        (Prefill(10, 3, 1.0), [], None),
+        (Prefill(10, None, 0.0), [step(4, 4)], None),
+        (Prefill(10, None, 0.0), [], None),
+        (Prefill(10, 3, 0.0), [step(4, 4, times=StepTimes())], None),
+    ],
+)
+def test_tokens_per_second_leaves_the_first_emission_out(prefill, steps, speed):
+    assert tokens_per_second(prefill, steps) == speed
 
 
 # -- all of it ------------------------------------------------------------------------------------

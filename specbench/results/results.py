@@ -22,7 +22,6 @@ from specbench.results.lines import (
     Group,
     Line,
     MeasuredOutput,
-    Measurement,
     RequestLine,
     ServerAnswer,
     Speculation,
@@ -136,11 +135,7 @@ def load_results(path: str | Path) -> Results:
         )
     folder, problems = folders[0], list[str]()
     run = read_run(folder, problems)
-    tables = _Tables(run)
-    tables.read(folder, problems)
-    columns = (tables.generations, tables.groups, tables.answers)
-    generations, groups, answers = (pd.DataFrame(each) for each in columns)
-    return Results(run, generations, groups, answers.set_index("generation"), problems)
+    return Results(run, *_tables(run, folder, problems), problems)
 
 
 # -- filling them ---------------------------------------------------------------------------------
@@ -161,63 +156,49 @@ def _cells(record: object, columns: Mapping[str, bool]) -> Json:
     return cells
 
 
-class _Tables:
-    """The tables of ``Results`` while lines are read."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.generations: dict[str, list[Any]] = {name: [] for name in _GENERATION_COLUMNS}
-        self.groups: dict[str, list[Any]] = {name: [] for name in _GROUP_COLUMNS}
-        self.answers: dict[str, list[Any]] = {name: [] for name in _ANSWER_COLUMNS}
-
-    def read(self, folder: Path, problems: list[str]) -> None:
-        """Read a run's lines and add all except warm-ups."""
-        configs = {config.id: config for config in self.run.configs}
-        foreign = unknown = 0
-        for each in distinct(read_lines(folder, problems), problems):
-            if each.line.warmup:
-                continue
-            if each.line.run_id != self.run.run_id:
-                foreign += 1
-            elif each.line.config not in configs:
-                unknown += 1
-            else:
-                self._add(each, configs[each.line.config])
-        for lines, what in (
-            (foreign, "belong to another run"),
-            (unknown, "name a configuration that run.json lacks"),
-        ):
-            if lines:
-                problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
-
-    def _add(self, measurement: Measurement, config: Row) -> None:
-        line, result = measurement.line, measurement.result
+def _tables(run: Run, folder: Path, problems: list[str]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the three tables of ``Results``, from the lines of a run without warm-ups."""
+    configs = {config.id: config for config in run.configs}
+    generations, groups, answers = list[Json](), list[Json](), list[Json]()
+    foreign = unknown = 0
+    for each in distinct(read_lines(folder, problems), problems):
+        line, result, config = each.line, each.result, configs.get(each.line.config)
+        if line.warmup or line.run_id != run.run_id or config is None:
+            foreign += not line.warmup and line.run_id != run.run_id
+            unknown += not line.warmup and line.run_id == run.run_id
+            continue
         common = {
-            **_cells(line, _LINE), **row_cells(config), "warnings": line.warnings,
-            "target": self.run.target.name, "group": "",
+            **_cells(line, _LINE), **row_cells(config), "warnings": line.warnings, "target": run.target.name,
+            "group": "",
         }  # fmt: skip
         if isinstance(result, Group):
-            _append(self.groups, _group_cells(line, config, result))
+            groups.append(_group_cells(line, config, result))
             common["group"] = line.prompt
         elif result is None:
-            _append(self.generations, common | _output_cells(None))
-        for prompt, output in measurement.outputs():
+            generations.append(common | _output_cells(None))
+        for prompt, output in each.outputs():
             answer: Json = {}
             if output.server is not None:
                 answer = _answer_cells(output, output.server)
-                _append(self.answers, {"generation": len(self.generations["config"]), **answer})
+                answers.append({"generation": len(generations), **answer})
             cells = common | _output_cells(output) | _step_cells(output, answer)
             cells["prompt"] = intern(prompt)
             if isinstance(output, RequestLine) and isinstance(result, Group):
                 peak = result.peak_memory_bytes
                 cells["category"] = output.category
                 cells["peak_memory_bytes"] = math.nan if peak is None else peak
-            _append(self.generations, cells)
-
-
-def _append(table: dict[str, list[Any]], cells: Mapping[str, Any]) -> None:
-    for name, values in table.items():
-        values.append(cells[name])
+            generations.append(cells)
+    for lines, what in (
+        (foreign, "belong to another run"),
+        (unknown, "name a configuration that run.json lacks"),
+    ):
+        if lines:
+            problems.append(f"{lines} lines of {folder.name}/{GENERATIONS} {what} and are not used.")
+    return (
+        pd.DataFrame(generations, columns=[*_GENERATION_COLUMNS]),
+        pd.DataFrame(groups, columns=[*_GROUP_COLUMNS]),
+        pd.DataFrame(answers, columns=[*_ANSWER_COLUMNS]).set_index("generation"),
+    )
 
 
 def _output_cells(output: Generation | RequestLine | None) -> Json:

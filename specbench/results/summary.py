@@ -227,9 +227,8 @@ def summarize(results: Results) -> Summary:
     found = []
     for config in configs_of(results):
         mine, its_steps = rows.iloc[places[config.id]], steps.get(config.id, no_steps)
-        row = _summary_row(results, config, mine, its_steps)
         row = _with_speedups(
-            row, pairs.get(config.id), groups.get(config.id), run.differences or (), confidence_of(run)
+            run, _summary_row(results, config, mine, its_steps), pairs.get(config.id), groups.get(config.id)
         )
         if config.id in tuned:
             row = replace(row, speedup=tuned[config.id].speedup, verdict=tuned[config.id].verdict)
@@ -366,11 +365,7 @@ def _summary_row(results: Results, config: Row, rows: pd.DataFrame, steps: Steps
 
 
 def _with_speedups(
-    row: SummaryRow,
-    pairs: pd.DataFrame | None,
-    groups: pd.DataFrame | None,
-    differences: Iterable[Mismatch],
-    confidence: float,
+    run: Run, row: SummaryRow, pairs: pd.DataFrame | None, groups: pd.DataFrame | None
 ) -> SummaryRow:
     """Return a row with its speedups, from the pairs of a configuration's generations and groups."""
     config = row.config
@@ -379,7 +374,7 @@ def _with_speedups(
         return replace(row, speedup=BASELINE, speedup_total=total, pooled_speedup=BASELINE)
     if pairs is None:
         return row
-    compared = pairs if groups is None else groups
+    compared, confidence = pairs if groups is None else groups, confidence_of(run)
     speedup, pooled = _speedups_of(compared, confidence)
     # With a batch, the speedup itself is about whole times.
     totals = pairs["ratio_total"] * (1.0 if groups is None else _NAN)
@@ -393,7 +388,7 @@ def _with_speedups(
         speedup_total=_mean_of(pairs, totals, confidence),
         speedup_first=_mean_of(first, first["ratio"], confidence) if config.kind == "server" else NO_FIGURE,
         identical_share=float(identical.astype(bool).mean()) if len(identical) else _NAN,
-        difference=None if identical.all() else _cause(differences, config),
+        difference=None if identical.all() else _cause(run.differences or (), config),
     )
 
 
