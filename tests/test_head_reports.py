@@ -15,8 +15,9 @@ from specbench.models.training_metadata import TrainingMetadata, read_metadata
 from specbench.results.heads import best_measurement, distinct_trainings, head_rows
 from specbench.results.results import Results, load_results
 from specbench.results.summary import categorize
+from specbench.show import report as content
 from specbench.show import tables
-from specbench.show.report import content, write_report
+from specbench.show.report import write_report
 
 HEAD, FREE = Drafter("head (int8)", 0.4, 0.1, spread=0.2), Drafter("lookup", 0.6, 0.001)
 EVIL = "<b>chat</b>"

@@ -35,10 +35,10 @@ from specbench.results.store import RunStore, read_lines, read_run
 from specbench.results.summary import summarize
 from specbench.results.trace import parse_trace
 from specbench.rows import Row
+from specbench.show import report as content
 from specbench.show.document import to_markdown
 from specbench.show.html import to_html
-from specbench.show.report import content
-from specbench.show.report.content import make_report
+from specbench.show.report import make_report
 from specbench.show.trace import TraceView
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "(missing)"})()

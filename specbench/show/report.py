@@ -1,4 +1,4 @@
-"""The content of a report, before it is escaped for HTML or Markdown.
+"""The report of a run: one HTML file, which loads no other, and a Markdown file with image files next to it.
 
 A report begins with the answer in a sentence, a chart and a table, then shows warnings, more figures and tables, and
 ends with the method of measurement and the machine. Definitions of the metrics: docs/metrics.md.
@@ -14,15 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 from specbench.base.errors import UsageError
+from specbench.base.files import file_errors, refuse_link, write_text
 from specbench.base.textsafe import counted, one_line
 from specbench.results import stats
 from specbench.results.advice import review
-from specbench.results.results import Results
+from specbench.results.results import Results, load_results
 from specbench.results.run import FOREIGN, Run, RunWarning, StoredSuite
 from specbench.results.summary import Summary, categorize, summarize
 from specbench.show import tables
 from specbench.show.answer import Answer, answer_parts, find_answers
-from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet
+from specbench.show.document import Facts, Heading, Image, Items, Part, Sheet, to_markdown
+from specbench.show.html import to_html
 from specbench.show.plots import FIGURES, draw_figures, figure_bytes, save_figure
 
 _PIXELS_PER_INCH = 124
@@ -44,6 +46,37 @@ class Report:
     answers: list[Answer]
     warnings: list[RunWarning]
     parts: list[Part]
+
+
+def write_report(
+    folder: Path,
+    out: Path | None = None,
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[Report, list[Path]]:
+    """Write ``report.html``, ``report.md``, and the figures of ``report.md`` in ``plots/``.
+
+    Args:
+        folder: The run's folder.
+        out: The folder to write to; ``None`` for the run's folder.
+        limits: See ``make_report``.
+
+    Returns:
+        The report, and the paths of ``report.html`` and ``report.md``.
+
+    Raises:
+        UsageError: There is no run, no generation of it has finished, or a file to write is a symbolic link.
+        RunError: The report cannot be written.
+    """
+    results = load_results(folder)
+    out = folder if out is None else out
+    with file_errors(f"The report cannot be written to {str(out)!r}", "Give another --out."):
+        refuse_link(out / "plots")
+        (out / "plots").mkdir(parents=True, exist_ok=True)
+        report = make_report(results, folder.resolve().name, out / "plots", limits)
+        texts = {"report.html": to_html(report.name, report.parts), "report.md": to_markdown(*report.parts)}
+        for name, text in texts.items():
+            write_text(out / name, text)
+    return report, [out / name for name in texts]
 
 
 def make_report(
