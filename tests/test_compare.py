@@ -167,10 +167,8 @@ def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path
 
 def test_a_run_continued_on_another_machine_counts_as_another(tmp_path):
     change = {"differing": ["cpu"], "environment": {"cpu": "Earlier CPU"}}
-    pair = runs(
-        tmp_path, {"plain": PLAIN, "d@1": times(2)}, {"plain": PLAIN, "d@1": times(2)}, changes=[change]
-    )
-    assert compare_runs(*pair).measure == "speedup"
+    speeds = {"plain": PLAIN, "d@1": times(2)}
+    assert compare_runs(*runs(tmp_path, speeds, speeds, changes=[change])).measure == "speedup"
 
 
 def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path):
@@ -339,13 +337,13 @@ def test_fail_below_decides_the_exit_code(folders, capsys):
 
 
 @pytest.mark.smoke
-def test_the_output_is_as_asked_for(folders, capsys):
-    command([f"{folders[0]}:d@1", f"{folders[0]}:plain"])
-    assert "A  d γ=1\nB  plain" in capsys.readouterr().out
-    command([f"{folders[0]}:d@1", folders[1]])
-    assert "A  new\nB  old" in capsys.readouterr().out
-    command(folders, measure="speedup")
-    assert "A  new" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("sides", "said"),
+    [(("new:d@1", "new:plain"), "A  d γ=1\nB  plain"), (("new:d@1", "old"), "A  new\nB  old")],
+)
+def test_the_output_is_as_asked_for(folders, capsys, sides, said):
+    command([str(Path(folders[0]).with_name(name)) for name in sides])
+    assert said in capsys.readouterr().out
 
 
 def test_of_several_runs_in_a_folder_the_newest_in_which_something_was_measured(tmp_path, capsys):

@@ -166,7 +166,7 @@ def test_a_real_difference_outweighs_ties():
     (found,) = tokens_differ({"C": [TIE, real]}, 5)
     assert found.severity == "error"
     assert found.message == (
-        "C: tokens differ from plain decoding in 2 of 5 prompts, first at token 7 of q; the logits of the two tokens"
+        "C: tokens differ from plain decoding in 2 of 5 cases, first at token 7 of q (C); the logits of the two tokens"
         " are 2.5 apart there, more than rounding explains."
     )
     assert found.data == {"differences": [to_dict(TIE), to_dict(real)]}
@@ -176,8 +176,8 @@ def test_ties_of_all_configurations_are_told_at_once():
     found = tokens_differ({"C": [TIE, TIE], "D": [structs.replace(TIE, numerical_tie=None)], "E": [TIE]}, 5)
     assert [warning.severity for warning in found] == ["warning", "info"]
     assert found[1].message == (
-        "2 configurations: tokens differ from plain decoding in 3 of 10 cases, each where the logits of the two tokens"
-        " tie within rounding (first at token 3 of p, C)."
+        "2 configurations: tokens differ from plain decoding in 3 of 10 cases, first at token 3 of p (C); wherever they"
+        " part, the logits of the two tokens tie within rounding."
     )
     (alone,) = tokens_differ({"C": [TIE]}, 5)
     assert "float32" in alone.advice

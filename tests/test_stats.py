@@ -83,22 +83,13 @@ class TestMeanInterval:
         assert expected[0] in (t[0], hall[0])
         assert t != pytest.approx(hall)  # or this test would compare one with itself
 
-    @pytest.mark.parametrize("values", [[], [1.0]])
-    def test_fewer_than_two_values_have_none(self, values):
-        assert mean_interval(values) is None
-
-    def test_an_upper_bound_is_students_alone(self):
-        values = [1.0, 2.0, 9.0]
-        half = distributions.t.ppf(0.999, 2) * np.std(values, ddof=1) / math.sqrt(3)
-        assert stats.upper_bound(values, 0.001) == pytest.approx(4.0 + half)
-        assert stats.upper_bound([1.0], 0.1) == math.inf
-
     @pytest.mark.parametrize("n", [2, 3, 4, 11, 100, 5000])
     @pytest.mark.parametrize("error", [0.3, 0.025, 0.0075, 1e-4, 1e-6])
     def test_its_quantiles_are_those_of_scipy(self, n, error):
         values = np.arange(float(n))
         half = distributions.t.ppf(1 - error, n - 1) * distributions.sem(values)
         assert stats.upper_bound(values, error) == pytest.approx(values.mean() + half, rel=1e-6)
+        assert stats.upper_bound(values[:1], error) == math.inf
 
     def test_a_bound_over_groups_in_turn_goes_by_what_is_left_within_them(self):
         values, groups = [1.0, 5.0, 1.4, 5.2, 1.2, 5.4], [*"ababab"]
@@ -168,11 +159,11 @@ class TestGeometricMean:
         assert math.isnan(estimate.value)
         assert (estimate.low, estimate.prompts, estimate.basis) == (None, 0, None)
 
-    @pytest.mark.parametrize("apart", [1.19, 100.0])
     @pytest.mark.parametrize("prompts", [2, 3])
-    def test_the_number_of_prompts_alone_decides_whether_there_is_an_interval(self, apart, prompts):
-        estimate = geometric_mean([2.0, 2.0 * apart, 2.0][:prompts], ["a", "b", "c"][:prompts])
-        assert (estimate.low is not None, estimate.basis == "prompts") == (prompts == 3,) * 2
+    def test_the_number_of_prompts_alone_decides_whether_there_is_an_interval(self, prompts):
+        for apart in (1.19, 100.0):
+            estimate = geometric_mean([2.0, 2.0 * apart, 2.0][:prompts], ["a", "b", "c"][:prompts])
+            assert (estimate.low is not None, estimate.basis == "prompts") == (prompts == 3,) * 2
 
 
 class TestPooled:
@@ -209,11 +200,6 @@ class TestPooled:
         assert pooled.value < 0.7
         assert geometric_mean(base_s / ours_s, np.arange(10)).value > 1.1
 
-    def test_pooled_speedup_divides_speeds_not_times(self):
-        """The outputs may differ in length (sampling): tokens over seconds on both sides."""
-        pooled = pooled_speedup([20, 20], [2, 2], [10, 30], [2, 6], ["a", "b"])
-        assert pooled.value == pytest.approx((40 / 4) / (40 / 8))
-
 
 class TestCompare:
     def test_paired_by_prompt(self):
@@ -229,10 +215,3 @@ class TestCompare:
     )
     def test_verdict(self, low, high, expected):
         assert verdict(Estimate(1.0, low, high, 5, "prompts")) == expected
-
-
-@pytest.mark.parametrize(("prompts", "share"), [(8, "31%"), (50, "6%")])
-def test_what_may_be_missing_is_said_of_what_is_slower(prompts, share):
-    text = stats.unseen_text(prompts)
-    assert f"less than {share}" in text
-    assert (1 - float(share[:-1]) / 100) ** prompts == pytest.approx(0.05, abs=0.006)

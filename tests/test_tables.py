@@ -225,14 +225,6 @@ class TestSummary:
         step = 0.2 + 0.3 + 1.5
         assert figures["predicted_speedup"] == pytest.approx((3 + 2 + 2) / 3 / step), "what each step kept"
 
-    def test_a_drafter_that_was_not_timed_apart_costs_what_its_tokens_took(self):
-        steps = [(2, 2, 2, 3, [1.0, 1.0], (0.5, 0.1, 0.6, 0.0, 0.0, 0.0))] * 3
-        costs = {"target_pass_s": {"1": 0.5, "3": 0.6}, "drafter_pass_s": {}}
-        df = frame_of(row("plain", "a-1"), row("d@2", "a-1", steps=steps), costs=costs)
-        figures = one(summarize(df), "d@2")
-        assert figures["c"] == pytest.approx(0.4 / 2 / 0.5)
-        assert figures["predicted_speedup"] == pytest.approx(3 / (2 * 0.4 + 1.2))
-
     def test_failures_are_counted_and_count_nowhere_else(self):
         failed = row("d@2", "b-1", status="failed", tokens_per_second=math.nan, decode_s=math.nan)
         df = frame_of(row("plain", "a-1"), row("d@2", "a-1", 20.0), row("plain", "b-1"), failed)

@@ -182,9 +182,8 @@ def tokens_differ(
         label, first = next(each for each in every if each[1].numerical_tie is is_tie)
         where = f"first at token {first.position} of {first.prompt} ({label})"
         if is_tie is False:
-            where += (
-                f"; the logits of the two tokens are {first.gap or 0.0:.3g} apart there, more than rounding explains"
-            )
+            gap = f"{first.gap or 0.0:.3g}"
+            where += f"; the logits of the two tokens are {gap} apart there, more than rounding explains"
             advice = "Please report it: the output should be the same."
         elif is_tie:
             where += "; wherever they part, the logits of the two tokens tie within rounding"

@@ -65,6 +65,10 @@ class ComparedRow:
     verdict: stats.Verdict
     provisional: bool = False
 
+    @property
+    def verdict_text(self) -> str:
+        return stats.verdict_text(self.verdict, self.provisional)
+
     @classmethod
     def of(cls, a: Row, b: Row, label: str, category: str | None, *figures: Estimate) -> ComparedRow:
         """Return the row of two configurations with ``a``, ``b`` and ``ratio``, on which the verdict is."""

@@ -198,7 +198,7 @@ def read_trace(path: Path) -> Iterator[Event]:
 def parse_trace(file: BinaryIO, name: str) -> Iterator[Event]:
     """Read events like ``read_trace`` from an open binary file or pipe, called ``name`` in messages."""
     hint = "Give a file that `specbench generate --trace-file` wrote."
-    kind, number = None, 0
+    kind = ""
     for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
         if line.isspace():
             continue

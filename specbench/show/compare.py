@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbench.results import stats
 from specbench.show.document import Heading, Paragraph, Part, Sheet
+from specbench.show.tables import Column, ratio_text, table
 
 if TYPE_CHECKING:
     from specbench.results.compare import Compared, ComparedRow
@@ -22,7 +24,7 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
     overall = compared.overall
     categories = len(overall) <= _FEW
     if len(overall) > 1 or not categories:
-        yield _sheet(compared, overall, "configuration")
+        yield _sheet(compared, overall, "label")
     for row in overall if categories else ():
         pair = row.config_a, row.config_b
         mine = [each for each in compared.rows if (each.config_a, each.config_b) == pair]
@@ -34,24 +36,21 @@ def comparison_parts(compared: Compared) -> Iterator[Part]:
     yield from (Paragraph(note, "dim") for note in compared.notes)
 
 
-def _sheet(
-    compared: Compared, rows: Sequence[ComparedRow], of: Literal["configuration", "category"]
-) -> Sheet:
+def _sheet(compared: Compared, rows: Sequence[ComparedRow], of: Literal["label", "category"]) -> Sheet:
     """Return a table of rows; ``of`` is what names a row."""
-    unit = "tokens/s" if compared.measure == "speed" else "speedup"
-    cells = []
-    for row in rows:
-        if compared.measure == "speed":
-            sides = [stats.decimals(each.value) for each in (row.a, row.b)]
-        else:
-            sides = [stats.ratio_text(each, "") for each in (row.a, row.b)]
-        ratio, verdict = stats.ratio_text(row.ratio, ""), stats.verdict_text(row.verdict, row.provisional)
-        name = row.label if of == "configuration" else row.category or "all"
-        cells.append([name, str(row.ratio.prompts), *sides, ratio, verdict])
-    return Sheet(
-        [of, "prompts", f"A {unit}", f"B {unit}", "A / B", "verdict"],
-        cells,
-        ranks=[0, 2, 1, 1, 0, 0],
+    is_speed = compared.measure == "speed"
+    unit = "tokens/s" if is_speed else "speedup"
+    form: Callable[[Any], str] = stats.decimals if is_speed else ratio_text
+    columns = (
+        Column(of, "configuration" if of == "label" else of, lambda name: name or "all"),
+        Column("ratio.prompts", "prompts", str, 2),
+        Column("a", f"A {unit}", form, 1),
+        Column("b", f"B {unit}", form, 1),
+        Column("ratio", "A / B", ratio_text),
+        Column("verdict_text", "verdict", str),
+    )
+    return replace(
+        table(rows, columns),
         left=frozenset({5}),
         styles={"faster": "green", "slower": "red"},
         elsewhere="with --json, or on a wider terminal",

@@ -64,8 +64,8 @@ def notes(summary: Summary) -> list[str]:
         label = row.config.label
         if _means_differ(row):
             out.append(
-                f"{label}: all tokens over all seconds give {_ratio_text(row.pooled_speedup)}, the mean over {unit}"
-                f" {_ratio_text(row.speedup)}: its {short} differ."
+                f"{label}: all tokens over all seconds give {ratio_text(row.pooled_speedup)}, the mean over {unit}"
+                f" {ratio_text(row.speedup)}: its {short} differ."
             )
         if row.identical_share < 1:
             differing.setdefault(row.difference, []).append(row)
@@ -152,18 +152,19 @@ def _thousand(value: float) -> str:
     return stats.decimals(1000.0 * value)
 
 
-def _ratio_text(estimate: Estimate) -> str:
+def ratio_text(estimate: Estimate) -> str:
+    """Format a ratio with its interval, or as that of a baseline."""
     return "1 (baseline)" if estimate == BASELINE else stats.ratio_text(estimate, "")
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class Column:
     """A column of a table.
 
     Attributes:
         name: The attribute of a row that the column shows; after a dot, one of that attribute, or its key.
         heading: Its heading.
-        form: Formats a value; of an ``Estimate`` its figure, unless ``form`` is ``_ratio_text``.
+        form: Formats a value; of an ``Estimate`` its figure, unless ``form`` is ``ratio_text``.
         rank: See ``Sheet.ranks``.
         about: What it is, for the notes; empty if the heading says it.
         mark: What stands before the text of a row's cell.
@@ -186,50 +187,50 @@ class _Column:
         """Return the text of a row's cell, and the value to sort it by."""
         value = self.value(row)
         figure = value.value if isinstance(value, Estimate) else value
-        text = self.form(value if self.form is _ratio_text else figure)
+        text = self.form(value if self.form is ratio_text else figure)
         return one_line((self.mark(row) if self.mark else "") + text), figure
 
 
-_CONFIGURATION = _Column("config.label", "configuration", str)
-_TOKENS_PER_S = _Column("tokens_per_second", "tokens/s", rank=1)
-_ACCEPTED = _Column("acceptance_rate", "accepted", _percent, 1)
+_CONFIGURATION = Column("config.label", "configuration", str)
+_TOKENS_PER_S = Column("tokens_per_second", "tokens/s", rank=1)
+_ACCEPTED = Column("acceptance_rate", "accepted", _percent, 1)
 
 _SUMMARY = (
     _CONFIGURATION,
     _TOKENS_PER_S,
-    _Column("speedup", "speedup", _ratio_text),
-    _Column("verdict_text", "verdict", str),
-    _Column("speedup_first", "first time", _ratio_text, 6),
-    _Column("warming", "again", _ratio_text, 6),
-    _Column("speedup_total", "with TTFT", _ratio_text, 14),
-    _Column("pooled_speedup", "pooled", _ratio_text, 15),
-    _Column("tokens_per_step", "tokens/step", rank=4, mark=lambda row: "~" * (row.step_source == "bursts")),
-    _Column("acceptance_rate", "accepted", _percent, 5),
-    _Column("acceptance_tested", "of tested", _percent, 16),
-    _Column("alpha", "α", rank=6),
-    _Column("forced_share", "forced", _percent, 5),
-    _Column("corrected_share", "corrected", _percent, 12),
-    _Column("mean_gamma", "mean γ", rank=12),
-    _Column("mean_nodes", "nodes", rank=12),
-    _Column("predicted_speedup", "predicted", _ratio_text, 8),
-    _Column("cached_share", "cached", _percent, 12),
-    _Column("ttft_s", "TTFT ms", _thousand, 9),
-    *(_Column(f"share.{part}", part, _percent, 10) for part in PARTS),
-    _Column("share_masks", "masks", _percent, 10),
-    _Column("log_probability", "log p/token", rank=11),
-    _Column("peak_memory_bytes", "memory", _bytes, 13),
-    _Column("identical_share", "identical", _percent, 13),
-    _Column("prompts", "prompts", _count, 3),
-    _Column("failures", "failed", _count, 7),
+    Column("speedup", "speedup", ratio_text),
+    Column("verdict_text", "verdict", str),
+    Column("speedup_first", "first time", ratio_text, 6),
+    Column("warming", "again", ratio_text, 6),
+    Column("speedup_total", "with TTFT", ratio_text, 14),
+    Column("pooled_speedup", "pooled", ratio_text, 15),
+    Column("tokens_per_step", "tokens/step", rank=4, mark=lambda row: "~" * (row.step_source == "bursts")),
+    Column("acceptance_rate", "accepted", _percent, 5),
+    Column("acceptance_tested", "of tested", _percent, 16),
+    Column("alpha", "α", rank=6),
+    Column("forced_share", "forced", _percent, 5),
+    Column("corrected_share", "corrected", _percent, 12),
+    Column("mean_gamma", "mean γ", rank=12),
+    Column("mean_nodes", "nodes", rank=12),
+    Column("predicted_speedup", "predicted", ratio_text, 8),
+    Column("cached_share", "cached", _percent, 12),
+    Column("ttft_s", "TTFT ms", _thousand, 9),
+    *(Column(f"share.{part}", part, _percent, 10) for part in PARTS),
+    Column("share_masks", "masks", _percent, 10),
+    Column("log_probability", "log p/token", rank=11),
+    Column("peak_memory_bytes", "memory", _bytes, 13),
+    Column("identical_share", "identical", _percent, 13),
+    Column("prompts", "prompts", _count, 3),
+    Column("failures", "failed", _count, 7),
 )
 
 
 def _percentiles(
     name: str, heading: str, form: Callable[[float], str], rank: int, about: str
-) -> list[_Column]:
+) -> list[Column]:
     """Return a column for each percentile of a latency; a narrow terminal leaves out the median last."""
     columns = [
-        _Column(f"{name}.{percentile}", f"{heading} {percentile}", form, rank + 5 * number)
+        Column(f"{name}.{percentile}", f"{heading} {percentile}", form, rank + 5 * number)
         for number, percentile in enumerate(PERCENTILES)
     ]
     return [replace(columns[0], about=about), *columns[1:]]
@@ -237,43 +238,43 @@ def _percentiles(
 
 _REQUESTS = (
     _CONFIGURATION,
-    _Column("requests", "requests", _count, 9),
-    _Column("overall.tokens_per_second", "tokens/s"),
+    Column("requests", "requests", _count, 9),
+    Column("overall.tokens_per_second", "tokens/s"),
     *_percentiles("token_s", "ms/token", _thousand, 1, "after the first emission"),
     *_percentiles("ttft_s", "TTFT ms", _thousand, 2, "from arrival, including the time in the queue"),
     *_percentiles("latency_s", "total s", stats.decimals, 3, "from arrival"),
     *_percentiles("queued_s", "queued s", stats.decimals, 4, ""),
-    _Column("overall.acceptance_rate", "accepted", _percent, 8),
-    _Column("pool_peak_blocks", "blocks", _count, 10, "of the target's KV cache, at the peak"),
-    _Column("pool_peak_bytes", "pool", _bytes, 10, "their memory"),
+    Column("overall.acceptance_rate", "accepted", _percent, 8),
+    Column("pool_peak_blocks", "blocks", _count, 10, "of the target's KV cache, at the peak"),
+    Column("pool_peak_bytes", "pool", _bytes, 10, "their memory"),
 )
 _TURNS = (
     _CONFIGURATION,
-    _Column("turn", "turn", _count),
-    _Column("answers", "answers", _count, 4),
-    _Column("prompt_tokens", "prompt", _count, 2, "mean tokens"),
-    _Column("cached_tokens", "cached", _count, 1, "those from the prompt cache"),
-    _Column("reused", "reused", _percent, 0, "cached tokens over those of the turn before, prompt and answer"),
-    _Column("ttft_s", "TTFT ms", _thousand),
+    Column("turn", "turn", _count),
+    Column("answers", "answers", _count, 4),
+    Column("prompt_tokens", "prompt", _count, 2, "mean tokens"),
+    Column("cached_tokens", "cached", _count, 1, "those from the prompt cache"),
+    Column("reused", "reused", _percent, 0, "cached tokens over those of the turn before, prompt and answer"),
+    Column("ttft_s", "TTFT ms", _thousand),
     _TOKENS_PER_S,
     _ACCEPTED,
-    _Column("tokens_per_step", "tokens/step", rank=3),
-    _Column(
+    Column("tokens_per_step", "tokens/step", rank=3),
+    Column(
         "broken", "broken", _count, 0,
         "answers that are empty, repeat a phrase over and over, or are not the JSON that was asked for",
     ),
 )  # fmt: skip
 _PARTS = (
     _CONFIGURATION,
-    _Column(
+    Column(
         "part", "part", str, 0, "of thinking the steps that begin inside it, of the answer those after it"
     ),
-    _Column("tokens", "tokens", _count, 3),
-    _Column("share", "of tokens", _percent, 1),
-    _Column("time_share", "of time", _percent, 2),
+    Column("tokens", "tokens", _count, 3),
+    Column("share", "of tokens", _percent, 1),
+    Column("time_share", "of time", _percent, 2),
     replace(_TOKENS_PER_S, rank=0),
-    _Column("speedup", "speedup", _ratio_text, 0, "over the same part of the baseline"),
-    _Column("tokens_per_step", "tokens/step"),
+    Column("speedup", "speedup", ratio_text, 0, "over the same part of the baseline"),
+    Column("tokens_per_step", "tokens/step"),
     _ACCEPTED,
 )
 
@@ -284,56 +285,56 @@ def _bound(least: bool, rate: float) -> str:
 
 _POSITIONS = (
     _CONFIGURATION,
-    _Column("position", "position", _count),
-    _Column("drafted", "drafted", _count, 2),
-    _Column("tested", "tested", _count, 1),
-    _Column("accepted", "accepted", _count, 1),
-    _Column("rate", "accepted/tested", _percent, mark=lambda row: _bound(row.least, row.rate)),
-    _Column(
+    Column("position", "position", _count),
+    Column("drafted", "drafted", _count, 2),
+    Column("tested", "tested", _count, 1),
+    Column("accepted", "accepted", _count, 1),
+    Column("rate", "accepted/tested", _percent, mark=lambda row: _bound(row.least, row.rate)),
+    Column(
         "rate_of_drafted",
         "accepted/drafted",
         _percent,
         mark=lambda row: _bound(row.least, row.rate_of_drafted),
     ),
-    _Column("alpha", "α", rank=1),
+    Column("alpha", "α", rank=1),
 )
 _HEADS = (
-    _Column("cell.config.label", "configuration", str),
-    _Column("cell.category", "category", str),
-    _Column("cell.tokens_per_step", "tokens/step"),
-    _Column(
+    Column("cell.config.label", "configuration", str),
+    Column("cell.category", "category", str),
+    Column("cell.tokens_per_step", "tokens/step"),
+    Column(
         "trained", "when trained", rank=3,
         about="tokens per step, greedily and with chains, on held-out prompts of a category of that name",
     ),
-    _Column("first", "first accepted", _percent, 1, "of the drafts tested at that position"),
-    _Column("second", "second accepted", _percent, 2),
-    _Column("cell.speedup", "speedup", _ratio_text),
+    Column("first", "first accepted", _percent, 1, "of the drafts tested at that position"),
+    Column("second", "second accepted", _percent, 2),
+    Column("cell.speedup", "speedup", ratio_text),
 )  # fmt: skip
 _TRAININGS = (
-    _Column("drafter", "drafter", str),
-    _Column("tokens", "tokens trained on", _count),
-    _Column(
+    Column("drafter", "drafter", str),
+    Column("tokens", "tokens trained on", _count),
+    Column(
         "tokens_per_step", "tokens/step",
         about="measured by the decoder, greedily and with chains, on prompts that were not trained on",
     ),
-    _Column("accepted_1", "1. accepted", _percent, 0, "of the drafts tested at that position"),
-    *(_Column(f"accepted_{place}", f"{place}. accepted", _percent, place - 1) for place in range(2, 5)),
+    Column("accepted_1", "1. accepted", _percent, 0, "of the drafts tested at that position"),
+    *(Column(f"accepted_{place}", f"{place}. accepted", _percent, place - 1) for place in range(2, 5)),
 )  # fmt: skip
 _ACCEPTED_AT = [f"accepted_{place}" for place in range(1, 5)]
 _GOODPUT = (
     _CONFIGURATION,
-    _Column("requests", "requests", _count, 6),
-    _Column("rate", "requests/s", _ratio_text, 5),
-    _Column("within", "within", _percent, 4, "requests within all limits; one that failed missed them"),
-    _Column("goodput", "goodput", _ratio_text, 0, "such requests per second"),
-    _Column("goodput_ratio", "goodput ×", _ratio_text, 1),
+    Column("requests", "requests", _count, 6),
+    Column("rate", "requests/s", ratio_text, 5),
+    Column("within", "within", _percent, 4, "requests within all limits; one that failed missed them"),
+    Column("goodput", "goodput", ratio_text, 0, "such requests per second"),
+    Column("goodput_ratio", "goodput ×", ratio_text, 1),
 )
 
 
 # --- Sheets ---------------------------------------------------------------------------------------
 
 
-def _sheet(rows: Sequence[Any], columns: Sequence[_Column], notes: Iterable[str] = ()) -> Sheet:
+def table(rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] = ()) -> Sheet:
     """Return a table; what its columns are stands before its other notes."""
     said = [f"{each.heading[0].upper()}{each.heading[1:]}: {each.about}." for each in columns if each.about]
     cells = [[column.cell(row) for column in columns] for row in rows]
@@ -355,7 +356,7 @@ def _prompts_of_all(summary: Summary) -> int | None:
 def summary_sheet(summary: Summary) -> Sheet:
     """Return the table of the summary, without columns that are empty or only say that nothing failed."""
 
-    def is_needed(column: _Column) -> bool:
+    def is_needed(column: Column) -> bool:
         values = [column.cell(row)[1] for row in summary.rows]
         if column.heading == "failed":
             return any(values)
@@ -364,7 +365,7 @@ def summary_sheet(summary: Summary) -> Sheet:
         return column.rank == 0 or any(value == value for value in values)
 
     marked = [number for number, row in enumerate(summary.rows) if row.config.id in summary.winners]
-    sheet = _sheet(summary.rows, [*filter(is_needed, _SUMMARY)], notes(summary))
+    sheet = table(summary.rows, [*filter(is_needed, _SUMMARY)], notes(summary))
     at = sheet.headings.index("verdict")
     for number in marked:
         sheet.rows[number][at] = sheet.rows[number][at].replace("faster", "fastest")
@@ -400,7 +401,7 @@ def _cell_text(row: SummaryRow | None) -> str:
     if row is None:
         return "–"
     steps = row.tokens_per_step.value
-    return _ratio_text(row.speedup) + ("" if math.isnan(steps) else f"; {steps:.2f}")
+    return ratio_text(row.speedup) + ("" if math.isnan(steps) else f"; {steps:.2f}")
 
 
 def service_sheets(results: Results, summary: Summary, limits: Mapping[str, float]) -> dict[str, Sheet]:
@@ -421,10 +422,10 @@ def service_sheets(results: Results, summary: Summary, limits: Mapping[str, floa
     ]
     return _with_rows(
         {
-            "Batches of requests": _sheet(requests, _REQUESTS, [too_few] * few),
-            "Goodput": _sheet(goodput_rows(results, limits), _GOODPUT, said),
-            "Thinking and answer": _sheet(part_rows(results), _PARTS),
-            "Conversations by turn": _sheet(turn_rows(results), _TURNS),
+            "Batches of requests": table(requests, _REQUESTS, [too_few] * few),
+            "Goodput": table(goodput_rows(results, limits), _GOODPUT, said),
+            "Thinking and answer": table(part_rows(results), _PARTS),
+            "Conversations by turn": table(turn_rows(results), _TURNS),
         }
     )
 
@@ -449,9 +450,9 @@ def drafter_sheets(results: Results) -> dict[str, Sheet]:
     ]
     return _with_rows(
         {
-            "Trained heads": _sheet(heads, _HEADS, _head_notes(heads)),
-            "Training": _sheet(measured, _TRAININGS, kept),
-            "Acceptance by position": _sheet(places, _POSITIONS, [least] * any(row.least for row in places)),
+            "Trained heads": table(heads, _HEADS, _head_notes(heads)),
+            "Training": table(measured, _TRAININGS, kept),
+            "Acceptance by position": table(places, _POSITIONS, [least] * any(row.least for row in places)),
         }
     )
 

@@ -104,36 +104,29 @@ def by_category(run: PlotData) -> Figure:
     without = [cell for cell in cells if not _has_interval(cell)]
     plain_cells = len(without) == len(cells)  # ratios alone need less space
     line = 0.17 if plain_cells else 0.27  # inches of a row
-    heads = {name: short(name, 18).replace("-", "-\n", 1) for name in categories}
-    longest = max(len(part) for head in heads.values() for part in head.split("\n"))
+    heads = [short(name, 18).replace("-", "-\n", 1) for name in categories]
+    longest = max(len(part) for head in heads for part in head.split("\n"))
     wide = max(0.046 if plain_cells else 0.07, 0.0068 * longest) * FONT_SIZE  # inches of a cell
-    margin = 0.35 + 0.0068 * FONT_SIZE * max(map(len, names))
-    width = max(4.2, min(9.5, margin + 1.1 * wide * len(categories)))
-    lines = math.ceil(len(categories) / max(1, int((width - margin) / wide)))
-    each = math.ceil(len(categories) / lines)  # categories next to each other
-    body = canvas.new_figure(0.85 + lines * (0.45 + line * len(rows)), width)
+    width = max(4.2, 0.35 + 0.0068 * FONT_SIZE * max(map(len, names)) + 1.1 * wide * len(categories))
+    body = canvas.new_figure(1.3 + line * len(rows), width)
+    axes = body.subplots()
+    grid = np.full((len(rows), len(categories)), np.nan)
     widest = max(math.log(1.25), *(abs(math.log(cell.speedup.value)) for cell in cells))
-    for number, axes in enumerate(body.subplots(lines, 1, squeeze=False)[:, 0]):
-        mine = categories[number * each : (number + 1) * each]
-        grid = np.full((len(rows), len(mine)), np.nan)
-        for cell in cells:
-            if cell.category in mine:
-                x, y, log = mine.index(cell.category), row_of[cell.config.id], math.log(cell.speedup.value)
-                grid[y, x] = log
-                _write_cell(axes, x, y, cell, "white" if abs(log) > 0.72 * widest else "black")
-        axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
-        axes.set_xticks(range(len(mine)), [heads[name] for name in mine])
-        axes.set_xlim(-0.5, each - 0.5)
-        axes.xaxis.tick_top()
-        axes.set_yticks(range(len(rows)), names)
-        axes.tick_params(length=0, labelsize=0.85 * FONT_SIZE)
-        axes.spines[:].set_visible(False)
-        for i in range(1, len(rows)):
-            if rows[i].config.drafter != rows[i - 1].config.drafter:
-                axes.axhline(i - 0.5, color="white", linewidth=2.5)
-    prompts = " to ".join(
-        map(str, sorted({min(cell.prompts for cell in cells), max(cell.prompts for cell in cells)}))
-    )
+    for cell in cells:
+        x, y, log = categories.index(cell.category), row_of[cell.config.id], math.log(cell.speedup.value)
+        grid[y, x] = log
+        _write_cell(axes, x, y, cell, "white" if abs(log) > 0.72 * widest else "black")
+    axes.imshow(grid, cmap=_SLOWER_FASTER, norm=TwoSlopeNorm(0.0, -widest, widest), aspect="auto")
+    axes.set_xticks(range(len(categories)), heads)
+    axes.xaxis.tick_top()
+    axes.set_yticks(range(len(rows)), names)
+    axes.tick_params(length=0, labelsize=0.85 * FONT_SIZE)
+    axes.spines[:].set_visible(False)
+    for i in range(1, len(rows)):
+        if rows[i].config.drafter != rows[i - 1].config.drafter:
+            axes.axhline(i - 0.5, color="white", linewidth=2.5)
+    counts = [cell.prompts for cell in cells]
+    prompts = " to ".join(map(str, sorted({min(counts), max(counts)})))
     means = f"Geometric means over prompts ({prompts} per category)"
     remarks = (
         "Blue: faster, orange: slower.",
