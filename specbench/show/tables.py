@@ -240,7 +240,9 @@ _REQUESTS = (
     _CONFIGURATION,
     Column("requests", "requests", _count, 9),
     Column("overall.tokens_per_second", "tokens/s"),
-    *_percentiles("token_s", "ms/token", _thousand, 1, "after the first emission"),
+    *_percentiles(
+        "token_s", "ms/token", _thousand, 1, "percentiles over all requests, after the first emission"
+    ),
     *_percentiles("ttft_s", "TTFT ms", _thousand, 2, "from arrival, including the time in the queue"),
     *_percentiles("latency_s", "total s", stats.decimals, 3, "from arrival"),
     *_percentiles("queued_s", "queued s", stats.decimals, 4, ""),
@@ -325,7 +327,7 @@ _GOODPUT = (
     _CONFIGURATION,
     Column("requests", "requests", _count, 6),
     Column("rate", "requests/s", ratio_text, 5),
-    Column("within", "within", _percent, 4, "requests within all limits; one that failed missed them"),
+    Column("within", "within", _percent, 4, "requests within all limits, which one that failed missed"),
     Column("goodput", "goodput", ratio_text, 0, "such requests per second"),
     Column("goodput_ratio", "goodput ×", ratio_text, 1),
 )
@@ -336,14 +338,14 @@ _GOODPUT = (
 
 def table(rows: Sequence[Any], columns: Sequence[Column], notes: Iterable[str] = ()) -> Sheet:
     """Return a table; what its columns are stands before its other notes."""
-    said = [f"{each.heading[0].upper()}{each.heading[1:]}: {each.about}." for each in columns if each.about]
+    said = "; ".join(f"{each.heading}: {each.about}" for each in columns if each.about)
     cells = [[column.cell(row) for column in columns] for row in rows]
     return Sheet(
         [column.heading for column in columns],
         [[text for text, _ in row] for row in cells],
         [[value for _, value in row] for row in cells],
         [column.rank for column in columns],
-        [*([" ".join(said)] if said else []), *map(one_line, notes)],
+        [*([f"{said}."] if said else []), *map(one_line, notes)],
     )
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _ALONE = "requests were decoded one after the other"
 _MOST = 6  # lines over contexts
 _NUMBER: Any = {
-    "xytext": (-6, 5),
     "textcoords": "offset points",
     "ha": "center",
     "va": "center",
@@ -84,7 +83,8 @@ def latency(run: PlotData) -> Figure:
     body, both = canvas.panels(2, 2.55, "tokens/s of all requests", sharey=True)
     lines = list(_lines(run, requests))
     for axes, title in zip(both, ("time per token (ms, median)", "time per answer (s, median)"), strict=True):
-        for label, mine, style in lines:
+        for number, (label, mine, style) in enumerate(lines):
+            side = 1 if number % 2 else -1  # of a point at which its batch size stands
             times = [1000 * row.token_s["p50"] if axes is both[0] else row.latency_s["p50"] for row in mine]
             points = [
                 (time, speed, row.config.condition.batch)
@@ -95,7 +95,8 @@ def latency(run: PlotData) -> Figure:
                 x, y, _ = zip(*points, strict=True)
                 axes.plot(x, y, label=label, **style)
                 for time, speed, batch in points:
-                    axes.annotate(f"{batch}", (time, speed), color=style["color"], **_NUMBER)
+                    at: Any = {"xytext": (6 * side, -5 * side), "color": style["color"]}
+                    axes.annotate(f"{batch}", (time, speed), **at, **_NUMBER)
         axes.set_xlabel(title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
