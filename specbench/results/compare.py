@@ -70,9 +70,17 @@ class ComparedRow:
         return stats.verdict_text(self.verdict, self.provisional)
 
     @classmethod
-    def of(cls, a: Row, b: Row, label: str, category: str | None, *figures: Estimate) -> ComparedRow:
-        """Return the row of two configurations with ``a``, ``b`` and ``ratio``, on which the verdict is."""
-        return cls(a.id, b.id, label, category, *figures, stats.verdict(figures[-1]))
+    def of(
+        cls,
+        rows: tuple[Row, Row],
+        label: str,
+        category: str | None,
+        a: Estimate,
+        b: Estimate,
+        ratio: Estimate,
+    ) -> ComparedRow:
+        """Return the row of two configurations, with the verdict on their ratio."""
+        return cls(rows[0].id, rows[1].id, label, category, a, b, ratio, stats.verdict(ratio))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ def compare_configs(results: Results, a: str, b: str) -> Compared:
             stats.geometric_mean(values.to_numpy(), prompts, repeats)
             for values in (mine["a"], mine["b"], mine["a"] / mine["b"])
         )
-        rows.append(ComparedRow.of(first, second, label_a, category, speed_a, speed_b, ratio))
+        rows.append(ComparedRow.of((first, second), label_a, category, speed_a, speed_b, ratio))
     notes = [
         "A / B: decode tokens/s of A over those of B, geometric mean over prompts; above 1, A is faster."
         " Both decoded each prompt back to back.",
@@ -270,7 +278,7 @@ def _rows(config_a: Row, config_b: Row, ours: pd.DataFrame, theirs: pd.DataFrame
         ]
         ratio = stats.compare(*sides[0], *sides[1])
         speed_a, speed_b = (stats.geometric_mean(*side) for side in sides)
-        yield ComparedRow.of(config_a, config_b, label, category, speed_a, speed_b, ratio)
+        yield ComparedRow.of((config_a, config_b), label, category, speed_a, speed_b, ratio)
 
 
 def _speeds(results: Results) -> pd.DataFrame:
