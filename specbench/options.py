@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, get_args
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
 import typer
 
@@ -63,7 +63,8 @@ def quantized(dtype: str) -> QuantizedName | None:
 FormatKind = Literal["json-schema", "regex", "grammar"]
 
 
-class Format(NamedTuple):
+@dataclass(frozen=True)
+class Format:
     """What an output has to look like.
 
     Attributes:
@@ -73,6 +74,9 @@ class Format(NamedTuple):
 
     kind: FormatKind
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.text}"
 
     @classmethod
     def of(cls, written: str) -> Format:
@@ -90,19 +94,18 @@ class Format(NamedTuple):
         return cls(cast(FormatKind, kind), text)
 
 
-def _read_format(written: str | None) -> str | None:
+def _read_format(written: str) -> Format:
     """Return a format with the content of its file; a text that can be no path is the format itself.
 
     Raises:
         UsageError: It is no format, or the file cannot be read.
     """
-    if written is None:
-        return None
-    kind, text = Format.of(written)
-    if kind == "regex" or "\n" in text or text.lstrip().startswith(("{", "start:")):
-        return written
+    given = Format.of(written)
+    text = given.text
+    if given.kind == "regex" or "\n" in text or text.lstrip().startswith(("{", "start:")):
+        return given
     try:
-        return f"{kind}={Path(text).read_text(encoding='utf-8')}"
+        return replace(given, text=Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # a ValueError for other encodings
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"The file {text} cannot be read: {reason}.", "Check the path.") from error
@@ -235,33 +238,30 @@ class DecodingOptions:
         "--model-defaults/--no-model-defaults",
         "Leave out the rules of generation_config.json.",
     )
-    format: str | None = _decoding(
+    format: Format | None = _decoding(
         None,
         "--format FORMAT",
         "Only output json-schema=FILE, regex=REGEX or grammar=FILE (Lark).",
-        callback=_read_format,
+        parser=_read_format,
     )
 
     def __post_init__(self) -> None:
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else tuple(given)
         object.__setattr__(self, "stop", stop)
+        if isinstance(form := cast(Any, self.format), str):
+            object.__setattr__(self, "format", Format.of(form))
         if not all(stop):
             raise UsageError("A stop string is empty.", "Give at least one character.")
         if self.max_new_tokens < 1:
             raise UsageError(f"The number of new tokens is {self.max_new_tokens}.", "Ask for at least 1.")
         if self.min_new_tokens < 0:
             raise UsageError(f"min_new_tokens is {self.min_new_tokens}.", "Give 0 or more.")
-        if self.parsed_format is not None and (self.ignore_eos or self.min_new_tokens):
+        if self.format is not None and (self.ignore_eos or self.min_new_tokens):
             other = "ignore_eos" if self.ignore_eos else "min_new_tokens"
             raise UsageError(
                 f"A format does not go with {other}: it says where the output ends.", "Leave one of them out."
             )
-
-    @property
-    def parsed_format(self) -> Format | None:
-        """The format of the output; ``None`` for any text."""
-        return None if self.format is None else Format.of(self.format)
 
     def end_ids(self, own: Iterable[int]) -> tuple[int, ...]:
         """Return the tokens that end an output; ``own`` are the model's end tokens."""
@@ -290,7 +290,7 @@ class DecodingKeywords(TypedDict, total=False):
     ignore_eos: bool
     first_target: bool
     model_defaults: bool
-    format: str | None
+    format: Format | str | None
 
 
 @dataclass(frozen=True)

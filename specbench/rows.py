@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from specbench.base.record import Count, Json, Length, Record, Size, doc, to_dic
 from specbench.options import TemplateOptions
 from specbench.recipe import Recipe
 from specbench.specs.policies import Fixed, PolicySpec
-from specbench.specs.sweeps import Arrivals, Closed, parse_arrivals
+from specbench.specs.sweeps import Arrivals, Closed
 
 LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of transformers' prompt lookup, as in its documentation."""
@@ -36,10 +35,7 @@ class Condition(Record, kw_only=False):
             " other"
         ),
     ] = None
-    arrivals: Annotated[
-        str | None,
-        doc("with a batch: how requests come, as `--arrivals` takes it (`closed:8`)"),
-    ] = None
+    arrivals: Annotated[Arrivals | None, doc("with a batch: how requests come")] = None
     context: Annotated[
         Length | None, doc("tokens of each prompt, with text in front; `null` for the prompts as they are")
     ] = None
@@ -49,14 +45,14 @@ class Condition(Record, kw_only=False):
     ] = None
 
     @property
-    def workload(self) -> Arrivals | None:
-        """How the requests of a batch come."""
-        return None if self.arrivals is None else parse_arrivals(self.arrivals)
-
-    @property
     def is_closed(self) -> bool:
         """Whether as many clients as the batch holds wait for their answers."""
-        return self.batch is not None and self.arrivals == str(Closed(self.batch))
+        return self.batch is not None and self.arrivals == Closed(self.batch)
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, ``t=0`` if nothing is unusual."""
+        return ",".join(self._parts("t={:g}", "c={}", "b={}", "thinking={}")) or "t=0"
 
     @property
     def ending(self) -> str:
@@ -65,18 +61,17 @@ class Condition(Record, kw_only=False):
 
     @property
     def words(self) -> str:
-        """What labels end with; a trace without the hash of its file."""
-        words = "".join(
+        """What labels end with."""
+        return "".join(
             f", {part}" for part in self._parts("T={:g}", "context {:,}", "batch {}", "thinking {}")
         )
-        return re.sub(r"(, trace:.*)@[0-9a-f]{8}", r"\1", words)
 
     def _parts(self, temperature: str, context: str, batch: str, thinking: str) -> list[str]:
         """Return what is unusual, in these forms."""
         parts = [temperature.format(self.temperature)] if self.temperature else []
         parts += [] if self.context is None else [context.format(self.context)]
         parts += [batch.format(self.batch)] if self.batch else []
-        parts += [] if self.arrivals is None or self.is_closed else [self.arrivals]
+        parts += [] if self.arrivals is None or self.is_closed else [str(self.arrivals)]
         return parts if self.thinking is None else [*parts, thinking.format("on" if self.thinking else "off")]
 
 
@@ -84,10 +79,9 @@ def conditions_of(**axes: Iterable[Any]) -> tuple[Condition, ...]:
     """Return every combination of the values of axes, by their fields; one without values keeps its default.
 
     Raises:
-        UsageError: A value is given twice, there are arrivals without batches, or an arrival process is none.
+        UsageError: A value is given twice, or there are arrivals without batches.
     """
     given = {name: list(axes.get(name, ())) for name in Condition.__struct_fields__}
-    given["arrivals"] = [str(parse_arrivals(each)) for each in given["arrivals"]]
     for name, values in given.items():
         if len(set(values)) < len(values):
             raise UsageError(f"A value of --{name} is given twice.", "Give each once.")
@@ -96,9 +90,7 @@ def conditions_of(**axes: Iterable[Any]) -> tuple[Condition, ...]:
     given = {name: values for name, values in given.items() if values}
     found = [Condition(**dict(zip(given, values, strict=True))) for values in product(*given.values())]
     return tuple(
-        each
-        if each.batch is None or each.arrivals
-        else structs.replace(each, arrivals=str(Closed(each.batch)))
+        each if each.batch is None or each.arrivals else structs.replace(each, arrivals=Closed(each.batch))
         for each in found
     )
 
@@ -248,10 +240,8 @@ class Row:
             return f"transformers:{drafter}", f"transformers {title}"
         if isinstance(self.decoder, Server) or self.policy is None:
             return (drafter, drafter) if self.kind == "server" else ("plain", "plain")
-        if self.gamma is None:
-            return f"{drafter}@{self.policy}", f"{drafter} {self.policy}"
-        rest = self.draft_policy.removeprefix("fixed").replace(":", ",", 1)
-        return f"{drafter}@{self.gamma}{rest}", f"{drafter} γ={self.gamma}{rest}"
+        own = f"{self.gamma}{self.policy.rest}" if isinstance(self.policy, Fixed) else self.policy
+        return f"{drafter}@{own}", f"{drafter} {self.policy.label}"
 
     def to_json(self) -> Json:
         """Return the row as ``run.json`` stores it."""

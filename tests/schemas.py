@@ -135,8 +135,8 @@ def disagreements(
             for result in results
             if result.token_ids != plain.token_ids
         ]
-        schema = (decoding.format or "").removeprefix("json-schema=")
-        if plain.finish_reason == "eos" and not _parses(plain.text or "", schema):
+        assert decoding.format is not None
+        if plain.finish_reason == "eos" and not _parses(plain.text or "", decoding.format.text):
             wrong.append(f"case {number}: {plain.text!r} does not fit {decoding.format}")
     runs = [GenerationRun(prompt, target, drafters[-1], decoding=decoding) for prompt, decoding in cases]
     many = speculative_generate_many(runs, target, drafters[-1], max_batch=8)

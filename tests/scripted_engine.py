@@ -38,6 +38,8 @@ from specbench.results.store import RunStore
 from specbench.rows import Condition, LoadedName, Row, conditions_of
 from specbench.specs.drafters import DrafterSpec, Lookup, NGram, Plain, SelfForm, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec
+from specbench.specs.policies import parse_policy
+from specbench.specs.sweeps import parse_until
 
 if TYPE_CHECKING:
     from specbench.backends.torch.parity import Difference
@@ -235,6 +237,8 @@ def make_sweep(
     axes = {name: options.pop(name) for name in Condition.__struct_fields__ if name in options}
     defaults: dict[str, Any] = {"gammas": (1, 2), "repeats": 2, "warmup": 1}
     options.setdefault("decoding", DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 5)))
+    options["policies"] = tuple(map(parse_policy, options.get("policies", ("fixed",))))
+    options["until"] = parse_until(options["until"]) if "until" in options else None
     made = SweepOptions(conditions_of(**axes), **{**defaults, **options})
     return Sweep(made, tuple(asked or prompts()), tuple(grid_of(made, *drafters)))
 

@@ -31,7 +31,7 @@ from specbench.results.lines import Generation
 from specbench.results.results import load_results
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import Lookup, parse_drafter
-from specbench.specs.policies import LONGEST_DRAFT, POLICIES, parse_policy
+from specbench.specs.policies import LONGEST_DRAFT, POLICIES, Auto, Egag, Fixed, parse_policy
 
 PROMPT = [5, 17, 200, 33, 5, 17, 200]
 WORDS = [each.word for each in POLICIES if each.word != "confidence-head"]
@@ -112,7 +112,7 @@ def test_no_rule_drafts_more_than_a_cache_takes_back(word):
 
 
 def test_the_grid_has_a_row_for_each_rule_that_applies():
-    options = SweepOptions(gammas=(2, 4), policies=("fixed", "egag:scale=0.5", "auto"))
+    options = SweepOptions(gammas=(2, 4), policies=(Fixed(), Egag(scale=0.5), Auto()))
     configs = grid_of(options, "lookup", "small")
     assert [(config.id, config.label, config.gamma, config.draft_policy) for config in configs] == [
         ("plain", "plain", None, "none"),
@@ -163,7 +163,7 @@ def decode(engine: ModelEngine, config: Row, **changed: Any) -> Generation:
 
 def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Row:
     at = conditions_of(temperature=[temperature])
-    options = SweepOptions(at, policies=(rule,), gammas=(3,))
+    options = SweepOptions(at, policies=(parse_policy(rule),), gammas=(3,))
     return grid_of(options, drafter)[1]
 
 
@@ -171,7 +171,7 @@ def config_from_recipe(drafter: str, rule: str, temperature: float = 0.0) -> Row
 @pytest.mark.parametrize("rule", [*WORDS, "confidence:adapt", "egag:beta=0.5,scale=1"])
 def test_greedy_outputs_are_those_of_plain_decoding(engine, plain, drafter, rule):
     if not parse_policy(rule).applies(specs_of(drafter)[drafter]):
-        assert len(grid_of(SweepOptions(policies=(rule,)), drafter)) == 1
+        assert len(grid_of(SweepOptions(policies=(parse_policy(rule),)), drafter)) == 1
         return
     outcome = decode(engine, config_from_recipe(drafter, rule))
     assert outcome.token_ids == [*plain]

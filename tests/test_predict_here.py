@@ -28,7 +28,7 @@ from specbench.predict.forecast import forecast
 from specbench.predict.here import _answers, predict_rows
 from specbench.predict.law import Answer
 from specbench.results.stats import pooled_rate
-from specbench.specs.policies import parse_policy
+from specbench.specs.policies import Auto, DynamicTree, Fixed, parse_policy
 
 PROMPT = [1, 2, 3, 1, 2]
 GAMMAS = [1, 2, 5]
@@ -138,7 +138,7 @@ def test_the_rows_of_a_sweep_are_predicted_from_plain_outputs():
         target, [LoadedDrafter(name, spec, made[name]) for name, spec in specs_of(*made).items()]
     )
     options = SweepOptions(
-        gammas=(1, 4), policies=("fixed", "auto", "dynamic-tree"),
+        gammas=(1, 4), policies=(Fixed(), Auto(), DynamicTree()),
         decoding=DecodingOptions(max_new_tokens=12, ignore_eos=True),
     )  # fmt: skip
     sweep = Sweep(options, prompts(3), tuple(grid_of(options, *made, small="f")))

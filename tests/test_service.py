@@ -15,6 +15,7 @@ from stored_runs import prompt_of as stored_prompt
 from specbench.results.goodput import goodput_rows, parse_limits
 from specbench.results.results import load_results
 from specbench.rows import Condition, Row, Server
+from specbench.specs.sweeps import Closed
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_what_cannot_be_asked_for(sweep, words, said):
     sweep("--server", "a=http://127.0.0.1:9/v1", *words).refused(2, said)
 
 
-LOOP = Condition(batch=2, arrivals="closed:2")
+LOOP = Condition(batch=2, arrivals=Closed(2))
 ROWS = [Row(Server(name, "base"), LOOP) for name in ("base", "fast")]
 
 

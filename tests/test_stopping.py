@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cli_runs import refusal
 from scripted import Ticking
-from scripted_engine import ScriptedEngine, make_sweep, new_store, taking
+from scripted_engine import ScriptedEngine, make_sweep, new_store, quiet, taking
 from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
@@ -23,7 +23,7 @@ from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
 from specbench.results.store import RunStore
 from specbench.results.summary import summarize
 from specbench.rows import Row
-from specbench.specs.sweeps import parse_until
+from specbench.specs.sweeps import Until, parse_until
 
 PROMPTS = [Prompt(f"p{i}", f"kind {i % 3}", (f"text {i}",)) for i in range(20)]
 
@@ -49,13 +49,14 @@ def measure(path: Path, until: str, factor: float, scatter: float, **options: An
     sweep = make_sweep(PROMPTS, gammas=(2,), repeats=1, warmup=0, until=until)
     store = RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep)
     with store:
-        return run_sweep(sweep, store, Scattered(factor, scatter), **options)
+        return run_sweep(sweep, store, Scattered(factor, scatter), snapshot=quiet, **options)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("text", "share"), [("sure", None), ("5%", 0.05), ("0.5%", 0.005), ("50 %", 0.5)])
 def test_when_to_stop(text, share):
-    assert parse_until(text) == share
+    assert parse_until(text) == Until(share)
+    assert parse_until(str(parse_until(text))) == Until(share)
 
 
 @pytest.mark.parametrize("text", ["", "5", "0.4%", "51%", "-5%", "Sure", "5%%", "٥%"])

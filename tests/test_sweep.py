@@ -38,6 +38,7 @@ from specbench.results.results import load_results
 from specbench.results.store import RunStore, read_run
 from specbench.results.summary import summarize
 from specbench.rows import OtherLibrary, conditions_of
+from specbench.specs.sweeps import Closed
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ def test_options_outside_their_range(options, message):
     ("axes", "message"),
     [
         ({"temperature": [0.0, 0.0]}, "--temperature is given twice"),
-        ({"arrivals": ["closed:2"]}, "needs a batch"),
+        ({"arrivals": [Closed(2)]}, "needs a batch"),
     ],
 )
 def test_conditions_that_are_none(axes, message):

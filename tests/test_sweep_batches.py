@@ -67,7 +67,7 @@ def batched(count: int = 4, **options: Any) -> Sweep:
 
 
 def test_every_batch_has_its_own_baseline():
-    configs = batched(temperature=(0.0, 0.5), arrivals=("closed:2", "poisson:3")).configs
+    configs = batched(temperature=(0.0, 0.5), arrivals=(Closed(2), Poisson(3))).configs
     assert len(configs) == 2 * 2 * 2 * 2
     ids = {config.id for config in configs}
     assert len(ids) == len(configs)
@@ -229,7 +229,7 @@ def test_a_group_is_a_line_with_its_requests(falls):
 
 
 def test_both_sides_get_the_same_requests_at_the_same_times(tmp_path):
-    sweep = batched(6, arrivals=("poisson:2",), batch=(2,), repeats=2, warmup=0)
+    sweep = batched(6, arrivals=(Poisson(2),), batch=(2,), repeats=2, warmup=0)
     engine = ScriptedEngine()
     measure(tmp_path, sweep, engine)
     assert len(engine.workloads) == 4

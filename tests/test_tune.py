@@ -35,6 +35,7 @@ from specbench.show.answer import find_answers
 from specbench.show.document import to_markdown
 from specbench.specs.drafters import SelfForm, parse_drafter
 from specbench.specs.models import parse_model
+from specbench.specs.policies import Heuristic
 from specbench.tune.answer import (
     answer_parts,
     answer_text,
@@ -58,7 +59,7 @@ from specbench.tune.search import Search
 
 def grid(*drafters: str, **options: Any) -> Sweep:
     """Everything there is to try with drafters that are models."""
-    policies = [*rules_to_try(greedy=True, chained=False), "heuristic"]
+    policies = (*rules_to_try(greedy=True, chained=False), Heuristic())
     defaults: dict[str, Any] = {"gammas": GAMMAS, "policies": policies, "repeats": 3, "warmup": 0, "turns": 1}
     options["decoding"] = DecodingOptions(max_new_tokens=options.pop("max_new_tokens", 17))
     made = SweepOptions(**{**defaults, **options})

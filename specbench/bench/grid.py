@@ -13,8 +13,8 @@ from specbench.options import NO_OPTIONS, DecodingOptions, TemplateOptions
 from specbench.results.lines import Key
 from specbench.results.run import StoredSuite
 from specbench.rows import Condition, LoadedName, OtherLibrary, Row, Server
-from specbench.specs.policies import Fixed, PolicySpec, parse_policy
-from specbench.specs.sweeps import Arrivals, Closed, parse_arrivals, parse_until
+from specbench.specs.policies import Fixed, PolicySpec
+from specbench.specs.sweeps import Arrivals, Closed, Until
 
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
@@ -32,8 +32,6 @@ MAX_BATCH = 256
 MAX_CONTEXT = 1_000_000
 """Longest prompt of ``--context``, in tokens."""
 
-"""Windows that a trace is cut into at most, and requests in each at least."""
-
 Salt = Literal["none", "shared", "each"]
 """Whether prompts get a first line that no prompt cache knows: the same one for all servers, or one for each."""
 
@@ -44,7 +42,7 @@ class SweepOptions:
 
     Attributes:
         conditions: What everything is measured under.
-        policies: Draft policies by name; ``fixed`` is measured with each of ``gammas``.
+        policies: Draft policies; ``fixed`` is measured with each of ``gammas``.
         warmup: Short generations of each configuration that are not counted.
         turns: Turns of a conversation; ``None`` for all.
         seed: Seed of the order of configurations, and of sampling.
@@ -55,7 +53,7 @@ class SweepOptions:
         servers: Servers to measure in place of models, each as its name and its model's name.
         salt: How prompt caches of servers are avoided; if they are kept, how earlier conversations are.
         prompt_cache: Whether servers may find earlier turns of a conversation in their prompt caches.
-        until: When to stop, in the notation of ``--until``; ``None`` to measure everything.
+        until: When to stop; ``None`` to measure everything.
 
     Raises:
         UsageError: A value is out of range, or not possible with batches.
@@ -63,7 +61,7 @@ class SweepOptions:
 
     conditions: tuple[Condition, ...] = (Condition(),)
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    policies: tuple[str, ...] = ("fixed",)
+    policies: tuple[PolicySpec, ...] = (Fixed(),)
     decoding: DecodingOptions = field(default_factory=lambda: DecodingOptions(max_new_tokens=64))
     repeats: int = 3
     warmup: int = 1
@@ -76,7 +74,7 @@ class SweepOptions:
     api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
     prompt_cache: Literal["avoid", "keep"] = "avoid"
-    until: str | None = None
+    until: Until | None = None
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -90,8 +88,6 @@ class SweepOptions:
         for what, values in (("γ", self.gammas), ("draft policy", self.policies)):
             if len(set(values)) < len(values):
                 raise UsageError(f"A {what} is given twice.", "Give each once.")
-        if self.until is not None:
-            parse_until(self.until)
         no_batch = "Leave it out, or leave --batch out."
         for wrong, what, hint in (
             (
@@ -124,11 +120,6 @@ class SweepOptions:
                 raise UsageError(what, hint)
 
     @property
-    def policy_specs(self) -> tuple[PolicySpec, ...]:
-        """The draft policies."""
-        return tuple(map(parse_policy, self.policies))
-
-    @property
     def batches(self) -> list[int]:
         """Batch sizes; empty for one prompt after the other."""
         return [*dict.fromkeys(at.batch for at in self.conditions if at.batch is not None)]
@@ -156,7 +147,7 @@ def build_rows(
     decoders += [
         (replace(recipe, policy=policy.with_gamma(gamma)), name)
         for name, recipe in drafting
-        for policy in options.policy_specs
+        for policy in options.policies
         if policy.applies(recipe.drafter)
         for gamma in (options.gammas if isinstance(policy, Fixed) else (None,))
     ]
@@ -223,7 +214,7 @@ def check_batches(options: SweepOptions, prompts: int) -> None:
     Raises:
         UsageError: There are fewer, so that a prompt would be decoded twice at the same time.
     """
-    loads = [at.workload for at in options.conditions]
+    loads = [at.arrivals for at in options.conditions]
     clients = max((each.clients for each in loads if isinstance(each, Closed)), default=0)
     if clients > prompts:
         raise UsageError(
@@ -304,7 +295,7 @@ class Sweep:
         order, and the configurations of one decode back to back.
         """
         options, cells = self.options, list[Cell]()
-        at: dict[tuple[int | None, str | None], list[Row]] = {}
+        at: dict[tuple[int | None, Arrivals | None], list[Row]] = {}
         for config in self.configs:
             at.setdefault((config.condition.batch, config.condition.arrivals), []).append(config)
         units = {load: self._units(load[1]) for load in at}
@@ -323,11 +314,11 @@ class Sweep:
                         cells += self._block(some, name, turn, repeat, group)
         return cells
 
-    def _units(self, arrivals: str | None) -> list[tuple[str, int, PromptGroup | None]]:
+    def _units(self, arrivals: Arrivals | None) -> list[tuple[str, int, PromptGroup | None]]:
         """Return prompts with their numbers of turns, or groups, by name."""
         if arrivals is None:
             return [(prompt.id, num_turns(prompt, self.options), None) for prompt in self.prompts]
-        return [(group.id, 1, group) for group in make_groups(self.prompts, parse_arrivals(arrivals))]
+        return [(group.id, 1, group) for group in make_groups(self.prompts, arrivals)]
 
     def _block(
         self,

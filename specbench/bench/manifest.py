@@ -85,8 +85,12 @@ def describe_models(base: Recipe, drafters: Sequence[DrafterSpec]) -> dict[str, 
 def stored_options(options: SweepOptions) -> dict[str, Any]:
     """Return the options of a sweep as JSON data, with the decoding options at the same level."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
-    conditions = [at.ending.removeprefix(",") or "t=0" for at in options.conditions]
-    return {**values.pop("decoding"), **values, "conditions": conditions}
+    written = {
+        "conditions": [at.name for at in options.conditions],
+        "policies": [*map(str, options.policies)],
+        "until": None if options.until is None else str(options.until),
+    }
+    return {**values.pop("decoding"), **values, **written}
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:

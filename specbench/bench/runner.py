@@ -298,7 +298,7 @@ class CellRunner(Generic[Encoded]):
         self, cell: Cell, config: Row, group: PromptGroup, decoding: DecodingOptions
     ) -> Group:
         """Decode the prompts of a group together."""
-        arrivals = config.condition.workload
+        arrivals = config.condition.arrivals
         assert arrivals is not None
         clients, times = None, list[float]()
         if isinstance(arrivals, Poisson):
@@ -340,7 +340,7 @@ class CellRunner(Generic[Encoded]):
 
     def _time_passes(self, context: int | None) -> list[CostLine]:
         options = self._sweep.options
-        trees = [spec.nodes for spec in options.policy_specs if isinstance(spec, StaticTree | DynamicTree)]
+        trees = [spec.nodes for spec in options.policies if isinstance(spec, StaticTree | DynamicTree)]
         prompt = self._engine.encode(
             self._prompts.at(self._sweep.prompts[0].id, Condition(context=context)), []
         )

@@ -21,7 +21,7 @@ from specbench.results.results import load_results
 from specbench.results.run import RIVALS, Stopping
 from specbench.results.stats import AT_EVERY_LOOK
 from specbench.results.summary import SummaryRow, best_by_baseline, summarize
-from specbench.specs.sweeps import parse_until
+from specbench.specs.sweeps import Until
 
 if TYPE_CHECKING:
     from specbench.bench.grid import Cell
@@ -89,7 +89,7 @@ class StoppingRule(Judge):
     A configuration whose interval lies below that of the fastest is measured no further.
 
     Args:
-        until: See ``parse_until``.
+        until: When the answer is sure enough.
         minutes: Time limit; ``None`` for none.
         store: The run, which keeps the rule and how it ended.
         planned: The plan of the sweep, without warm-ups.
@@ -97,16 +97,16 @@ class StoppingRule(Judge):
     """
 
     def __init__(
-        self, until: str, minutes: float | None, store: RunStore, planned: Sequence[Cell], clock: Clock
+        self, until: Until, minutes: float | None, store: RunStore, planned: Sequence[Cell], clock: Clock
     ) -> None:
-        self._store, self._half_width = store, parse_until(until)
+        self._store, self._half_width = store, until.half_width
         self._clock, self._until = clock, math.inf if minutes is None else clock.now() + 60 * minutes
         firsts = [cell for cell in planned if cell.order == 0 and cell.turn == 0]
         self._decoded = {cell: number for number, cell in enumerate(firsts)}
         prompts = sum(cell.repeat == 0 for cell in firsts)
         self._looks = looks(prompts, len(firsts) // max(1, prompts))
         self.beaten: set[str] = set()
-        self._rule = Stopping(until=until, minutes=minutes, confidence=AT_EVERY_LOOK)
+        self._rule = Stopping(until=str(until), minutes=minutes, confidence=AT_EVERY_LOOK)
         store.update(stopping=self._rule)
 
     def cells(self, left: Iterable[Cell]) -> Iterator[Cell]:

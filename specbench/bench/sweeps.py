@@ -98,7 +98,7 @@ def sweep(
     options = SweepOptions(
         conditions_of(temperature=temperatures, batch=batches),
         gammas=tuple(gammas),
-        policies=tuple(map(str, parse_policies([*policies, *(["fixed"] if gammas else [])]))),
+        policies=parse_policies([*policies, *(["fixed"] if gammas else [])]),
         decoding=base.decoding,
         repeats=repeats,
         warmup=warmup,

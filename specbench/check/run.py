@@ -27,6 +27,7 @@ from specbench.check.invariants import Violation
 from specbench.check.observe import scorer_of
 from specbench.check.sampled import ExactCase, check_exact
 from specbench.decoding.request import Request
+from specbench.specs.policies import PolicySpec
 
 Checked = Literal["plain", "transformers", "logits", "steps", "exact"]
 """What is checked of a configuration, as the rows of docs/check.md."""
@@ -100,7 +101,8 @@ class DecodingCheck:
     @property
     def label(self) -> str:
         """The configuration as tables of sweeps name it."""
-        policy = self.draft_policy.replace("fixed:gamma=", "γ=")
+        spec: PolicySpec | None = getattr(self._first.policy, "spec", None)
+        policy = self.draft_policy if spec is None else spec.label
         return "plain" if self.plain else f"{self.drafter} {policy}"
 
     @property

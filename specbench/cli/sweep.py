@@ -144,7 +144,7 @@ def _compared_models(
         )
     options = SweepOptions(
         gammas=tuple(gammas),
-        policies=tuple(map(str, policies)),
+        policies=policies,
         decoding=base.decoding,
         warmup=compared.warmup,
         others=parse_baselines(compared.baseline),

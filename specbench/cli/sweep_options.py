@@ -90,6 +90,7 @@ class ComparedOptions:
         from specbench.bench.axes import parse_batches, parse_contexts, parse_thinking
         from specbench.decoding.sampling import Sampling
         from specbench.rows import conditions_of
+        from specbench.specs.sweeps import parse_arrivals, parse_until
 
         for value in self.temperature:
             Sampling(temperature=value)
@@ -97,7 +98,7 @@ class ComparedOptions:
         conditions = conditions_of(
             temperature=self.temperature,
             batch=unlimited if self.batch is None else parse_batches(self.batch),
-            arrivals=self.arrivals,
+            arrivals=map(parse_arrivals, self.arrivals),
             context=[] if self.context is None else parse_contexts(self.context),
             thinking=[] if self.thinking is None else parse_thinking(self.thinking),
         )
@@ -108,7 +109,7 @@ class ComparedOptions:
             "turns": 1 if one_turn else self.turns,
             "seed": self.seed,
             "template": template,
-            "until": self.until,
+            "until": None if self.until is None else parse_until(self.until),
         }
 
 

@@ -17,7 +17,6 @@ from specbench.base.files import file_errors, reason, require_writable
 from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import counted, terminal_safe
-from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models
 from specbench.bench.prompts import interleave
@@ -85,13 +84,12 @@ def run_tune(
     folder = tune_folder(search, sources["target"])
     stored = read_run(folder) if search.resume and RunStore.exists(folder) else None
     kind: Any = search.cache if stored is None else stored.configs[0].cache
-    policies = parse_policies(
-        rules_to_try(greedy=search.temperature == 0, chained=quantized(models.dtype) is not None)
-    )
+    chained = quantized(models.dtype) is not None
+    policies = rules_to_try(greedy=search.temperature == 0, chained=chained)
     options = SweepOptions(
         conditions_of(temperature=[search.temperature]),
         gammas=GAMMAS,
-        policies=tuple(map(str, policies)),
+        policies=policies,
         decoding=decoding,
         repeats=_REPEATS,
         warmup=0,

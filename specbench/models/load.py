@@ -131,7 +131,8 @@ class LanguageModel:
             UsageError: They cannot be applied to this model.
         """
         sampling = sampling.with_defaults(self.defaults.with_options(decoding), self.vocab_size)
-        return sampling.with_format(decoding.parsed_format and self.formats.compile(decoding.parsed_format))
+        form = decoding.format
+        return sampling.with_format(None if form is None else self.formats.compile(form))
 
 
 def load_model(

@@ -31,6 +31,7 @@ from specbench.results.run import Run
 from specbench.results.steps import Steps
 from specbench.results.store import GENERATIONS, distinct, find_runs, read_lines, read_run
 from specbench.rows import Condition, Row
+from specbench.specs.sweeps import Arrivals
 
 # -- columns ---------------------------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ def _cells(record: object, columns: Mapping[str, bool]) -> Json:
         value = getattr(record, name, None)
         if value is None and is_number:
             value = math.nan
+        value = str(value) if isinstance(value, Arrivals) else value
         cells[name] = intern(value) if isinstance(value, str) and name != "text" else value
     return cells
 

@@ -64,6 +64,11 @@ class PolicySpec(Spec):
         verification, *own = super().options()
         return (*own, verification)
 
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return str(self)
+
     def with_gamma(self, gamma: int | None) -> PolicySpec:
         """Return the policy with the draft length of ``--gamma``, unless the spec has one already.
 
@@ -152,6 +157,15 @@ class Fixed(TakesGamma, word="fixed", policy="base:FixedLength"):
     @property
     def gamma_max(self) -> int:
         return self.gamma or _GAMMA
+
+    @property
+    def rest(self) -> str:
+        """What tells it from others of its length, as ``,verification=block``; usually nothing."""
+        return replace(self, gamma=None).written("").replace(":", ",", 1)
+
+    @property
+    def label(self) -> str:
+        return f"γ={self.gamma_max}{self.rest}"
 
 
 @dataclass(frozen=True)

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
+from typing import Annotated
 
 from specbench.base.errors import UsageError
+from specbench.base.record import Count, Record, Size, doc
 
 MOST_CLIENTS = 1024
 FASTEST, SLOWEST = 1000.0, 0.001
 """Limits of the rate, in requests per second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Record, kw_only=False, tag="closed"):
     """A closed loop: each client sends a request, waits for the whole answer, and sends the next one."""
 
-    clients: int
+    clients: Annotated[Count, doc("how many wait for their answers")]
 
     def __str__(self) -> str:
         return f"closed:{self.clients}"
 
 
-@dataclass(frozen=True, slots=True)
-class Poisson:
+class Poisson(Record, kw_only=False, tag="poisson"):
     """An open loop: requests arrive at random times, ``rate`` per second on average."""
 
-    rate: float
+    rate: Annotated[Size, doc("requests per second")]
 
     def __str__(self) -> str:
         return f"poisson:{self.rate:g}"
@@ -60,18 +59,27 @@ def parse_arrivals(text: str) -> Arrivals:
     raise UsageError(f"{text!r} is not a workload.", forms)
 
 
-def parse_until(text: str) -> float | None:
-    """Parse ``sure``, until the fastest is known (returns ``None``), or the half-width of an interval as ``5%``.
+class Until(Record, kw_only=False):
+    """When a sweep stops: when the fastest is known (``None``), or when its interval is this narrow."""
+
+    half_width: Annotated[Size | None, doc("share of the speedup")] = None
+
+    def __str__(self) -> str:
+        return "sure" if self.half_width is None else f"{100 * self.half_width:g}%"
+
+
+def parse_until(text: str) -> Until:
+    """Parse ``sure``, or the half-width of an interval as ``5%``.
 
     Raises:
         UsageError: It is neither, or not between 0.5% and 50%.
     """
     if text == "sure":
-        return None
+        return Until()
     found = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?) ?%", text, re.ASCII)
     if found is None:
         raise UsageError(f"--until is {text!r}.", "Give sure, or a width such as 5%.")
     share = float(found[1]) / 100
     if not 0.005 <= share <= 0.5:
         raise UsageError(f"--until is {text}.", "Give 0.5% to 50%.")
-    return share
+    return Until(share)

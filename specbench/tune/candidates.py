@@ -22,7 +22,7 @@ from specbench.specs.drafters import (
     after_grammar,
     parse_drafter,
 )
-from specbench.specs.policies import PolicySpec, parse_policy
+from specbench.specs.policies import Auto, DynamicTree, Fixed, PolicySpec
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the policy ``fixed``; only the one with the best prediction is raced."""
@@ -38,7 +38,7 @@ NO_TIME = "no time"
 SUPPORTED = "that "
 """Begins what a race needs for another engine: ``that vLLM supports``."""
 
-_BLOCK_CHAIN = "auto:verification=block"
+_BLOCK_CHAIN = Auto(verification="block")
 """The chain of ``auto``, with block verification, above temperature 0."""
 
 _FRONTS = ("lookup", "suffix")
@@ -73,7 +73,7 @@ def _cascade(front: str, back: SelfForm | SmallModel) -> Cascade:
     return replace(spec, back=back)
 
 
-def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
+def rules_to_try(*, greedy: bool, chained: bool) -> tuple[PolicySpec, ...]:
     """Return the draft policies to try.
 
     Args:
@@ -82,15 +82,15 @@ def rules_to_try(*, greedy: bool, chained: bool) -> tuple[str, ...]:
     """
     block = () if greedy else (_BLOCK_CHAIN,)
     if chained:
-        return ("auto", "fixed", *block)
-    return ("auto", *block, "fixed", "dynamic-tree")
+        return (Auto(), Fixed(), *block)
+    return (Auto(), *block, Fixed(), DynamicTree())
 
 
 def is_tried(policy: PolicySpec, drafter: DrafterSpec) -> bool:
     """Return whether one of these policies is tried: block verification gains nothing for drafters without
     probabilities.
     """
-    return drafter.has_logits or policy != parse_policy(_BLOCK_CHAIN)
+    return drafter.has_logits or policy != _BLOCK_CHAIN
 
 
 # -- selection -------------------------------------------------------------------------------------

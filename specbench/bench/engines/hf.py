@@ -69,7 +69,7 @@ def generate_with_transformers(
         extra["assistant_model"] = assistant.model
     elif config.kind == "assisted":
         extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    if (form := decoding.parsed_format) is not None:
+    if (form := decoding.format) is not None:
         matcher = target.formats.compile(form).matcher(len(prompt))
         extra["logits_processor"] = LogitsProcessorList([matcher.process])
     greedy = config.condition.temperature == 0
