@@ -36,6 +36,7 @@ from specbench.results.summary import summarize
 from specbench.rows import conditions_of
 from specbench.show.answer import find_answers
 from specbench.show.plots import draw_figures
+from specbench.specs.policies import Fixed
 
 TEXT = "\n\n".join(f"w{i} x{i} y{i}" for i in range(400))
 
@@ -341,7 +342,7 @@ def test_the_report_names_drafters_that_go_blind(tmp_path):
                 made, steps=structs.replace(made.steps, accepted=none, emitted=one, **rejected)
             )
 
-    warnings = measure(tmp_path / "blind", context_sweep((16, 128), 4, policies=("fixed",)), Blind()).warnings
+    warnings = measure(tmp_path / "blind", context_sweep((16, 128), 4, policies=(Fixed(),)), Blind()).warnings
     (warning,) = (each for each in warnings if each.id == "blind-drafter")
     assert "d is blind at 128 tokens of context" in warning.message
     measured = measure(tmp_path / "sees", context_sweep((16, 128), 4), ScriptedEngine())
