@@ -28,9 +28,9 @@ from specbench.base.errors import SpecbenchError
 from specbench.base.record import Estimate
 from specbench.bench.prompts import load_prompts
 from specbench.cli.options import DEFAULT_TARGET
-from specbench.cli.policy import default_drafter
 from specbench.decoding.protocols import DraftPolicy
 from specbench.generate import as_tokens, speculative_generate
+from specbench.models.default import default_drafter
 from specbench.models.drafters import load_drafter
 from specbench.models.target import load_target
 from specbench.options import LoadOptions

@@ -36,10 +36,10 @@ from specbench.base.progress import quiet_transformers
 from specbench.bench.environment import describe_environment
 from specbench.bench.prompts import Prompt, load_prompts
 from specbench.cli.options import DEFAULT_TARGET
-from specbench.cli.policy import default_drafter
 from specbench.decoding.metrics import time_split
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun, encode_prompt
+from specbench.models.default import default_drafter
 from specbench.models.drafters import load_drafter
 from specbench.models.load import load_model
 from specbench.models.target import Target, load_target

@@ -18,10 +18,10 @@ from typing import Any, get_args
 from specbench.base.errors import UsageError, unknown
 from specbench.base.files import reason, write_text
 from specbench.base.textsafe import one_line, visible
-from specbench.options import CacheKind, DtypeName
+from specbench.options import CacheKind, ModelOptions
 from specbench.recipe import Recipe, drafter_argument
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
+from specbench.specs.models import parse_model, split_options
 from specbench.specs.policies import parse_policy
 
 FILE_NAME = "specbench.toml"
@@ -80,17 +80,16 @@ def config_from_recipe(
     recipe: Recipe, *, provisional: bool = False, fixed_gamma: int | None = None
 ) -> tuple[Config, str]:
     """Return the configuration of a recipe, and a note if the target has only its folder's name in it."""
-    target = recipe.target.argument
     given = {"drafter": drafter_argument(recipe.drafter)}
     if recipe.policy is not None:
         given["draft_policy"] = str(recipe.policy)
     given["cache"] = recipe.caching.cache
-    if recipe.models.dtype != "auto":
-        given["dtype"] = recipe.models.dtype
+    models = ModelOptions(recipe.models.dtype)
+    target = models.behind(recipe.target.argument)
     try:
         return Config({"target": target, **given}, provisional, fixed_gamma), ""
     except UsageError:
-        config = Config({"target": recipe.target.name, **given}, provisional, fixed_gamma)
+        config = Config({"target": models.behind(recipe.target.name), **given}, provisional, fixed_gamma)
         return config, f"It holds for that target alone: add --target {shlex.quote(target)}."
 
 
@@ -156,6 +155,16 @@ def _check_model(text: str) -> None:
     parse_model(text)
 
 
+def _check_target(text: str) -> None:
+    name, colon, _ = text.partition(":")
+    _check_model(name)
+    model, options = split_options(text) if colon else (None, {})
+    adapted = model is not None and model.adapter is not None
+    if adapted or options.keys() - {"dtype"}:  # a file of others must not allow pickled weights
+        raise UsageError(f"{text!r} has other options than a dtype.", "Write MODEL or MODEL:dtype=DTYPE.")
+    ModelOptions().with_options(text, options)
+
+
 def _check_drafter(text: str) -> None:
     if _PATH.search(text):
         _check_model(text)  # refuses it
@@ -169,9 +178,8 @@ def _check_word(what: str, words: tuple[str, ...], text: str) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[str], object]] = {
-    "target": _check_model,
+    "target": _check_target,
     "drafter": _check_drafter,
     "draft_policy": parse_policy,
     "cache": partial(_check_word, "cache", get_args(CacheKind)),
-    "dtype": partial(_check_word, "dtype", get_args(DtypeName)),
 }

@@ -20,7 +20,6 @@ from specbench.base.textsafe import excerpt
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 QuantizedName = Literal["int8", "int4"]
-Effort = Literal["low", "medium", "high"]
 CacheKind = Literal["dynamic", "preallocated", "static", "compiled", "none", "bit-exact"]
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Variables by which chat templates switch thinking: those of Qwen, GLM and SmolLM3; of DeepSeek, Granite and Kimi."""
@@ -206,6 +205,38 @@ class ModelOptions:
     def target(self) -> LoadOptions:
         return LoadOptions(self.dtype, self.device)
 
+    def behind(self, model: str) -> str:
+        """Return a target with these options behind it, as ``--target`` takes it."""
+        pairs = [("dtype", self.dtype), ("device", self.device)]
+        words = [f"{name}={value}" for name, value in pairs if value != "auto"]
+        words += ["allow-pickle"] * self.allow_pickle
+        return model + ("," if ":adapter=" in model else ":") * bool(words) + ",".join(words)
+
+    def with_options(self, target: str, options: Mapping[str, str | bool]) -> ModelOptions:
+        """Return these options with those that stand behind a target.
+
+        Raises:
+            UsageError: There is no such option or value, or an option has another value here.
+        """
+        changes: dict[str, Any] = {}
+        for key, value in options.items():
+            name = key.replace("-", "_")
+            if name not in ("dtype", "device", "allow_pickle"):
+                raise UsageError(
+                    f"{target!r} has the option {key!r}.",
+                    "A target takes dtype=, device=, adapter= and allow-pickle.",
+                )
+            if (name == "allow_pickle") != (value is True):
+                written = "allow-pickle" if name == "allow_pickle" else f"{key}=VALUE"
+                raise UsageError(f"The option {key!r} of {target!r} is incomplete.", f"Write {written}.")
+            if name == "dtype" and value not in get_args(DtypeName):
+                raise UsageError(f"{value!r} is no dtype.", f"Choose {', '.join(get_args(DtypeName))}.")
+            own = getattr(self, name)
+            if own not in ("auto", False, value):
+                raise UsageError(f"{target} does not go with --{key} {own}.", "Leave one of them out.")
+            changes[name] = value
+        return replace(self, **changes)
+
 
 @dataclass(frozen=True)
 class DecodingOptions:
@@ -301,7 +332,7 @@ class TemplateOptions:
         UsageError: A value has no name, or one that another option sets.
 
     Examples:
-        >>> TemplateOptions(template_option=("documents_first=true",), reasoning_effort="low").named
+        >>> TemplateOptions(template_option=("documents_first=true", "reasoning_effort=low")).named
         {'documents_first': True, 'reasoning_effort': 'low'}
     """
 
@@ -311,21 +342,12 @@ class TemplateOptions:
     template_option: tuple[str, ...] = _decoding(
         (),
         "--template-option NAME=VALUE",
-        "Variable of the chat template; repeatable.",
+        "Variable of the chat template, such as reasoning_effort=low; repeatable.",
     )
-    reasoning_effort: Effort | None = _decoding(
-        None, "--reasoning-effort EFFORT", "How much it thinks: low, medium, high."
-    )
-    """A name for ``template_option``, where it is kept."""
 
     def __post_init__(self) -> None:
         given = tuple(self.template_option)
-        if self.reasoning_effort is not None:
-            if any(each.startswith("reasoning_effort=") for each in given):
-                raise UsageError("The variable reasoning_effort is already set.", "Leave it out.")
-            given += (f"reasoning_effort={self.reasoning_effort}",)
         object.__setattr__(self, "template_option", given)
-        object.__setattr__(self, "reasoning_effort", None)
         for each in given:
             name = each.partition("=")[0]
             if "=" not in each or not name.isidentifier():
@@ -379,7 +401,11 @@ class TemplateOptions:
         if self.thinking is not None:
             switch = min(SWITCHES & {*used}, default=None)
             if switch is None:
-                other = "use --reasoning-effort" if "reasoning_effort" in used else "it cannot be changed"
+                other = (
+                    "give --template-option reasoning_effort=low"
+                    if "reasoning_effort" in used
+                    else "it cannot be changed"
+                )
                 raise UsageError(
                     "The model's chat template has no switch for thinking.",
                     f"Leave --thinking and --no-thinking out: {other}.",

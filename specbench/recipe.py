@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -15,7 +15,6 @@ from specbench.options import (
     NO_OPTIONS,
     CacheOptions,
     DecodingOptions,
-    DtypeName,
     ModelOptions,
     SamplingOptions,
     TemplateOptions,
@@ -32,7 +31,7 @@ from specbench.specs.drafters import (
     SmallModel,
     parse_drafter,
 )
-from specbench.specs.models import ADAPTED, ModelSpec, parse_model, split_dtype
+from specbench.specs.models import ADAPTED, ModelSpec, split_options
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
 
 GROUPS = {
@@ -75,10 +74,10 @@ class Recipe:
 
     @property
     def chained(self) -> str | None:
-        """The option that asks for bit-exact forward passes, with which drafts are chains; ``None`` without one."""
+        """What asks for bit-exact forward passes, with which drafts are chains; ``None`` without it."""
         if self.caching.cache == "bit-exact":
-            return "--cache bit-exact"
-        return None if quantized(self.models.dtype) is None else f"--dtype {self.models.dtype}"
+            return "The cache bit-exact"
+        return None if quantized(self.models.dtype) is None else f"The dtype {self.models.dtype}"
 
     def check(self) -> None:
         """Raise ``UsageError`` for a draft policy that does not fit the drafter or the forward passes."""
@@ -91,20 +90,14 @@ class Recipe:
 
     @classmethod
     def of_target(cls, text: str, *groups: Any) -> Recipe:
-        """Return the recipe of a target with groups of options; ``MODEL:int4`` also says the dtype.
+        """Return the recipe of a target, with options behind it or not, and groups of options.
 
         Raises:
-            UsageError: It is no model, or its dtype is another one in the options.
+            UsageError: It is no model, or an option behind it is none or has another value in the groups.
         """
-        name, dtype = split_dtype(text)
-        recipe = cls(parse_model(name)).with_groups(*groups)
-        if dtype is None:
-            return recipe
-        if recipe.models.dtype not in ("auto", dtype):
-            raise UsageError(
-                f"{text} has another dtype than --dtype {recipe.models.dtype}.", "Leave one out."
-            )
-        return recipe.with_groups(replace(recipe.models, dtype=cast(DtypeName, dtype)))
+        target, options = split_options(text)
+        recipe = cls(target).with_groups(*groups)
+        return recipe.with_groups(recipe.models.with_options(text, options))
 
     def with_groups(self, *groups: Any) -> Recipe:
         """Return the recipe with these groups of options in place of its own."""
@@ -166,8 +159,9 @@ class Recipe:
             found += ["--gamma", str(self.policy.gamma_max)]
         elif self.policy is not None:
             found += ["--draft-policy", str(self.policy)]
-        found += ["--target", self.target.argument]
-        return [*found, *(word for name in GROUPS for word in arguments_of(getattr(self, name)))]
+        found += ["--target", self.models.behind(self.target.argument)]
+        groups = [getattr(self, name) for name in GROUPS if name != "models"]
+        return [*found, *(word for each in groups for word in arguments_of(each))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as ``run.json`` stores it: paths and options at their defaults are left out."""

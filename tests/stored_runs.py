@@ -73,7 +73,7 @@ def described(rows: Iterable[Row], prompts: Iterable[dict[str, Any]], **changed:
         "target": {"name": "target", "fingerprint": "f0", "dtype": "float32", "device": "cpu"},
         "configs": [*rows], "prompts": [*prompts], "seed": 0, "repeats": 2, "warmup": 1, "max_new_tokens": TOKENS,
         "ignore_eos": True, "created": "2025-01-01T00:00:00+00:00", "finished": "2025-01-01T01:00:00+00:00",
-        "costs": None, "differences": [], "warnings": [], "changes": [], **changed,
+        "costs": None, "differences": [], "warnings": [], **changed,
     }  # fmt: skip
 
 

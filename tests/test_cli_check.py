@@ -49,13 +49,11 @@ def prompts(tmp_path_factory) -> Path:
 def check(cli, folder, prompts) -> Check:
     """`check` with the tiny target, the tiny prompts unless outputs are checked, and ten tokens each."""
 
-    def call(*arguments: object, target: Path | None = None) -> Checked:
+    def call(*arguments: object, target: Path | None = None, dtype: str = "float32") -> Checked:
         given = [str(argument) for argument in arguments]
         if "--outputs" not in given:
             given = ["--prompts", str(prompts), "-n", "10", *given]
-        if "--dtype" not in given:
-            given += ["--dtype", "float32"]
-        return Checked(*cli("check", "--target", target or folder, *given))
+        return Checked(*cli("check", "--target", f"{target or folder}:{dtype}", *given))
 
     return call
 
@@ -167,32 +165,30 @@ def test_every_drafter_is_checked_with_every_rule(check, monkeypatch):
 def test_a_rounded_target_is_checked_bit_by_bit(check, dtype):
     if dtype == "int4" and not native.is_available():
         pytest.skip("no native library here")
-    result = check("--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2)
+    result = check("--json", "--drafter", "self:layers=1", "--gamma", 2, dtype=dtype)
     figures = result.json()
     assert figures["options"]["cache"] == "preallocated"
     if f"outputs of this {dtype} target may differ" in result.err:
         pytest.skip(result.err)  # a processor that cannot, and says so
     assert figures["bitwise"]["required"]
     assert figures["bitwise"]["rows"] == figures["bitwise"]["equal"] > 0
-    grown = check(
-        "--dtype", dtype, "--json", "--drafter", "self:layers=1", "--gamma", 2, "--cache", "dynamic"
-    )
+    grown = check("--json", "--drafter", "self:layers=1", "--gamma", 2, "--cache", "dynamic", dtype=dtype)
     assert not grown.json()["bitwise"]["required"]
     assert grown.err.count(f"outputs of this {dtype} target may differ") == 1
-    check("--dtype", dtype, "--draft-policy", "dynamic-tree").refused(
-        2, f"--dtype {dtype} does not go with trees"
+    check("--draft-policy", "dynamic-tree", dtype=dtype).refused(
+        2, f"The dtype {dtype} does not go with trees"
     )
 
 
 def test_bit_exact_passes_are_compared_bit_by_bit(check):
-    result = check("--cache", "bit-exact", "--dtype", "bfloat16", "--json", "--quiet")
+    result = check("--cache", "bit-exact", "--json", "--quiet", dtype="bfloat16")
     if result.code == 2:
         pytest.skip(result.err)  # a processor that cannot, and says so
     figures = result.json()
     assert figures["options"]["cache"] == "bit-exact"
     assert figures["draft_policy"] == "auto"
     refused = check("--cache", "bit-exact", "--draft-policy", "dynamic-tree")
-    refused.refused(2, "--cache bit-exact does not go with trees")
+    refused.refused(2, "The cache bit-exact does not go with trees")
     assert figures["bitwise"] == {"required": True, "rows": 30, "equal": 30}
     assert figures["greedy"]["against_plain"]["identical"] == 3
 

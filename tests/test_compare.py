@@ -165,12 +165,6 @@ def test_runs_of_two_machines_are_compared_in_ratios_to_their_baselines(tmp_path
         compare_runs(*pair, measure="speed")
 
 
-def test_a_run_continued_on_another_machine_counts_as_another(tmp_path):
-    change = {"differing": ["cpu"], "environment": {"cpu": "Earlier CPU"}}
-    speeds = {"plain": PLAIN, "d@1": times(2)}
-    assert compare_runs(*runs(tmp_path, speeds, speeds, changes=[change])).measure == "speedup"
-
-
 def test_small_differences_of_memory_and_new_versions_are_the_same_machine(tmp_path):
     pair = runs(
         tmp_path,

@@ -28,11 +28,10 @@ def written(folder: Path, *lines: str, version: int = 1) -> Path:
 
 
 FULL = Config({
-    "target": "Qwen/Qwen2.5-Coder-1.5B-Instruct@main",
+    "target": "Qwen/Qwen2.5-Coder-1.5B-Instruct@main:dtype=bfloat16",
     "drafter": "lookup:n=4+Qwen/Qwen2.5-Coder-0.5B-Instruct:dtype=int8",
     "draft_policy": "auto:max=12",
     "cache": "preallocated",
-    "dtype": "bfloat16",
 })  # fmt: skip
 
 
@@ -59,7 +58,10 @@ def test_the_documented_one_is_read(here):
         ('"a\\u001bb" = "x"', "'a\\x1bb'"),
         ("cache = 3", "cache is 3, which is not a string"),
         ('cache = "huge"', "There is no cache 'huge'. Choose dynamic"),
-        ('dtype = "int3"', "There is no dtype 'int3'"),
+        ('target = "org/a:int3"', "other options than a dtype"),
+        ('target = "org/a:dtype=int3"', "'int3' is no dtype"),
+        ('target = "org/a:allow-pickle"', "other options than a dtype"),
+        ('target = "org/a:adapter=/b"', "other options than a dtype"),
         ('target = "/models/qwen"', "is no name of a model"),
         ('target = "~/qwen"', "is no name of a model"),
         ('target = "https://example.org/qwen"', "is no name of a model"),
@@ -176,6 +178,6 @@ def test_sweep_takes_it(tiny, cli):
 
 
 def test_the_cache_of_an_int8_target_is_the_one_it_names(tiny, cli):
-    written(tiny, 'target = "tiny"', 'dtype = "int8"', 'cache = "dynamic"')
+    written(tiny, 'target = "tiny:int8"', 'cache = "dynamic"')
     found = cli("check", "--limit", 1, "-n", 4, "--json").json()
     assert found["options"]["cache"] == "dynamic"

@@ -6,8 +6,8 @@ import pytest
 
 from specbench import kernels
 from specbench.cli.options import DEFAULT_TARGET
-from specbench.cli.policy import default_drafter
 from specbench.models import devices
+from specbench.models.default import default_drafter
 from specbench.options import ModelOptions
 from specbench.recipe import Recipe
 from specbench.specs.models import parse_model

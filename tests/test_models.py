@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Olmo3C
 from transformers.utils import logging as transformers_logging
 
 from specbench.base.errors import RunError, UsageError
-from specbench.cli.policy import default_drafter
 from specbench.generate import autoregressive_generate, speculative_generate
 from specbench.kernels import native, passes
 from specbench.models import checkpoints, devices, load
+from specbench.models.default import default_drafter
 from specbench.models.devices import check_options
 from specbench.models.drafters import wrap_drafter
 from specbench.models.load import load_config, load_model, wrap_model

@@ -23,9 +23,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specbench.base.errors import UsageError
-from specbench.cli.policy import default_drafter
 from specbench.decoding.protocols import ForwardRequest
 from specbench.generate import GenerationRun
+from specbench.models.default import default_drafter
 from specbench.models.drafters import check_drafter, load_drafter
 from specbench.models.heads import find_head, load_head
 from specbench.models.heads.mtp import checkpoint_files

@@ -70,7 +70,7 @@ def test_a_target_and_a_drafter_may_say_their_dtype(tmp_path):
             ModelSpec("hub", "org/big"), models=ModelOptions(dtype="int4")
         )
     assert parse_drafter("org/small:int4,device=cpu") == parse_drafter("org/small:dtype=int4,device=cpu")
-    with pytest.raises(UsageError, match="another dtype than --dtype int8"):
+    with pytest.raises(UsageError, match="does not go with --dtype int8"):
         Recipe.of_target("org/big:int4", ModelOptions(dtype="int8"))
     (tmp_path / "a:int4").mkdir()
     assert Recipe.of_target(str(tmp_path / "a:int4")).models.dtype == "auto"

@@ -141,7 +141,7 @@ class TestAnswer:
             ({"policy": parse_policy("auto")}, "--drafter d --draft-policy auto --target y"),
             (
                 {"drafter": CASCADE, "target": ModelSpec("folder", "/my models/big"), **INT8},
-                "--drafter lookup+/a+b/small:dtype=int4 --gamma 3 --target '/my models/big' --dtype int8"
+                "--drafter lookup+/a+b/small:dtype=int4 --gamma 3 --target '/my models/big:dtype=int8'"
                 " --cache bit-exact",
             ),
             (
@@ -196,17 +196,14 @@ class TestWarnings:
         assert "15 of 24 generations" in warning.message
         assert "--resume" in warning.advice
         report = reported(tmp_path / "finished", {"plain": PLAIN, "d@2": times(2)})
-        assert not {"unfinished", "changed", "lines"} & {each.id for each in report.warnings}
+        assert not {"unfinished", "lines"} & {each.id for each in report.warnings}
 
-    def test_changes_and_damaged_lines_are_told_with_advice(self, tmp_path):
-        folder = write_exact(
-            tmp_path / "run", {"plain": PLAIN, "d@2": times(2)}, changes=[{"differing": ["torch: 2.0 → 2.1"]}]
-        )
+    def test_damaged_lines_are_told_with_advice(self, tmp_path):
+        folder = write_exact(tmp_path / "run", {"plain": PLAIN, "d@2": times(2)})
         with (folder / "generations.jsonl").open("a") as file:
             file.write('{"schema":1,"conf')
         report = make_report(load_results(folder), "run", tmp_path)
         warnings = {each.id: each for each in report.warnings}
-        assert "torch: 2.0 → 2.1" in warnings["changed"].message
         assert "cut short" in warnings["lines"].message
         assert all(each.advice for each in report.warnings)
 
@@ -375,7 +372,6 @@ def test_names_are_data(tmp_path):
         target={"name": EVIL},
         environment={"cpu": EVIL},
         command=["sweep", EVIL],
-        changes=[{"differing": [EVIL]}],
         run_id=EVIL,
     )
     plain = Page(to_page(reported(tmp_path / "plain", {"plain": PLAIN, "d@2": times(2)})))

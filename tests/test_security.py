@@ -306,7 +306,7 @@ def theirs(tmp_path) -> Path:
     )
 
 
-SWEEP = shlex.split("sweep --out theirs --resume --accept-changes --target model --dtype float32")
+SWEEP = shlex.split("sweep --out theirs --resume --target model --dtype float32")
 
 
 @pytest.fixture

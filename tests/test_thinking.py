@@ -73,7 +73,7 @@ def rendered(tokenizer, **options):
         (QWEN, {"template_option": ("enable_thinking=false",)}, "<think>\n\n</think>", "nothing"),
         (OPENED, {"thinking": True}, "assistant\n<think>", "</think>"),
         (OPENED, {"thinking": False}, "assistant\n</think>", "<think>"),
-        (HARMONY, {"reasoning_effort": "high"}, "Reasoning: high", "medium"),
+        (HARMONY, {"template_option": ("reasoning_effort=high",)}, "Reasoning: high", "medium"),
         (MISTRAL, {"template_option": ('mode={"a": [1]}',)}, '[MODE]{"a": [1]}[/MODE]', "nothing"),
         (MISTRAL, {"template_option": ("mode=as it is",)}, '[MODE]"as it is"[/MODE]', "nothing"),
     ],
@@ -87,7 +87,7 @@ def test_a_template_is_told_what_the_options_say(template, options, shows, hides
 @pytest.mark.parametrize(
     ("template", "options", "word"),
     [
-        (HARMONY, {"thinking": True}, "--reasoning-effort"),
+        (HARMONY, {"thinking": True}, "--template-option reasoning_effort=low"),
         (TURNS, {"thinking": False}, "cannot be changed"),
         (QWEN, {"template_option": ("reasoning_effort=low",)}, "enable_thinking"),
         (QWEN, {"template_option": ("other=1",)}, "other"),
@@ -254,7 +254,7 @@ def test_a_switch_reaches_the_prompt_and_an_unknown_one_is_refused(generate):
     plain = generate("Hi", "--json").json()
     without = generate("Hi", "--no-thinking", "--json").json()
     assert without["prompt_tokens"] > plain["prompt_tokens"]
-    refused = generate("Hi", "--reasoning-effort", "low")
+    refused = generate("Hi", "--template-option", "reasoning_effort=low")
     assert refused.code == 2
     assert "enable_thinking" in refused.err
 

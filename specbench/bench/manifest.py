@@ -18,7 +18,7 @@ from specbench._version import __version__
 from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, SweepOptions, num_turns
 from specbench.options import DecodingOptions, flag
-from specbench.results.run import Change, Environment, PromptInfo, Run, TargetModel
+from specbench.results.run import Environment, PromptInfo, Run, TargetModel
 from specbench.results.store import RunStore
 
 if TYPE_CHECKING:
@@ -128,11 +128,11 @@ _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "trans
 
 
 def changes(old: Run, new: Run) -> list[str]:
-    """Return the differences between a stored run and a run that would resume it, each as "what: then → now".
+    """Return what a run that would resume a stored one measures in addition, each as "what: then → now".
 
     Raises:
-        UsageError: Measurements would not be comparable: the target, the text of a prompt, a decoding option or the
-            configuration of an id has changed.
+        UsageError: Measurements would not be comparable: the machine, a version, the target, the text of a prompt, a
+            decoding option or the configuration of an id has changed.
     """
     for what, stored, value in _same_in_a_run(old, new):
         if stored != value:
@@ -141,12 +141,7 @@ def changes(old: Run, new: Run) -> list[str]:
                 " compared.",
                 "Give another --out, or the same as then.",
             )
-    pairs: list[tuple[str, Any, Any]] = [("specbench", old.specbench, new.specbench)]
-    pairs += [
-        (name, getattr(old.environment, name), getattr(new.environment, name)) for name in _SAME_MACHINE
-    ]
-    pairs.append(("device", old.target.device, new.target.device))
-    pairs += _options(old.options, new.options)
+    pairs = _options(old.options, new.options)
     if not option_changes(old.options, new.options):
         ids, known = ([config.id for config in run.configs] for run in (new, old))
         pairs.append(("configurations", ids if {*known} >= {*ids} else known, ids))
@@ -157,6 +152,10 @@ def changes(old: Run, new: Run) -> list[str]:
 
 def _same_in_a_run(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
     """Yield what cannot differ between the measurements of a run: its name, and its values then and now."""
+    for name in _SAME_MACHINE:
+        yield name, getattr(old.environment, name), getattr(new.environment, name)
+    yield "version of specbench", old.specbench, new.specbench
+    yield "device", old.target.device, new.target.device
     yield "target's dtype", old.target.dtype, new.target.dtype
     yield "target's model", old.target.fingerprint, new.target.fingerprint
     defaults, own = old.target.model_defaults or {}, new.target.model_defaults or {}
@@ -198,16 +197,13 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
-    """Return the description of a resumed run, with the differences that were accepted."""
+def merge_runs(old: Run, new: Run) -> Run:
+    """Return the description of a resumed run."""
     configs = {config.id: config for config in (*old.configs, *new.configs)}
     prompts = {prompt.id: prompt for prompt in (*old.prompts, *new.prompts)}
-    change = Change(at=now(), differing=list(differing), environment=old.environment, options=old.options)
     return msgspec.structs.replace(
         old,
         options=new.options,
-        environment=new.environment,
-        specbench=new.specbench,
         repeats=new.repeats,
         warmup=new.warmup,
         seed=new.seed,
@@ -215,33 +211,32 @@ def merge_runs(old: Run, new: Run, differing: Sequence[str]) -> Run:
         configs=list(configs.values()),
         prompts=list(prompts.values()),
         finished=None,
-        changes=[*old.changes, change],
     )
 
 
-def open_run(folder: Path, run: Run, advice: str, *, accept_changes: bool = False) -> RunStore:
+def open_run(folder: Path, run: Run, advice: str, *, may_grow: bool = False) -> RunStore:
     """Open a run to measure into: a new one, or the stored one if it has the same options.
 
     Args:
         folder: A folder with or without a run.
         run: What ``describe_run`` returns.
         advice: Hint for a run with other options.
-        accept_changes: Whether to continue such a run and store its differences.
+        may_grow: Whether such a run is continued, if its measurements are comparable.
 
     Raises:
-        UsageError: The run has differences, and these cannot be accepted or ``accept_changes`` is not set.
+        UsageError: The run has other options and may not grow, or its measurements are not comparable.
     """
     if not RunStore.exists(folder):
         return RunStore.create(folder, run)
     store = RunStore.open(folder)
     try:
         differing = changes(store.run, run)
-        if differing and not accept_changes:
+        if differing and not may_grow:
             raise UsageError(
                 f"The run in {str(folder)!r} has other options ({'; '.join(differing)}).", advice
             )
         if differing:
-            store.replace(merge_runs(store.run, run, differing))
+            store.replace(merge_runs(store.run, run))
     except BaseException:
         store.close()
         raise

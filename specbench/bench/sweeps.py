@@ -11,12 +11,12 @@ from specbench.bench.axes import parse_policies
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_models, describe_run, open_run
 from specbench.bench.prompts import load_prompts
+from specbench.models.default import default_drafter
 from specbench.options import DecodingOptions, ModelOptions
 from specbench.recipe import Recipe
 from specbench.results.store import RunStore
 from specbench.rows import conditions_of
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
 
 if TYPE_CHECKING:
     from specbench.results.results import Results
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def sweep(
     target: str,
-    drafters: Sequence[str],
+    drafters: Sequence[str] | None,
     out: str | Path,
     *,
     gammas: Sequence[int] = (),
@@ -44,7 +44,7 @@ def sweep(
 
     Args:
         target: As ``--target`` takes it.
-        drafters: As ``--drafter`` takes them.
+        drafters: As ``--drafter`` takes them; ``None`` for the target's default drafter.
         out: The folder of the run.
         gammas: Draft lengths that are measured with the policy ``fixed``.
         policies: Draft policies, as ``--draft-policy`` takes them.
@@ -78,7 +78,7 @@ def sweep(
     from specbench.bench.runner import run_sweep
     from specbench.results.results import load_results
 
-    for what, names in {"target": [target], "drafters": drafters, "policies": policies}.items():
+    for what, names in {"target": [target], "drafters": drafters or (), "policies": policies}.items():
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise UsageError(
                 f"A sweep takes names, and {what} holds something else.",
@@ -89,12 +89,9 @@ def sweep(
         raise UsageError(
             f"The folder {str(folder)!r} holds results already.", "Give resume=True, or another folder."
         )
-    base = Recipe(
-        parse_model(target),
-        models=models or ModelOptions(),
-        decoding=decoding or DecodingOptions(max_new_tokens=48),
-    )
-    specs = [spec for spec in map(parse_drafter, dict.fromkeys(drafters)) if not spec.is_plain]
+    base = Recipe.of_target(target, models or ModelOptions(), decoding or DecodingOptions(max_new_tokens=48))
+    named = [default_drafter(base)] if drafters is None else map(parse_drafter, dict.fromkeys(drafters))
+    specs = [spec for spec in named if not spec.is_plain]
     options = SweepOptions(
         conditions_of(temperature=temperatures, batch=batches),
         gammas=tuple(gammas),
@@ -114,6 +111,6 @@ def sweep(
     asked = {"prompts": [Path(name).name for name in prompts], "limit": limit}
     sources = {**describe_models(base, specs), **asked}
     run = describe_run(grid, engine.describe_target(options.decoding), sources, heads=engine.heads)
-    with open_run(folder, run, "Restore what changed, or give another folder.") as store:
+    with open_run(folder, run, "Give another folder.", may_grow=True) as store:
         run_sweep(grid, store, engine)
     return load_results(folder)

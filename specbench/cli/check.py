@@ -10,7 +10,6 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.policy import (
-    default_drafter,
     left_out,
     recipes_of,
     requested_policies,
@@ -18,12 +17,12 @@ from specbench.cli.policy import (
     with_cache,
 )
 from specbench.cli.progress import starting
+from specbench.models.default import default_drafter
 from specbench.options import (
     MODELS,
     OUTPUT,
     CacheOptions,
     DecodingOptions,
-    ModelOptions,
     SamplingOptions,
     TemplateOptions,
     group,
@@ -68,7 +67,6 @@ def check(
     checked: CheckedOptions,
     chat: opt.ChatOption = None,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
-    models: ModelOptions,
     drafting: opt.PoliciesOptions,
     decoding: Annotated[
         DecodingOptions,
@@ -92,7 +90,7 @@ def check(
         from specbench.decoding.sampling import Sampling
 
         notes: list[str] = []
-        asked = Recipe.of_target(target, models, caching, decoding, sampling, template)
+        asked = Recipe.of_target(target, caching, decoding, sampling, template)
         if checked.recipe is not None:
             base = row_recipe(ctx, checked.recipe, asked)
             recipes = [base]

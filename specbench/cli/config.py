@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbench.cli.console import say
-from specbench.specs.models import parse_model, split_dtype
+from specbench.specs.models import split_options
 from specbench.specs.policies import Fixed, parse_policy
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     config = read_config(path)
     target = config.given.get("target")
     asked = given.get("target", target)
-    folder = parse_model(split_dtype(asked)[0]).name if asked else None
-    if target not in (None, asked, folder):
+    if target is not None and (_named(asked) != _named(target) or ("dtype" in given and ":" in target)):
         say(f"{path} is for the target {target} and is left out.")
         return {}
     config = _left(config, given)
@@ -48,6 +47,12 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     if config.provisional and "drafter" in config.given:
         say(f"{path} {PROVISIONAL}")
     return {name: [value] if name in lists else value for name, value in _options(config).items()}
+
+
+def _named(target: str) -> tuple[str, dict[str, str | bool]]:
+    """Return a target without its folder."""
+    model, options = split_options(target)
+    return model.name, options
 
 
 def _left(config: Config, given: Collection[str]) -> Config:

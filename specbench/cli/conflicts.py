@@ -36,8 +36,6 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("repeats",), "compare", ""),
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
-    ("sweep", ("accept_changes",), "resume", ""),
-    ("sweep", ("accept_changes",), "out", "it is for a run that is named"),
     ("sweep", ("api", "timeout"), "server engine", "it is for servers"),
     ("sweep", ("prompt_cache",), "server", "it is for servers"),
     ("sweep", ("engine_command", "arguments"), "engine", ""),

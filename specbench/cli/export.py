@@ -13,12 +13,11 @@ from specbench.base.textsafe import terminal_safe
 from specbench.cli.console import say, write_json, write_out
 from specbench.cli.named_runs import split_row
 from specbench.cli.options import DEFAULT_TARGET, EngineName, JsonOption
-from specbench.cli.policy import default_drafter
 from specbench.export.registry import ENGINES
-from specbench.options import ModelOptions, panel
+from specbench.models.default import default_drafter
+from specbench.options import panel
 from specbench.recipe import Recipe
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import parse_model
 from specbench.specs.policies import Fixed, default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -94,8 +93,7 @@ def _exported(
         policy = (
             parse_policy(given["draft_policy"]) if "draft_policy" in given else default_policy(greedy=True)
         )
-        models = ModelOptions(dtype=given.get("dtype", "auto"))
-        recipe = Recipe(parse_model(given.get("target", DEFAULT_TARGET)), policy=policy, models=models)
+        recipe = replace(Recipe.of_target(given.get("target", DEFAULT_TARGET)), policy=policy)
         drafter = parse_drafter(given["drafter"]) if "drafter" in given else default_drafter(recipe)
         recipe = replace(recipe, drafter=drafter)
         if gamma is None and not isinstance(policy, Fixed) and config.fixed_gamma is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from specbench.export.registry import ENGINES
+from specbench.models.default import DEFAULT_DRAFTER
 from specbench.options import MODELS, OUTPUT, POLICY, PROMPT, group, panel
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ else:
     EngineName = Literal[tuple(ENGINES)]
 
 DEFAULT_TARGET = "smollm2-135m"
-DEFAULT_DRAFTER = "lookup"
-"""It needs no model of its own, and costs almost nothing where it does not help."""
 
 # -- groups of options -----------------------------------------------------------------------------
 

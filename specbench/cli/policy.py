@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbench.base.errors import UsageError
 from specbench.cli.conflicts import given
-from specbench.cli.options import DEFAULT_DRAFTER
 from specbench.cli.progress import without_collector
+from specbench.models.default import default_drafter
 from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
-from specbench.specs.models import CHECKPOINT_MTP, split_dtype
+from specbench.specs.models import split_options
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     import typer
 
     from specbench.cli.options import DraftingOptions
-    from specbench.options import ModelOptions
     from specbench.recipe import Recipe
     from specbench.specs.drafters import DrafterSpec
     from specbench.specs.policies import PolicySpec
@@ -45,31 +42,6 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
     return replace(with_cache(ctx, asked), drafter=drafter, policy=policy.with_gamma(drafting.gamma))
-
-
-def default_drafter(recipe: Recipe) -> DrafterSpec:
-    """Return the default drafter of a recipe's target.
-
-    The built-in model drafts for itself in int4 where it has not been quantized and the passes are native, which makes
-    them fast. Of another target an int4 copy can take more time and memory than a first run should.
-    """
-    from specbench.models.mtp_layouts import has_mtp_layers
-
-    word = DEFAULT_DRAFTER
-    with suppress(UsageError):  # of a target or a device that is none; loading them says so
-        if recipe.target.kind == "builtin":
-            word = "lookup+self:int4" if _passes_in_int4(recipe.models) else word
-        elif has_mtp_layers(recipe.target):
-            word = CHECKPOINT_MTP.name
-    return parse_drafter(word)
-
-
-def _passes_in_int4(models: ModelOptions) -> bool:
-    """Return whether a target that is loaded so has native passes in int4."""
-    from specbench.kernels import is_available
-    from specbench.models.devices import resolve_device
-
-    return quantized(models.dtype) is None and is_available() and resolve_device(models.device).type == "cpu"
 
 
 def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:
@@ -96,7 +68,7 @@ def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
     recipe = read_recipe(*named_row(row))
     if given(ctx, "target"):
         recipe = replace(recipe, target=asked.target)
-    told = {"dtype"} if split_dtype(str(ctx.params.get("target")))[1] else set()
+    told = {key.replace("-", "_") for key in split_options(str(ctx.params.get("target")))[1]}
     for name in GROUPS:
         new = getattr(asked, name)
         taken = [each.name for each in fields(new) if each.name in told or given(ctx, each.name)]

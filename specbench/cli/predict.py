@@ -15,6 +15,7 @@ from specbench.cli import options as opt
 from specbench.cli.conflicts import given
 from specbench.cli.console import write_json, write_parts
 from specbench.cli.progress import StageProgress, starting
+from specbench.models.default import DEFAULT_DRAFTER
 from specbench.options import MODELS, OUTPUT, SamplingOptions, group
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def predict(
     from specbench.bench.axes import parse_gammas, parse_policies
     from specbench.specs.drafters import parse_drafter
 
-    specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (opt.DEFAULT_DRAFTER,))]
+    specs = [parse_drafter(each) for each in dict.fromkeys(asked.drafter or (DEFAULT_DRAFTER,))]
     if not asked.answers.exists():
         raise UsageError(f"There is no file or folder {str(asked.answers)!r}.", "Check the path.")
     tokenizer_name = _tokenizer(asked)

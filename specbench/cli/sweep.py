@@ -10,7 +10,7 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.cli import options as opt
 from specbench.cli.conflicts import given
-from specbench.cli.policy import default_drafter, left_out, with_cache
+from specbench.cli.policy import left_out, with_cache
 from specbench.cli.progress import starting
 from specbench.cli.sweep_options import (
     ComparedOptions,
@@ -20,6 +20,7 @@ from specbench.cli.sweep_options import (
     context_text,
     prompts_of_sweep,
 )
+from specbench.models.default import default_drafter
 from specbench.options import CacheOptions, DecodingOptions, ModelOptions, TemplateOptions
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.policies import Fixed, TakesGamma

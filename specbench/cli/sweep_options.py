@@ -158,12 +158,7 @@ class ResultsOptions:
     resume: bool = _results(
         False,
         "--resume",
-        "Continue the run in --out, or the newest of this sweep, and measure again what failed.",
-    )
-    accept_changes: bool = _results(
-        False,
-        "--accept-changes",
-        "With --resume: continue although machine, versions or options changed.",
+        "Continue the run in --out, also with more rows, or the newest of this sweep; repeat what failed.",
     )
     slo: str | None = _output(
         None,

@@ -94,12 +94,12 @@ class RunJob:
         self.recipes = {each.id: each.recipe for each in sweep.configs if each.recipe is not None}
         """The recipes of configurations, with models as they were named."""
 
-    def open_store(self, sources: dict[str, Any], *, accept_changes: bool = False) -> RunStore:
+    def open_store(self, sources: dict[str, Any], *, may_grow: bool = False) -> RunStore:
         """Return a new run, or the stored one if it is the same as this."""
         target = self.engine.describe_target(self.sweep.options.decoding)
         command = command_line(sys.argv[1:])
         run = describe_run(self.sweep, target, sources, command=command, heads=self.engine.heads)
-        return open_run(self.folder, run, self.advice, accept_changes=accept_changes)
+        return open_run(self.folder, run, self.advice, may_grow=may_grow)
 
     def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""
@@ -134,7 +134,7 @@ class RunJob:
 class SweepJob(RunJob):
     """A sweep, which ends after ``minutes`` if it has a rule to end early; ``predict`` predicts its rows before."""
 
-    advice = "Restore what changed, give another --out, or add --accept-changes to continue anyway."
+    advice = "Give another --out."
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class SweepJob(RunJob):
         from specbench.cli.sweep_display import show_cell
         from specbench.results.results import load_results
 
-        with self.open_store(sources, accept_changes=self._results.accept_changes) as store:
+        with self.open_store(sources, may_grow=True) as store:
             found = self._stored(store)
             self.say_at_start(start, notes, f": {found} there" if found else None)
             interrupted = False

@@ -22,7 +22,9 @@ def tune(
     template: TemplateOptions,
     servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api")],
     models: ModelOptions,
-    decoding: Annotated[DecodingOptions, opt.Fields(without=("stop",), max_new_tokens=48)],
+    decoding: Annotated[
+        DecodingOptions, opt.Fields("max_new_tokens", "ignore_eos", "format", max_new_tokens=48)
+    ],
     search: SearchOptions,
     arguments: StartedArguments = None,
 ) -> None:

@@ -135,7 +135,7 @@ def wide_intervals(speedups: Mapping[str, Estimate]) -> RunWarning | None:
         "warning",
         f"{len(wide)} of {len(speedups)} intervals are wider than ±{WIDE:.0%}; the widest is ±{wide[widest]:.0%}"
         f" ({widest}).",
-        f"{'Measure more prompts' if by_prompts else 'Raise --repeats'}; add --resume --accept-changes.",
+        f"{'Measure more prompts' if by_prompts else 'Raise --repeats'}; add --resume, and --out with the run.",
         {"half_widths": wide},
     )
 

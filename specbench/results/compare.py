@@ -368,20 +368,13 @@ def _differing_targets(run_a: Run, run_b: Run) -> str:
 
 
 def _differing_machines(run_a: Run, run_b: Run) -> str:
-    """Return how the machines differ, empty if they do not. A run may have been continued on another machine."""
-    first, *others = [
-        each
-        for run in (run_a, run_b)
-        for each in (run.environment, *(change.environment for change in run.changes))
-        if each is not None
-    ]
-    for other in others:
-        for name, what in _MACHINE.items():
-            a, b = getattr(first, name), getattr(other, name)
-            # The system's memory size varies a little from boot to boot.
-            near = name == "ram_gb" and a and b and math.isclose(a, b, rel_tol=0.05)
-            if not near and (a or None) != (b or None):
-                return f"{what}: {_shown(a)} / {_shown(b)}"
+    """Return how the machines differ, empty if they do not."""
+    for name, what in _MACHINE.items():
+        a, b = (getattr(run.environment, name) for run in (run_a, run_b))
+        # The system's memory size varies a little from boot to boot.
+        near = name == "ram_gb" and a and b and math.isclose(a, b, rel_tol=0.05)
+        if not near and (a or None) != (b or None):
+            return f"{what}: {_shown(a)} / {_shown(b)}"
     devices = [run.target.device for run in (run_a, run_b)]
     return "" if devices[0] == devices[1] else f"device: {_shown(devices[0])} / {_shown(devices[1])}"
 

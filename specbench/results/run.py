@@ -166,15 +166,6 @@ class Stopping(Record):
     ] = None
 
 
-class Change(Record):
-    """What differed when a run was continued with ``--accept-changes``."""
-
-    at: Annotated[str | None, doc("when")] = None
-    differing: Annotated[list[str], doc("sentences")] = []
-    environment: Annotated[Environment | None, doc("before")] = None
-    options: Annotated[Json, doc("before")] = {}
-
-
 class Run(Record):
     """What ``run.json`` holds."""
 
@@ -204,7 +195,6 @@ class Run(Record):
     warnings: Annotated[list[RunWarning], doc("what is doubtful")] = []
     tuning: Annotated[Tuning | None, doc("of `specbench tune`")] = None
     stopping: Annotated[Stopping | None, doc("with `--until`: when it stops")] = None
-    changes: Annotated[list[Change], doc("if the run went on with `--accept-changes`")] = []
 
     @property
     def baseline(self) -> str:

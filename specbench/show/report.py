@@ -177,11 +177,6 @@ def _warnings(results: Results, summary: Summary) -> list[RunWarning]:
                 "Continue it: the same command with --resume.",
             )
         )
-    differing = [what for change in run.changes for what in change.differing]
-    if differing:
-        changed = f"The sweep was continued although something had changed ({'; '.join(differing)})."
-        advice = "Measure again to get all results from one setup."
-        found.append(RunWarning("changed", "warning", changed, advice))
     advice = "They are measured again with --resume."
     found += [RunWarning("lines", "warning", problem, advice) for problem in results.problems]
     gravity = ("error", "warning", "info").index

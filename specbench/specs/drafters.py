@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from specbench.base.errors import UsageError
-from specbench.specs.models import ADAPTED, BUILTIN_MODELS, CHECKPOINT_MTP, DTYPES, ModelSpec, parse_model
+from specbench.specs.models import (
+    ADAPTED,
+    BUILTIN_MODELS,
+    CHECKPOINT_MTP,
+    ModelSpec,
+    split_options,
+)
 from specbench.specs.notation import Spec, dashed, option, read_options, split_spec, with_defaults
 from specbench.specs.own_code import names_in, told
 
@@ -256,12 +262,8 @@ class SmallModel(DrafterSpec, word="MODEL", trees=True):
     @classmethod
     def parse(cls, text: str) -> SmallModel:
         """Parse a model with options; what exists as a path is one, whatever characters it has."""
-        exists = Path(text).exists()
-        name, given = (text, {}) if exists else (text.partition(":")[0], split_spec(text)[1])
-        adapter = given.pop("adapter", "")
-        given = {"dtype" if key in DTYPES else key: key if key in DTYPES else given[key] for key in given}
-        name = f"{name.strip()}{ADAPTED}{adapter}" if adapter else name.strip()
-        return SmallModel(parse_model(name), **read_options(cls.word, given, cls.options()))
+        model, given = split_options(text)
+        return SmallModel(model, **read_options(cls.word, given, cls.options()))
 
 
 @dataclass(frozen=True)

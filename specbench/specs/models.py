@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from specbench.base.errors import UsageError
+from specbench.specs.notation import split_spec
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,24 @@ def parse_model(text: str) -> ModelSpec:
     return ModelSpec("hub", identifier, revision or None)
 
 
-def split_dtype(text: str) -> tuple[str, str | None]:
-    """Split ``MODEL:int4``, or ``MODEL:dtype=int4``, into the model and its dtype; ``None`` without one."""
-    model, colon, dtype = text.rpartition(":")
-    dtype = dtype.removeprefix("dtype=")
-    is_path = os.path.exists(text)  # noqa: PTH110 - as above
-    return (model, dtype) if colon and dtype in DTYPES and not is_path else (text, None)
+def split_options(text: str) -> tuple[ModelSpec, dict[str, str | bool]]:
+    """Split a model from the options behind it, as in ``MODEL:int4,device=cuda,adapter=FOLDER``.
+
+    A dtype alone is short for ``dtype=``. The adapter becomes part of the model. An existing path is a model, whatever
+    characters it has.
+
+    Raises:
+        UsageError: See ``parse_model`` and ``split_spec``.
+    """
+    if os.path.exists(text):  # noqa: PTH110 - as above
+        return parse_model(text), {}
+    name, given = split_spec(text)
+    for key in [key for key in given if key in DTYPES]:
+        if "dtype" in given:
+            raise UsageError(f"{text!r} has two dtypes.", "Leave one out.")
+        given = {"dtype": key, **{each: given[each] for each in given if each != key}}
+    adapter = given.pop("adapter", None)
+    return parse_model(name if adapter is None else f"{name}{ADAPTED}{adapter}"), given
 
 
 def _is_hub_id(text: str) -> bool:
