@@ -119,7 +119,6 @@ def load_recipe(
         >>> load_recipe(read_recipe("results/smollm2-135m", "plain")).models
         'smollm2-135m (..., cpu), drafter none'
     """
-    Sampling(**recipe.sampling.transforms)  # refuses what is none
     recipe.check()
     target, (drafter,) = load_models(recipe, [recipe.drafter], progress, before_packing=before_packing)
     forget_ahead()

@@ -7,6 +7,7 @@ A group is a frozen dataclass that is passed whole to the functions that need se
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -46,6 +47,9 @@ SAMPLING, OUTPUT = "Sampling", "Output"
 """Headings of the help."""
 
 _LARGEST_SEED = 2**64 - 1
+
+_LEAST_TEMPERATURE = 1e-30
+"""The lowest temperature: below, a logit of 1e8 overflows float32."""
 
 
 def _check_seed(seed: int) -> int:
@@ -439,7 +443,20 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of how a token is chosen from the logits, see ``specbench.decoding.sampling.Sampling``."""
+    """How a token is chosen from logits.
+
+    Attributes:
+        temperature: 0 for greedy decoding (the argmax, no random number), else the divisor of the logits.
+        top_k: Keep the k most probable tokens (ties with the k-th are kept); 0 for all.
+        top_p: Keep the smallest set of most probable tokens whose mass reaches top_p; 1 for all.
+        min_p: Drop tokens less probable than min_p times the most probable one; 0 for none.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
+            2019); 1 for none.
+        seed: Of the generator from which everything random is drawn.
+
+    Raises:
+        UsageError: A value outside its range.
+    """
 
     temperature: float = _sampling(0.0, "--temperature -t X", "Temperature; 0 for greedy decoding.", min=0.0)
     top_k: int = _sampling(0, "--top-k K", "Keep the K most probable tokens, 0 for all.", min=0)
@@ -456,7 +473,33 @@ class SamplingOptions:
     )
     seed: int = _sampling(0, "--seed N", "Seed of the generator for every random draw.", callback=_check_seed)
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(
+                f"The temperature is {self.temperature}.", "Give 0 for greedy decoding, or a positive number."
+            )
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise UsageError(
+                f"The temperature is {self.temperature:g}, so small that logits divided by it overflow.",
+                f"Give 0 for greedy decoding, or at least {_LEAST_TEMPERATURE:g}.",
+            )
+        if not self.top_k >= 0:
+            raise UsageError(f"top-k is {self.top_k}.", "Give 0 for all tokens, or a positive number.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top-p is {self.top_p}.", "Give a number above 0 and at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min-p is {self.min_p}.", "Give a number from 0 to 1.")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise UsageError(
+                f"The repetition penalty is {self.repetition_penalty}.", "Give a positive number, 1 for none."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the argmax is taken, without random numbers."""
+        return self.temperature == 0
+
     @property
     def transforms(self) -> dict[str, Any]:
-        """The arguments of ``Sampling``: all options except the seed."""
+        """All options except the seed."""
         return {name: value for name, value in vars(self).items() if name != "seed"}

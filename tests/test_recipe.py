@@ -55,8 +55,7 @@ def test_words():
     drafter = "lookup:n=4,passes=2+/secret/place/small:dtype=int4|org/other@v1|self:int8"
     assert RECIPES["folders"].arguments() == [
         "--drafter", drafter, "--draft-policy", "fixed:verification=block", "--gamma", "4",
-        "--target", "/secret/place/big", "--dtype", "int8",
-        "--device", "balanced", "--allow-pickle",
+        "--target", "/secret/place/big:dtype=int8,device=balanced,allow-pickle",
         "--cache", "bit-exact", "--max-new-tokens", "48",
         "--stop", "a", "--stop", "b", "--no-model-defaults", "--temperature", "0.7", "--seed", "3",
     ]  # fmt: skip

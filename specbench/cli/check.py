@@ -87,7 +87,6 @@ def check(
     with starting(checked.quiet) as progress:
         from specbench.cli.check_outputs import prepare_outputs
         from specbench.cli.check_run import CheckRequest, prepare_checks
-        from specbench.decoding.sampling import Sampling
 
         notes: list[str] = []
         asked = Recipe.of_target(target, caching, decoding, sampling, template)
@@ -97,7 +96,6 @@ def check(
         else:
             base = with_cache(ctx, asked)
             recipes, notes = _requested(base, checked, drafting)
-        Sampling(**base.sampling.transforms)  # refuses what is none
         request = CheckRequest(ctx, base, checked.json_output, checked.quiet, chat, progress.console)
         if checked.outputs is not None:
             run = prepare_outputs(request, checked.outputs, checked.limit, progress)

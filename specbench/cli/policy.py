@@ -41,7 +41,9 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
     greedy = asked.sampling.temperature == 0 and len(drafter.parts) == 1  # several draft chains of one length
     spec = drafting.draft_policy
     policy = parse_policy(spec) if spec else default_policy(greedy=greedy, gamma=drafting.gamma)
-    return replace(with_cache(ctx, asked), drafter=drafter, policy=policy.with_gamma(drafting.gamma))
+    recipe = replace(with_cache(ctx, asked), drafter=drafter, policy=policy.with_gamma(drafting.gamma))
+    recipe.check()
+    return recipe
 
 
 def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:

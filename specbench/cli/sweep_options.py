@@ -10,7 +10,7 @@ import typer
 
 from specbench.cli.options import EngineName, drafters_field, prompts_field
 from specbench.export.registry import ENGINES
-from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, group
+from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, SamplingOptions, group
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
@@ -88,12 +88,11 @@ class ComparedOptions:
             UsageError: A value is none.
         """
         from specbench.bench.axes import parse_batches, parse_contexts, parse_thinking
-        from specbench.decoding.sampling import Sampling
         from specbench.rows import conditions_of
         from specbench.specs.sweeps import parse_arrivals, parse_until
 
         for value in self.temperature:
-            Sampling(temperature=value)
+            SamplingOptions(value)
         unlimited = [0] if served and self.arrivals else []
         conditions = conditions_of(
             temperature=self.temperature,

@@ -16,19 +16,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError
 from specbench.decoding.formats import CompiledFormat, Mask, Matcher
 from specbench.decoding.logits import NoTokenError
 from specbench.decoding.model_defaults import ContextRules, ModelDefaults
+from specbench.options import SamplingOptions
 
 _NUCLEUS_CANDIDATES = 256
 """Most probable tokens that are searched for a nucleus before the whole vocabulary is sorted."""
 
 _BLOCK, _SMALL = 256, 4096
 """Tokens in a block that a draw from a large vocabulary sums, and the largest vocabulary without blocks."""
-
-_LEAST_TEMPERATURE = 1e-30
-"""The lowest temperature: below, a logit of 1e8 overflows float32."""
 
 _PIECE = 32_000
 """Elements that torch converts in one thread."""
@@ -63,16 +61,10 @@ class _Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen from logits.
+class Sampling(SamplingOptions):
+    """The transforms of logits: the options, with a model's own settings and a format.
 
     Attributes:
-        temperature: 0 for greedy decoding (the argmax, no random number), else the divisor of the logits.
-        top_k: Keep the k most probable tokens (ties with the k-th are kept); 0 for all.
-        top_p: Keep the smallest set of most probable tokens whose mass reaches top_p; 1 for all.
-        min_p: Drop tokens less probable than min_p times the most probable one; 0 for none.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens that occurred (Keskar et al.
-            2019); 1 for none.
         defaults: The model's own settings (``with_defaults``), if any remain to apply.
         format: What the output has to look like; ``None`` for any text.
         rules, matcher: Own settings and format for one output (``at``).
@@ -85,44 +77,16 @@ class Sampling:
         False
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     defaults: ModelDefaults | None = None
     rules: ContextRules | None = None
     format: CompiledFormat | None = None
     matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(
-                f"The temperature is {self.temperature}.", "Give 0 for greedy decoding, or a positive number."
-            )
-        if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise UsageError(
-                f"The temperature is {self.temperature:g}, so small that logits divided by it overflow.",
-                f"Give 0 for greedy decoding, or at least {_LEAST_TEMPERATURE:g}.",
-            )
-        if not self.top_k >= 0:
-            raise UsageError(f"top-k is {self.top_k}.", "Give 0 for all tokens, or a positive number.")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top-p is {self.top_p}.", "Give a number above 0 and at most 1.")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min-p is {self.min_p}.", "Give a number from 0 to 1.")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise UsageError(
-                f"The repetition penalty is {self.repetition_penalty}.", "Give a positive number, 1 for none."
-            )
+        super().__post_init__()
         # A cache of the last context's tokens, not a field.
         nothing = _Seen([], np.zeros(0, dtype=np.bool_), torch.empty(0, dtype=torch.long))
         object.__setattr__(self, "_seen", nothing)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the argmax is taken, without random numbers."""
-        return self.temperature == 0
 
     @property
     def context_dependent(self) -> bool:
