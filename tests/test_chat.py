@@ -33,7 +33,7 @@ def chat(cli, folder, monkeypatch) -> Cli:
 
     def call(typed: bytes, *arguments: object) -> Result:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-        return cli("chat", "--target", folder, "--dtype", "float32", "-n", NEW, *arguments)
+        return cli("chat", "--target", f"{folder}:float32", "-n", NEW, *arguments)
 
     return call
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_a_conversation_is_refused():
 def test_lines_are_messages(chat, cli, folder):
     told = chat(b"the thing\n\n\xff of the\n/exit\nthe thing\n", "--system", "Be brief.")
     assert told.code == 0, told.err
-    words = ["--system", "Be brief.", "--target", folder, "--dtype", "float32", "-n", NEW, "--quiet"]
+    words = ["--system", "Be brief.", "--target", f"{folder}:float32", "-n", NEW, "--quiet"]
     first = cli("generate", "the thing", *words).out
     assert told.out.startswith(first)
     assert len(told.out) > len(first)

@@ -523,7 +523,7 @@ def test_a_loaded_model_is_served_until_a_signal(cli, folder, monkeypatch):
     signals.end_cleanly_on_sigterm()
     asking = threading.Thread(target=ask)
     asking.start()
-    done = cli("serve", "--target", folder, "--port", port, "--dtype", "float32", "-n", 6)
+    done = cli("serve", "--target", f"{folder}:float32", "--port", port, "-n", 6)
     asking.join()
     signal.signal(signal.SIGTERM, before)
     assert (done.code, done.out) == (128 + signal.SIGTERM, "")

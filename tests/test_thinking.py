@@ -266,7 +266,7 @@ def test_a_conversation_keeps_answers_without_their_thinking(cli, thinker, monke
         "specbench.conversation.encode_messages",
         lambda tokenizer, messages, **more: seen.append(messages) or tokenizer("x")["input_ids"],
     )
-    cli("chat", "--target", thinker, "--dtype", "float32", "--format", SAYS, "-n", 40, "--no-thinking")
+    cli("chat", "--target", f"{thinker}:float32", "--format", SAYS, "-n", 40, "--no-thinking")
     said = seen[1][1]["content"]
     assert seen[1][1]["role"] == "assistant"
     assert len(said) == 6

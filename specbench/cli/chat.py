@@ -18,7 +18,6 @@ from specbench.cli.watchers import TextOutput
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
-    ModelOptions,
     SamplingOptions,
     TemplateOptions,
 )
@@ -34,10 +33,11 @@ def chat(
     *,
     system: opt.SystemOption = None,
     drafting: opt.DraftingOptions,
-    models: ModelOptions,
-    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MAX_NEW_TOKENS)],
+    decoding: Annotated[
+        DecodingOptions, opt.Fields("max_new_tokens", "format", max_new_tokens=_MAX_NEW_TOKENS)
+    ],
     caching: CacheOptions,
-    sampling: SamplingOptions,
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],
     template: TemplateOptions,
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes, no statistics.")] = False,
 ) -> None:
@@ -49,7 +49,7 @@ def chat(
     from specbench.cli.summary import show_notes
     from specbench.models.ahead import read_layers_ahead
 
-    recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
+    recipe = parse_recipe(ctx, drafting, decoding, caching, sampling, template)
     with ExitStack() as stack:
         with starting(quiet) as progress:
             read_layers_ahead(recipe)

@@ -20,7 +20,6 @@ from specbench.cli.progress import starting
 from specbench.options import (
     CacheOptions,
     DecodingOptions,
-    ModelOptions,
     SamplingOptions,
     group,
 )
@@ -53,10 +52,11 @@ def serve(
     *,
     server: _ServerOptions,
     drafting: opt.DraftingOptions,
-    models: ModelOptions,
-    decoding: Annotated[DecodingOptions, opt.Fields(max_new_tokens=_MOST_TOKENS)],
+    decoding: Annotated[
+        DecodingOptions, opt.Fields("max_new_tokens", "model_defaults", max_new_tokens=_MOST_TOKENS)
+    ],
     caching: CacheOptions,
-    sampling: SamplingOptions,
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Serve a model by the OpenAI protocol, by default to this machine only.
@@ -74,7 +74,7 @@ def serve(
             server.host, server.port
         ).close()  # a port that is taken is not found out after the loading
         with starting(quiet) as progress:
-            recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling)
+            recipe = parse_recipe(ctx, drafting, decoding, caching, sampling)
             refuse_for_many(recipe)
             read_layers_ahead(recipe)
             from specbench.cli.setting import facts
