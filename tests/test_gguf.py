@@ -57,7 +57,7 @@ CONVERTED = [fact for fact in FACTS if fact.refused is None]
 
 def converted(path: Path) -> Path:
     folder = path.parent / "converted"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     convert_gguf(path, folder, name=path.name)
     return folder
 
@@ -116,22 +116,14 @@ def test_every_fact_changes_the_output():
     }
 
 
-def test_the_window_of_phi3(tmp_path):
-    """llama.cpp ignores it; the model has it."""
-    window = Fact("phi3", "window", {"attention.sliding_window": 16})
-    (tmp_path / "other").mkdir()
-    narrow, wide = (
-        converted(written(window, tmp_path)),
-        converted(written(Fact("phi3", ""), tmp_path / "other")),
-    )
-    assert json.loads((narrow / "config.json").read_text())["sliding_window"] == 16
-    assert np.allclose(after_prompt(narrow, PROMPT[:16]), after_prompt(wide, PROMPT[:16]), atol=1e-4)
-    assert not np.allclose(after_prompt(narrow), after_prompt(wide), atol=1e-2)
-
-
-def test_a_file_that_is_no_model(tmp_path):
+def test_files_of_another_kind_are_refused_by_name(tmp_path):
     adapter = Fact("llama", "", {"general.type": "adapter"})
     assert "adapter" in refusal(converted, written(adapter, tmp_path), kind=UsageError)
+    path = tmp_path / "gpt-oss.gguf"
+    path.write_bytes((tmp_path / "tiny.gguf").read_bytes().replace(b"llama", b"phi3x"))
+    message = refusal(converted, path, kind=UsageError)
+    assert "'phi3x') cannot be converted" in message
+    assert "original checkpoint" in message
 
 
 # -- blocks --------------------------------------------------------------------------------------
@@ -156,7 +148,6 @@ def test_blocks_have_the_numbers_of_the_gguf_package(tmp_path, kind, heads):
     ("architecture", "kind"),
     [
         *(("llama", kind) for kind in BLOCKS),
-        ("phi3", BLOCKS[0]),
         ("qwen35", BLOCKS[0]),
         ("qwen35", BLOCKS[2]),
     ],

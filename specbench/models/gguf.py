@@ -112,9 +112,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return GgufHeader(architecture, keys, tensors, elements, dtype)
 
 
-def convert_gguf(
-    gguf: Path, folder: Path, *, name: str, header: GgufHeader | None = None, progress: Progress | None = None
-) -> None:
+def convert_gguf(gguf: Path, folder: Path, *, name: str, progress: Progress | None = None) -> None:
     """Convert a GGUF file into an ordinary model folder: config, safetensors, tokenizer, generation config.
 
     Quantized weights become bfloat16: its rounding is small compared with that of 4 to 8 bits, and the copy needs half
@@ -123,18 +121,17 @@ def convert_gguf(
     Args:
         folder: An empty folder to fill.
         name: The model's name in messages and in its configuration.
-        header: What ``read_gguf_header`` returned, which takes seconds; ``None`` to read it.
 
     Raises:
         RunError: The file is damaged, or does not fit into memory.
         UsageError: The model cannot be decoded speculatively, or `transformers` cannot read its kind of GGUF.
     """
-    header = header or read_gguf_header(gguf)
+    header = read_gguf_header(gguf)
     announce(progress, f"converting {name} (the result is kept)")
     # An empty folder as the model's, so that other files beside the GGUF are not read.
     with (
         tempfile.TemporaryDirectory(dir=folder.parent) as empty,
-        quiet_transformers(progress, f"filling the layers of {name}", f"dequantizing {name}"),
+        quiet_transformers(progress, f"converting {name}"),
     ):
         place: dict[str, Any] = {
             "pretrained_model_name_or_path": empty,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specbench.models.stored_layers import Grid, StoredWeight
+from specbench.models.quantized import Grid, StoredWeight
 
 _BYTES, _ZEROS = {2: 18, 6: 22, 8: 34}, {2: 8, 6: 16, 8: 0}
 """Of Q4_0, Q5_0 and Q8_0, by ggml's numbers: bytes of a block, and the code that stands for zero."""

@@ -1,7 +1,8 @@
 """What the header of a GGUF file says of its model, as a configuration of `transformers`.
 
 Every key of the architecture and every tensor is either in the table below, or is known not to matter, or the file is
-refused: what llama.cpp reads and we do not would change the output without a word.
+refused: what llama.cpp reads and we do not would change the output without a word. Families are those of the last two
+years.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from specbench.models.gguf_tokenizers import SAFETENSORS
 
 _RMS = "attention.layer_norm_rms_epsilon"
 _WINDOW = "attention.sliding_window"
-_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,8 @@ class Family:
     Attributes:
         model_type: Its name in `transformers`.
         keys: Keys of the file, and the settings that they become; the settings of ``_SIZES`` are common to all.
-        layer: The tensors of a layer; "+" stands for a weight and a bias, "?" for a bias that not all files have.
-        fixed: Settings that all files of the architecture share.
-        defaults: What llama.cpp takes for keys that a file does not have.
-        flags: Settings that are on if a tensor is in the first layer.
+        layer: The tensors of a layer; "+" stands for a weight and a bias, "?" for a bias alone.
+        defaults: Settings that no key has to tell.
         rotated: How much of a head its positions rotate: "all", or "part" (the file says how much).
         more: Sets what else follows from the facts.
     """
@@ -41,27 +44,17 @@ class Family:
     keys: Mapping[str, str]
     layer: str
     model: str = "output_norm output"
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    flags: Mapping[str, str] = field(default_factory=dict)
     rotated: str = "all"
     more: Callable[[dict[str, Any]], None] | None = None
 
 
-def _gemma_scale(layers_of_27b: int) -> Callable[[dict[str, Any]], None]:
-    """The largest Gemma of a generation scales its attention by the width of its heads before they are widened."""
-
-    def more(settings: dict[str, Any]) -> None:
-        widest = settings["num_hidden_layers"] == layers_of_27b
-        settings["query_pre_attn_scalar"] = (
-            settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
-        )
-
-    return more
-
-
 def _gemma3(settings: dict[str, Any]) -> None:
-    _gemma_scale(62)(settings)
+    """The largest Gemma 3 scales its attention by the width of its heads before they are widened."""
+    widest = settings["num_hidden_layers"] == 62
+    settings["query_pre_attn_scalar"] = (
+        settings["hidden_size"] // settings["num_attention_heads"] if widest else settings["head_dim"]
+    )
     local = {"rope_type": "default", "rope_theta": settings.pop("local_theta")}
     settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
 
@@ -87,22 +80,12 @@ def _qwen35(settings: dict[str, Any]) -> None:
     settings["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
 
 
-def _phi3(settings: dict[str, Any]) -> None:
-    rope = settings["rope_parameters"]
-    if rope["rope_type"] not in ("default", "longrope"):
-        raise _UnknownError("rope.scaling.factor")
-    settings["original_max_position_embeddings"] = rope.get(
-        "original_max_position_embeddings", settings["max_position_embeddings"]
-    )
-
-
 _HEADS = "attn_q attn_k attn_v attn_output"
 _BIASED_HEADS = "attn_q+ attn_k+ attn_v+ attn_output"
 _GATED = "ffn_gate ffn_up ffn_down"
 _MIXED = "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"
 _SHARED = "ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp"
 _QK_NORMS = "attn_q_norm attn_k_norm"
-_GEMMA = f"attn_norm post_attention_norm ffn_norm post_ffw_norm {_HEADS} {_GATED}"
 _RMS_NORM = {_RMS: "rms_norm_eps"}
 _DELTA = (
     f"attn_norm post_attention_norm {_HEADS} {_QK_NORMS} attn_qkv attn_gate"
@@ -119,62 +102,39 @@ _QWEN35 = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_value_head_dim",
 }
-_QWEN35_DEFAULTS = {"full_attention_interval": 4, "nextn_predict_layers": 0}
+_QWEN35_DEFAULTS = {"full_attention_interval": 4, "mtp": 0}
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        "llama", _RMS_NORM, f"attn_norm {_HEADS} attn_q? attn_k? attn_v? attn_output? ffn_norm {_GATED}",
-        flags={"attention_bias": "attn_q.bias"},
-    ),
+    "llama": Family("llama", _RMS_NORM, f"attn_norm {_HEADS} ffn_norm {_GATED}"),
     "qwen2": Family("qwen2", _RMS_NORM, f"attn_norm {_BIASED_HEADS} ffn_norm {_GATED}"),
-    "qwen2moe": Family(
-        "qwen2_moe",
-        {**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
-         "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        f"attn_norm {_BIASED_HEADS} ffn_norm {_MIXED} {_SHARED}",
-    ),
     "qwen3": Family("qwen3", _RMS_NORM, f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED}"),
     "qwen3moe": Family(
-        "qwen3_moe", {**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
-        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED}", fixed={"norm_topk_prob": True},
-    ),
-    "phi3": Family(
-        "phi3", {**_RMS_NORM, _WINDOW: "sliding_window"}, "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
-        defaults={_WINDOW: None}, rotated="part", more=_phi3,
+        "qwen3_moe", {**_RMS_NORM, **_EXPERTS}, f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED}",
+        defaults={"norm_topk_prob": True},
     ),
     "qwen35": Family(
         "qwen3_5_text", _QWEN35, f"{_DELTA} {_GATED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
     ),
     "qwen35moe": Family(
         "qwen3_5_moe_text",
-        {**_QWEN35, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
-         "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {**_QWEN35, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         f"{_DELTA} {_MIXED} {_SHARED}", defaults=_QWEN35_DEFAULTS, rotated="part", more=_qwen35,
     ),
     "lfm2": Family(
         "lfm2", {_RMS: "norm_eps", "shortconv.l_cache": "conv_L_cache"},
         f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_GATED} shortconv.conv shortconv.in_proj shortconv.out_proj",
-        "token_embd_norm output", fixed={"block_auto_adjust_ff_dim": False}, more=_lfm2,
+        "token_embd_norm output", defaults={"block_auto_adjust_ff_dim": False}, more=_lfm2,
     ),
     "minimax-m2": Family(
         "minimax_m2", {**_RMS_NORM, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                        "expert_feed_forward_length": "intermediate_size", "expert_gating_func": "scoring_func"},
-        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED} exp_probs_b?", fixed={"use_routing_bias": True},
+        f"attn_norm {_HEADS} {_QK_NORMS} ffn_norm {_MIXED} exp_probs_b?", defaults={"use_routing_bias": True},
         rotated="part", more=_minimax,
     ),
-    "gemma2": Family(
-        "gemma2",
-        {**_RMS_NORM, _WINDOW: "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
-         "final_logit_softcapping": "final_logit_softcapping"},
-        _GEMMA, defaults={_WINDOW: 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        more=_gemma_scale(46),
-    ),
     "gemma3": Family(
-        "gemma3_text",
-        {**_RMS_NORM, _WINDOW: "sliding_window", "rope.freq_base_swa": "local_theta",
-         "final_logit_softcapping": "final_logit_softcapping"},
-        f"{_GEMMA} {_QK_NORMS}", defaults={"rope.freq_base_swa": 10000.0, "final_logit_softcapping": None},
-        more=_gemma3,
+        "gemma3_text", {**_RMS_NORM, _WINDOW: "sliding_window", "rope.freq_base_swa": "local_theta"},
+        f"attn_norm post_attention_norm ffn_norm post_ffw_norm {_HEADS} {_GATED} {_QK_NORMS}",
+        defaults={"local_theta": 10000.0}, more=_gemma3,
     ),
 }  # fmt: skip
 
@@ -194,14 +154,15 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "feed_forward_length": (0,),
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
 }
 """Keys that are not read here, with the values at which they change nothing; other values are refused."""
 
 _MEANINGLESS = {"vocab_size", "rope.scaling.finetuned", "rope.dimension_count"}
 """Keys that llama.cpp ignores, or that only repeat what the tensors' shapes say."""
 
-
-_ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_FREQUENCIES = "rope_freqs.weight"
 
 
 class _UnknownError(Exception):
@@ -212,7 +173,7 @@ class _Facts:
     """The keys of an architecture, and which of them have been read."""
 
     def __init__(self, architecture: str, keys: Mapping[str, Any], file: str) -> None:
-        start, self._file = f"{architecture}.", file
+        start, self.file = f"{architecture}.", file
         self._values = {
             key.removeprefix(start): value for key, value in keys.items() if key.startswith(start)
         }
@@ -222,7 +183,7 @@ class _Facts:
         """Return a key's value, or the default; a list of equal values, one for each layer, is one value."""
         self.unread.discard(key)
         if key not in self._values and not default:
-            raise UsageError(f"The GGUF file {self._file!r} does not say its {key!r}.", SAFETENSORS)
+            raise UsageError(f"The GGUF file {self.file!r} does not say its {key!r}.", SAFETENSORS)
         value = self._values.get(key, *default)
         return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
@@ -255,7 +216,7 @@ def read_config(
         names = ", ".join(sorted(FAMILIES))
         raise UsageError(
             f"The GGUF file {file!r} (architecture {architecture!r}) cannot be converted; those of {names} can.",
-            SAFETENSORS,
+            "Use the original checkpoint, in safetensors.",
         )
     if keys.get("general.type", "model") != "model":
         raise UsageError(f"The GGUF file {file!r} is no model: its type is {keys['general.type']!r}.")
@@ -270,9 +231,9 @@ def read_config(
             SAFETENSORS,
         ) from None
     extra = "|".join(rf"blk\.{settings['num_hidden_layers'] + i}\..*" for i in range(settings.pop("mtp", 0)))
-    aside = re.compile(rf".*\.attn_rot_embd\.weight|{'|'.join(map(re.escape, _ROTATIONS))}|{extra or '-'}")
+    aside = re.compile(rf".*\.attn_rot_embd\.weight|{re.escape(_FREQUENCIES)}|{extra or '-'}")
     tensors = [name for name in shapes if not aside.fullmatch(name)]
-    known = _known_tensors(family, settings)
+    known = _known_tensors(family)
     for name in tensors:
         if not known.fullmatch(name):
             raise UsageError(
@@ -297,17 +258,15 @@ def _settings(
     if facts.take("attention.value_length", head_dim) != head_dim:
         raise _UnknownError("attention.value_length")
     settings["head_dim"] = head_dim
+    settings |= family.defaults
     for key, name in family.keys.items():
-        settings[name] = facts.take(key, *([family.defaults[key]] if key in family.defaults else []))
+        settings[name] = facts.take(key, *([settings[name]] if name in family.defaults else []))
     window = facts.take(_WINDOW, 0)
     if _WINDOW not in family.keys and 0 < window < settings["max_position_embeddings"]:
         raise _UnknownError(_WINDOW)
     settings["rope_parameters"] = _rotation(family, facts, settings, shapes, numbers)
-    for name, tensor in family.flags.items():
-        settings[name] = f"blk.0.{tensor}" in shapes
     settings["vocab_size"] = shapes["token_embd.weight"][0]
     settings["tie_word_embeddings"] = "output.weight" not in shapes
-    settings |= family.fixed
     if family.more:
         family.more(settings)
     return settings
@@ -328,37 +287,25 @@ def _rotation(
     if family.rotated == "part":
         rope["partial_rotary_factor"] = share
     kind = facts.take("rope.scaling.type", "linear")
-    factor = facts.take("rope.scaling.factor", 0.0) or facts.take("rope.scale_linear", 0.0) or 1.0
+    factor = facts.take("rope.scaling.factor", 0.0) or 1.0
     original = facts.take("rope.scaling.original_context_length", settings["max_position_embeddings"])
-    attention = facts.take("rope.scaling.attn_factor", 1.0)
-    freqs, long, short = (numbers(name) if name in shapes else None for name in _ROTATIONS)
-    if kind not in ("none", "linear", "yarn", "longrope"):
+    if kind not in ("none", "linear", "yarn"):
         raise _UnknownError("rope.scaling.type")
-    if factor != 1 and (kind == "longrope" or freqs or long):
-        raise _UnknownError("rope.scaling.factor")
-    if long and short:
-        rope |= {
-            "rope_type": "longrope",
-            "long_factor": long,
-            "short_factor": short,
-            "attention_factor": attention,
-        }
-        rope["original_max_position_embeddings"] = original
-    elif freqs:
-        rope |= _llama3(freqs, rope["rope_theta"]) or {
-            "rope_type": "longrope",
-            "long_factor": freqs,
-            "short_factor": freqs,
-            "attention_factor": attention,
-            "original_max_position_embeddings": settings["max_position_embeddings"],
-        }
+    if _FREQUENCIES in shapes:
+        if factor != 1:
+            raise _UnknownError("rope.scaling.factor")
+        scaled = _llama3(numbers(_FREQUENCIES), rope["rope_theta"])
+        if scaled is None:
+            raise UsageError(
+                f"The GGUF file {facts.file!r} has the tensor {_FREQUENCIES!r} with other factors than Llama 3.1.",
+                SAFETENSORS,
+            )
+        rope |= scaled
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        rope["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+        rope["attention_factor"] = 0.1 * math.log(factor) + 1
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
-    if attention != 1 and rope["rope_type"] not in ("yarn", "longrope"):
-        raise _UnknownError("rope.scaling.attn_factor")
     return rope
 
 
@@ -376,10 +323,9 @@ def _llama3(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _known_tensors(family: Family, settings: Mapping[str, Any]) -> re.Pattern[str]:
-    """The names of the tensors that a file has, whose layers have the biases of ``settings``."""
-    biased = settings["attention_bias"] if family.flags else True
-    parts = {"+": "(weight|bias)", "?": "bias" if biased else "-"}
+def _known_tensors(family: Family) -> re.Pattern[str]:
+    """The names of the tensors that a file has."""
+    parts = {"+": "(weight|bias)", "?": "bias"}
 
     def names(words: str) -> str:
         return "|".join(

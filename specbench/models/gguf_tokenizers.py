@@ -34,10 +34,9 @@ def _by_case(letters: str, ending: str, digits: str) -> str:
 
 
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("default", (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
     ("gpt-2 a.x-4.0 mellum trillion granite-docling", (_GPT2,)),
     ("smollm mellum2", (r"\p{N}", _GPT2)),
-    ("llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe", (_LLAMA3,)),
+    ("llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2", (_LLAMA3,)),
     ("qwen2 deepseek-r1-qwen kormo megrez", (_QWEN2,)),
     ("qwen35", (
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
@@ -100,7 +99,6 @@ def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFa
     Raises:
         UsageError: The kind of tokenizer or its pre-tokenizer is not known.
     """
-    model = str(keys.get("general.name", "")).lower()
     keys = {key.removeprefix("tokenizer."): value for key, value in keys.items()}
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(keys["ggml.tokens"])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -112,7 +110,7 @@ def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFa
     ids = {name: keys.get(f"ggml.{key}_token_id") for name, key in _NAMED.items()}
     match keys.get("ggml.model"):
         case "gpt2":
-            pre = keys.get("ggml.pre") or "default"
+            pre = keys.get("ggml.pre")
             tokenizer = _byte_level(vocabulary, keys.get("ggml.merges"), pre, file)
             add_bos = pre in _BOS
         case "llama":
@@ -132,17 +130,11 @@ def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFa
         raise UsageError(
             f"The GGUF file {file!r} does not say its BOS token, with which texts begin.", SAFETENSORS
         )
-    stripping = special if "phi-3" in model or "phi3" in model else set()
-    stripping = stripping - {"<unk>", "<s>", "<|endoftext|>"}
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False) for token in tokens if types[token] == _USER_DEFINED]
     )
     tokenizer.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True, rstrip=token in stripping)
-            for token in tokens
-            if token in special
-        ]
+        [AddedToken(token, normalized=False, special=True) for token in tokens if token in special]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -153,7 +145,7 @@ def build_tokenizer(keys: Mapping[str, Any], file: str) -> PreTrainedTokenizerFa
     )
 
 
-def _byte_level(vocabulary: dict[str, int], merges: list[str] | None, pre: str, file: str) -> Tokenizer:
+def _byte_level(vocabulary: dict[str, int], merges: list[str] | None, pre: Any, file: str) -> Tokenizer:
     if pre not in PRE_TOKENIZERS:
         raise UsageError(
             f"The GGUF file {file!r} splits its text with the pre-tokenizer {pre!r}, whose rule is not known.",
