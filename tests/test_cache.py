@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny
 
-from specbench.base import cache, large_files
-from specbench.base.cache import cache_folder, cached, entries_in, remove_cached
+from specbench.base.cache import cache_folder, cached, entries_in, folder_size, remove_cached
 from specbench.base.errors import RunError
 from specbench.kernels import native, weights
 from specbench.kernels.weights import Int8Weight, int8_weight, quantize_int8
 from specbench.models import kept_layers as module
-from specbench.models.ahead import LAYERS_FILE, read_layers_ahead
+from specbench.models import layer_files
 from specbench.models.drafters import load_drafter
 from specbench.models.kept_layers import kept_layers
+from specbench.models.layer_files import read_layers, read_layers_ahead, write_layers
 from specbench.models.load import LanguageModel, load_model
 from specbench.models.target import load_target
 from specbench.options import LoadOptions, ModelOptions
@@ -89,8 +88,7 @@ def test_a_second_start_rounds_nothing_and_computes_the_same(folder, roundings, 
     first = int8_logits(folder, options)
     made = len(roundings)
     assert made == 2 * 4 + 1  # qkv, output, gate and up, down; the head
-    (entry,) = entries()
-    assert sorted(path.name for path in entry.iterdir()) == ["layers.safetensors", "manifest.json"]
+    assert len(entries()) == 1
     again = int8_logits(folder, options)
     assert len(roundings) == made
     assert torch.equal(first, again)
@@ -104,13 +102,13 @@ def test_layers_are_read_ahead(folder, harm, roundings):
     if harm:
         HARMS[harm](entry)
     read_layers_ahead(recipe)
-    assert [*large_files._ahead] == [entry / LAYERS_FILE]
+    assert [*layer_files._ahead] == [entry]
     assert torch.equal(int8_logits(folder), expected)
     assert (len(roundings) > made) == (harm is not None)
-    assert not large_files._ahead
+    assert not layer_files._ahead
     read_layers_ahead(replace(recipe, drafter=parse_drafter("self:int4")))
-    large_files.forget_ahead()
-    assert not large_files._ahead
+    layer_files.forget_ahead()
+    assert not layer_files._ahead
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -132,8 +130,7 @@ def test_a_target_and_its_drafters_share_what_is_kept(folder, roundings, kind):
 @pytest.mark.skipif(
     not native.is_available() or native.loaded().level < 2, reason="bfloat16 is not packed in 12 bits here"
 )
-@pytest.mark.parametrize("mapped", [True, False])
-def test_packed_layers_are_kept(folder, monkeypatch, mapped):
+def test_packed_layers_are_kept(folder, monkeypatch):
     made: list[int] = []
     shorten = native.Panels.shorten_bfloat16
 
@@ -142,7 +139,6 @@ def test_packed_layers_are_kept(folder, monkeypatch, mapped):
         return shorten(weight)
 
     monkeypatch.setattr(native.Panels, "shorten_bfloat16", counted)
-    monkeypatch.setattr(large_files, "_lies_in_large_pages", lambda _: mapped)
     bfloat16 = LoadOptions(dtype="bfloat16", device="cpu")
     first = int8_logits(folder, bfloat16)
     count = len(made)
@@ -169,13 +165,10 @@ def test_kept_layers_of_another_form_are_made_again(folder, part, roundings, mon
         monkeypatch.setattr(native, "_load", lambda: "it was not built")
     expected = int8_logits(folder)
     made, (entry,) = len(roundings), entries()
-    path = first_of(entry)
-    stored = load_file(path)
+    stored = {**(read_layers(entry) or {})}
     name = next(name for name in stored if "lm_head" in name and name.endswith(part))
-    stored[name] = torch.full_like(stored[name], 24) if part == "sizes" else stored[name][:-1].clone()
-    save_file(stored, path)
-    (entry / "manifest.json").unlink()
-    cache.write_manifest(entry, module._FORMAT, {"name": "m"}, derived=True)
+    stored[name] = np.full_like(stored[name], 24) if part == "sizes" else stored[name][:-1]
+    write_layers(entry, "m", stored)
     target = load_target(str(folder), INT8)
     assert len(target.language_model.notes) == 1
     assert made < len(roundings)
@@ -203,34 +196,16 @@ def test_a_cut_head_is_another_entry(folder, roundings):
 
 
 def damage_a_byte(entry: Path) -> None:
-    path = max(entry.glob("*.safetensors"), key=lambda each: each.stat().st_size)
-    content = bytearray(path.read_bytes())
+    content = bytearray(entry.read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)
+    entry.write_bytes(content)
 
 
-def link_one(entry: Path) -> None:
-    path = first_of(entry)
-    elsewhere = entry.parents[1] / "elsewhere"
-    shutil.move(path, elsewhere)
-    path.symlink_to(elsewhere)
-
-
-def first_of(entry: Path) -> Path:
-    return next(iter(entry.glob("*.safetensors")))
-
-
-HARMS: dict[str, Callable[[Path], Any]] = {
+HARMS: dict[str, Any] = {
     "a byte": damage_a_byte,
-    "cut": lambda entry: first_of(entry).write_bytes(first_of(entry).read_bytes()[:100]),
-    "one less": lambda entry: first_of(entry).unlink(),
-    "one more": lambda entry: (entry / "x.safetensors").write_bytes(b""),
-    "no JSON": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
-    "no manifest": lambda entry: (entry / "manifest.json").unlink(),
-    "another format": lambda entry: (entry / "manifest.json").write_text(
-        json.dumps(json.loads((entry / "manifest.json").read_text()) | {"format": 1})
-    ),
-    "a link": link_one,
+    "cut": lambda entry: entry.write_bytes(entry.read_bytes()[:-100]),
+    "no JSON": lambda entry: entry.write_text("[" * 100_000),
+    "no line": lambda entry: entry.write_text("{}"),
 }
 
 
@@ -276,12 +251,12 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, monkeypatch):
         load_target(str(each), INT8)
         (new,) = set(entries()) - set(kept)
         kept.append(new)
-        os.utime(new / "manifest.json", (number, number))
+        os.utime(new, (number, number))
     load_target(str(folders[0]), INT8)  # is used again
     abandoned = cache_folder() / "layers" / ".abandoned"
-    abandoned.mkdir()
+    abandoned.write_text("")
     os.utime(abandoned, (0, 0))
-    monkeypatch.setattr(module, "MOST_BYTES", int(2.5 * module.folder_size(kept[0])))
+    monkeypatch.setattr(module, "MOST_BYTES", int(2.5 * kept[0].stat().st_size))
     load_target(str(folders[3]), INT8)
     left = set(entries())
     assert {kept[1], kept[2], abandoned}.isdisjoint(left)
@@ -357,7 +332,7 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     for name in ("mine.Q4.gguf", "m in int8", ".gguf-34-abc", "calibrations", "texts", "hashes", "starts"):
         assert name in shown.out
     found = [entry for entries in cached().values() for entry in entries]
-    assert sum(entry.size for entry in found) == module.folder_size(cache_folder())
+    assert sum(entry.size for entry in found) == folder_size(cache_folder())
 
     removed = cli("cache", "--remove", "1.json", "--remove", "starts")
     assert (removed.code, removed.out) == (0, "0.0 kB removed.\n")
@@ -368,7 +343,7 @@ def test_everything_has_a_name_and_can_be_removed_by_it(folder, cli):
     cli("cache", "--remove", "1.json").refused(2, "'1.json'")
     for entry in [entry for entries in cached().values() for entry in entries]:
         assert remove_cached(entry.name) == entry.size
-    assert module.folder_size(cache_folder()) == 0
+    assert folder_size(cache_folder()) == 0
 
 
 def test_what_a_link_leads_to_stays(tmp_path):
@@ -386,9 +361,9 @@ def test_what_a_link_leads_to_stays(tmp_path):
 def test_a_folder_that_cannot_be_cleared(folder, monkeypatch):
     load_target(str(folder), INT8)
 
-    def refuse(_: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(RunError, match="cannot be cleared"):
         remove_cached("layers")

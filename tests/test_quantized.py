@@ -18,10 +18,10 @@ from specbench.base.errors import UsageError
 from specbench.generate import speculative_generate
 from specbench.kernels import native
 from specbench.kernels.native import Panels
-from specbench.models import stored_layers
+from specbench.models import quantized as reading
+from specbench.models.kept_layers import packed_as_told
 from specbench.models.load import load_model
-from specbench.models.quantized import stored_weights
-from specbench.models.stored_layers import Grid, StoredWeight, packed_as_told
+from specbench.models.quantized import Grid, StoredWeight, stored_weights
 from specbench.models.target import load_target, prepare_target
 from specbench.options import LoadOptions, QuantizedName
 
@@ -50,7 +50,7 @@ def unpacked(
 @pytest.mark.parametrize("chunk", [1 << 20, 1])
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_to_the_bit_those_of_the_package_that_packed_them(tmp_path, monkeypatch, form, chunk):
-    monkeypatch.setattr(stored_layers, "_CHUNK", chunk)
+    monkeypatch.setattr(reading, "_CHUNK", chunk)
     told = FORMS[form]
     parts = parts_of(form) | {"layer.bias": torch.ones(3)}
     found = unpacked(tmp_path, parts, told["settings"], getattr(torch, told["dtype"]))

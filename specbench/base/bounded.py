@@ -20,6 +20,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, BinaryIO, NoReturn
 
+import psutil
+
 from specbench.base.errors import RunError
 
 _STARTING = 120.0  # seconds in which the process has to start
@@ -192,7 +194,5 @@ def _bound_memory(memory: int) -> None:
     except ImportError:  # Windows has no such limits; the time is bounded there too
         return
     with suppress(OSError, ValueError):
-        with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123
-            pages = int(statm.read().split()[0])
-        own = pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (own + memory, own + memory))
+        most = psutil.Process().memory_info().vms + memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -6,20 +6,14 @@ import json
 import math
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import platformdirs
-from msgspec import Meta
 
 from specbench.base.errors import UsageError
 from specbench.base.files import file_errors, sha256, sync, write_text
-from specbench.base.large_files import contents, crc32
-from specbench.base.record import Record
-
-if TYPE_CHECKING:
-    from specbench.base.large_files import Content
 
 CACHE_VARIABLE = "SPECBENCH_CACHE"
 
@@ -34,66 +28,31 @@ KINDS = {
     "engines": "servers that were started, until they end",
 }
 MANIFEST = "manifest.json"
+_LONGEST = 1 << 24  # bytes of a line
 
 
-class _File(Record):
-    size: int
-    sha256: str | None = None
-    crc32: str | None = None
-
-
-class _Manifest(Record):
-    format: int
-    files: Annotated[dict[str, _File], Meta(min_length=1)]
-
-
-def write_manifest(folder: Path, version: int, source: dict[str, str], *, derived: bool = False) -> None:
-    """Complete a prepared folder with the sizes and hashes of its files.
-
-    Args:
-        derived: Whether the folder can be made again in seconds: its files then get checksums in place of hashes, and
-            nothing waits for the disk.
-    """
+def write_manifest(folder: Path, version: int, source: dict[str, str]) -> None:
+    """Complete a prepared folder with the sizes and hashes of its files."""
     files: dict[str, dict[str, int | str]] = {}
     for path in sorted(folder.iterdir()):
-        if not derived:
-            sync(path)
-        proof = {"crc32": crc32(path)} if derived else {"sha256": sha256(path)}
-        files[path.name] = {"size": path.stat().st_size, **proof}
+        sync(path)
+        files[path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     write_text(folder / MANIFEST, json.dumps({"format": version, "source": source, "files": files}) + "\n")
 
 
 def is_intact(folder: Path, version: int, *, limit: float = math.inf) -> bool:
-    """Return whether a folder has exactly the files of its manifest;
-    files larger than ``limit`` bytes are not hashed.
-    """
+    """Return whether a folder has exactly the files of its manifest; those above ``limit`` bytes are not hashed."""
     try:
-        files = _files_of(folder, version)
-        return all(sha256(path) == known.sha256 for path, known in files.items() if known.size <= limit)
-    except (OSError, ValueError, RecursionError):
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files = {folder / name: known for name, known in manifest["files"].items()}
+        if manifest["format"] != version or {*folder.iterdir()} != {*files, folder / MANIFEST}:
+            return False
+        if any(path.is_symlink() or path.stat().st_size != files[path]["size"] for path in files):
+            return False
+        hashed = [path for path in files if files[path]["size"] <= limit]
+        return not folder.is_symlink() and all(sha256(path) == files[path]["sha256"] for path in hashed)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
-
-
-def intact_content(folder: Path, version: int) -> Content | None:
-    """Return the content of the only file of a derived folder; ``None`` if it is not that of the manifest."""
-    try:
-        ((path, known),) = _files_of(folder, version).items()
-        content, found = contents(path)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if found == known.crc32 else None
-
-
-def _files_of(folder: Path, version: int) -> dict[Path, _File]:
-    """Return the files of a folder; raise ``ValueError`` if they have other names or sizes than in its manifest."""
-    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
-    there = {path.name for path in folder.iterdir() if path.name != MANIFEST}
-    if manifest.format != version or there != manifest.files.keys() or folder.is_symlink():
-        raise ValueError("other files")
-    files = {folder / name: known for name, known in manifest.files.items()}
-    if any(path.is_symlink() or path.stat().st_size != known.size for path, known in files.items()):
-        raise ValueError("files of other sizes")
-    return files
 
 
 def cache_folder() -> Path:
@@ -118,7 +77,7 @@ class Entry(NamedTuple):
 def cached() -> dict[str, list[Entry]]:
     """Return the contents of the cache folder by kind; those of no ``KINDS`` come last."""
     folder = cache_folder()
-    others = {path.name for path in _listed(folder)} - KINDS.keys()
+    others = {path.name for path in folder.glob("*")} - KINDS.keys()
     return {name: entries_in(folder / name) for name in [*KINDS, *sorted(others)]}
 
 
@@ -147,44 +106,28 @@ def remove_cached(name: str) -> int:
     return sum(entry.size for entry in entries)
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:  # there is none, or it is a file
-        return []
-
-
 def entries_in(folder: Path) -> list[Entry]:
     """Return the entries of a kind; if its folder is a file, this file is the only entry."""
-    paths = _listed(folder) if folder.is_dir() and not folder.is_symlink() else [folder]
-    sizes = {path: _size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
+    paths = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else [folder]
+    sizes = {path: folder_size(path) for path in paths if os.path.lexists(path) and path.suffix != ".lock"}
     return [Entry(_name(path), path, size) for path, size in sizes.items()]
 
 
 def _name(path: Path) -> str:
-    """Return the name of an entry for users: the model that its manifest names."""
+    """Return the name of an entry for users: the model that its manifest names, or the first line of its file."""
     if path.name.startswith("."):
         return f"{path.name} (half made)"
     try:
-        return str(json.loads((path / MANIFEST).read_bytes())["source"]["name"])
+        with (path / MANIFEST if path.is_dir() else path).open("rb") as file:
+            return str(json.loads(file.readline(_LONGEST))["source"]["name"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return path.name
 
 
-def _size(path: Path) -> int:
-    try:
-        return folder_size(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size
-    except OSError:  # removed meanwhile
-        return 0
-
-
-def folder_size(folder: Path) -> int:
-    """Return the bytes of the files in a folder and its subfolders; 0 if there is none."""
+def folder_size(path: Path) -> int:
+    """Return the bytes of a file, or of the files in a folder and its subfolders; 0 if there is none."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(parent) / name).lstat().st_size
-            except OSError:  # removed meanwhile
-                continue
+    for each in path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]:
+        with suppress(OSError):  # removed meanwhile
+            total += 0 if each.is_dir() and not each.is_symlink() else each.lstat().st_size
     return total

@@ -79,9 +79,7 @@ def sync(path: Path) -> None:
 
 
 def try_lock(path: Path) -> BaseFileLock | None:
-    """Return a file with the operating system's lock,
-    which ends with the process; ``None`` if another process has it.
-    """
+    """Return a file with the operating system's lock, which ends with the process; ``None`` if another has it."""
     import filelock
 
     lock = filelock.FileLock(path)
@@ -97,15 +95,12 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold a lock for the ``with`` block; if another process has it, call ``waiting`` and wait."""
     import filelock
 
-    lock = try_lock(path)
-    if lock is None:
-        waiting()
-        lock = filelock.FileLock(path)
-        lock.acquire()
-    try:
-        yield
-    finally:
+    if lock := try_lock(path):
         lock.release()
+    else:
+        waiting()
+    with filelock.FileLock(path):
+        yield
 
 
 def sha256(path: Path) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -43,9 +45,7 @@ class LoadSnapshot:
     stops: int = 0
 
     def steal_share(self, before: LoadSnapshot) -> float | None:
-        """Return the share of processor time that went to other virtual
-        machines since ``before``; ``None`` if unknown.
-        """
+        """Return the share of processor time that went to other virtual machines since ``before``, if known."""
         if before.steal_s is None or self.steal_s is None or self.total_s <= before.total_s:
             return None
         return (self.steal_s - before.steal_s) / (self.total_s - before.total_s)
@@ -69,23 +69,21 @@ def load_snapshot() -> LoadSnapshot:
     memory = psutil.virtual_memory()
     return LoadSnapshot(
         cores=psutil.cpu_count() or 1,
-        load_average=_load_average(),
+        load_average=_or_none(lambda: os.getloadavg()[0]),
         busy_s=total - times.idle - getattr(times, "iowait", 0.0) - (steal or 0.0),
         steal_s=steal,
         total_s=total,
         own_s=own.user + own.system + own.children_user + own.children_system,
-        frequency_mhz=_frequency(),
+        frequency_mhz=_or_none(lambda: float(psutil.cpu_freq().current) or None),
         memory_bytes=memory.total,
         available_bytes=memory.available,
-        swapped_in_bytes=_swapped_in(),
+        swapped_in_bytes=_or_none(lambda: int(psutil.swap_memory().sin)),
         stops=_stops,
     )
 
 
 def count_stops() -> None:
-    """Make snapshots count how often this process is stopped and continued;
-    no effect on Windows or in other threads.
-    """
+    """Make snapshots count how often this process is stopped and continued, except on Windows and in other threads."""
     if hasattr(signal, "SIGCONT") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCONT, _continued)
 
@@ -95,20 +93,8 @@ def _continued(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
     _stops += 1
 
 
-def _load_average() -> float | None:
-    with suppress(AttributeError, OSError):
-        return os.getloadavg()[0]
-    return None
-
-
-def _frequency() -> float | None:
+def _or_none(read: Callable[[], Any]) -> Any:
+    """Return what a system reports; ``None`` if it does not."""
     with suppress(AttributeError, OSError, RuntimeError, ValueError):
-        frequency = psutil.cpu_freq()
-        return float(frequency.current) if frequency is not None and frequency.current else None
-    return None
-
-
-def _swapped_in() -> int | None:
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):
-        return int(psutil.swap_memory().sin)
+        return read()
     return None

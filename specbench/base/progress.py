@@ -45,15 +45,12 @@ def reporting_bar(progress: Progress | None, stage: str) -> type[Any]:
 
 
 @contextmanager
-def quiet_transformers(
-    progress: Progress | None = None, stage: str = "", dequantizing: str = ""
-) -> Iterator[None]:
+def quiet_transformers(progress: Progress | None = None, stage: str = "") -> Iterator[None]:
     """Keep `transformers` and the hub client from printing.
 
     Args:
         progress: Receives their progress bars.
         stage: Name of the stage that these bars are reported as.
-        dequantizing: Name of the stage that the GGUF reader's bar is reported as.
     """
     from huggingface_hub import utils
     from transformers import modeling_gguf_pytorch_utils
@@ -70,7 +67,7 @@ def quiet_transformers(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            gguf_reader["tqdm"] = reporting_bar(progress, dequantizing)
+            gguf_reader["tqdm"] = bar
             hub.disable_progress_bars()
             for logger in loggers:
                 logger.set_verbosity_error()

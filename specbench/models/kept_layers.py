@@ -1,73 +1,55 @@
 """Packed and quantized layers of models, kept in the cache folder so that these start sooner.
 
 They are stored in the layout that this machine's kernels use: panels for native kernels, otherwise rows of bytes (int8
-only). A model has one entry for each kind, layout, dtype and trimmed head. An entry is valid for one state of the
-checkpoint's files (names, sizes, times and headers) and this processor. All of its files are checked against their
-checksums before any is used. A damaged or outdated entry is replaced; versions leave each other's alone.
-
-Weights are used where the file is read to, or in its own pages (``large_files``).
+only). A model has one file for each kind, layout, dtype and trimmed head. A file is valid for one state of the
+checkpoint's files (names, sizes, times and headers) and this processor. It is used if all of it has its checksums. A
+damaged or outdated file is replaced; versions of specbench leave each other's alone, but share one budget.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from specbench import kernels
 from specbench._version import __version__
-from specbench.base.cache import (
-    LAYERS_FOLDER,
-    MANIFEST,
-    cache_folder,
-    folder_size,
-    intact_content,
-    write_manifest,
-)
-from specbench.base.files import reason, sync
-from specbench.base.machine import processor_name
+from specbench.base.cache import LAYERS_FOLDER, cache_folder
+from specbench.base.files import reason
+from specbench.base.machine import give_back_free_memory, processor_name
 from specbench.base.progress import Progress, announce
 from specbench.kernels import weights
-from specbench.kernels.weights import QuantizedWeight
-from specbench.models.ahead import LAYERS_FILE, entry_name
+from specbench.kernels.weights import KeptLayers, QuantizedWeight
+from specbench.models.layer_files import entry_name, read_layers, write_layers
+from specbench.models.quantized import Grid, StoredWeight
+from specbench.options import QuantizedName
 
 if TYPE_CHECKING:
-    from specbench.base.large_files import Content
-    from specbench.kernels.weights import KeptLayers
     from specbench.models.load import LanguageModel, WeightFiles
 
 Kind = Literal["int8", "int4", "packed"]
 
 MOST_BYTES = 8 << 30
-"""Budget of all entries; the least recently used are removed first."""
+"""Budget of all files; the least recently used are removed first."""
 
 _WORTH_KEEPING = 1 << 25
 """Smallest number of weights that is worth keeping."""
 
-_FORMAT = 5
-"""Version of an entry. 1: bytes in rows alone; 2: tensors under other names; 3: no sizes of files; 4: a file for each
-layer."""
-
+_FORMAT = 6
 _PARTS = ("sizes", "exceptions", "panels", "scales", "quantized")
-_DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
-_DATA_AT = 1 << 21  # bytes before the first tensor: a huge page
-_ALIGNED = 64  # bytes: a cache line
-
 _ABANDONED_S = 86_400
-"""Age from which an unfinished entry is removed."""
+"""Age from which an unfinished file is removed."""
 
 
 @contextmanager
@@ -76,8 +58,23 @@ def kept_layers(
 ) -> Iterator[KeptLayers | None]:
     """Yield the store of a model's weights of a kind, existing or new; ``None`` if they cannot be stored.
 
-    If an entry is replaced, a note about it is added to the model.
+    Layers of a quantized checkpoint that are not in it are packed out of the checkpoint. If a file is replaced, or
+    cannot be written, a note about it is added to the model.
     """
+    with _kept(model, kind, progress) as layers:
+        if model.stored is None:
+            yield layers
+            return
+        model.stored.inner = layers
+        yield model.stored
+        model.stored.finish()
+    model.notes += filter(None, [model.stored.note])
+    model.stored = None
+    give_back_free_memory()
+
+
+@contextmanager
+def _kept(model: LanguageModel, kind: Kind, progress: Progress | None) -> Iterator[_Layers | None]:
     files, panels = model.files, kernels.is_available()
     making = f"packing {model.name}" if kind == "packed" else f"quantizing {model.name} to {kind}"
     if (
@@ -90,181 +87,238 @@ def kept_layers(
         announce(progress, making)
         yield None
         return
-    parent = cache_folder() / LAYERS_FOLDER
+
+    def note(why: str) -> None:
+        model.notes.append(f"The {kind} layers stored for {model.name} {why}, so they are made again.")
+
+    def report(layer: int) -> None:
+        if progress is not None:
+            progress.update(f"{making} (the result is kept)", layer, model.layers)
+
     in_groups = kind == "int8" and model.stored is not None and model.stored.by_groups
-    form = "rows" if not panels else "groups" if in_groups else "panels"
-    place, content = _names(model, files, f"{kind} in {form}")
-    entry = parent / f"{place}-{content}"
-    others = [path for path in parent.glob(f"{place}-*") if path != entry]
+    form = f"{kind} in {'rows' if not panels else 'groups' if in_groups else 'panels'}"
+    parent, place = cache_folder() / LAYERS_FOLDER, _place(model, files, form)
+    path = parent / f"{place}-{files.digest[:24]}"
     announce(progress, f"reading the {kind} layers of {model.name}")
-    found = intact_content(entry, _FORMAT)
+    outdated, found = [*parent.glob(f"{place}-*")], read_layers(path)
     if found is not None:
         with suppress(OSError):
-            os.utime(entry / MANIFEST)  # used just now
-        yield _Found(entry, found, partial(_note, model, kind, "are of no use here"))
+            os.utime(path)  # used just now
+        layers = _Layers({name: torch.from_numpy(array) for name, array in found.items()}, report)
+        yield layers
+        if not layers.fit:
+            note("are of no use here")
+            path.unlink(missing_ok=True)  # so that the next start makes another
         return
-    if entry.exists() or others:
-        _note(model, kind, "are damaged" if entry.exists() else "are from other model files")
-    for path in (entry, *others):
-        shutil.rmtree(path, ignore_errors=True)
+    if outdated:
+        note("are damaged" if path in outdated else "are from other model files")
+    announce(progress, making)
+    made = _Layers(None, report)
+    yield made
+    for each in outdated:
+        each.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".", dir=parent))
-    except OSError as error:  # read-only, or full: it starts as it would without a cache
-        announce(progress, making)
-        yield None
-        _note_unkept(model, kind, error)
-        return
-    try:
-        announce(progress, making)
-
-        def report(layer: int, kept: bool) -> None:
-            if progress is not None:
-                progress.update(making + " (the result is kept)" * kept, layer, model.layers)
-
-        made = _Made(work, parent, entry_name(model.name, kind), report)
-        yield made
-        made.finish(entry)
-        if made.failed is not None:
-            _note_unkept(model, kind, made.failed)
-        _evict(parent, entry)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _note(model: LanguageModel, kind: Kind, why: str) -> None:
-    model.notes.append(f"The {kind} layers stored for {model.name} {why}, so they are made again.")
-
-
-def _note_unkept(model: LanguageModel, kind: Kind, error: OSError) -> None:
-    model.notes.append(
-        f"The {kind} layers of {model.name} could not be kept in the cache folder ({reason(error)}), so that each"
-        " start makes them again."
-    )
+        if 2 * sum(each.nbytes for each in made.tensors.values()) > shutil.disk_usage(parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        arrays = {name: tensor.contiguous().numpy() for name, tensor in made.tensors.items()}
+        write_layers(partial, entry_name(model.name, kind), arrays)
+        partial.replace(path)
+        _evict(parent, path)
+    except OSError as error:  # read-only, or full: each start is as it would be without a cache
+        with suppress(OSError):
+            partial.unlink()
+        model.notes.append(
+            f"The {kind} layers of {model.name} could not be kept in the cache folder ({reason(error)}), so that"
+            " each start makes them again."
+        )
 
 
 def _packs_for_long(model: LanguageModel, numbers: int) -> bool:
-    """Return whether packing takes longer than reading what was packed, and leaves room for other entries."""
+    """Return whether packing takes longer than reading what was packed, and leaves room for other files."""
     fits = numbers <= MOST_BYTES // 3  # at 12 bits each, half of the budget
     return fits and model.dtype == "bfloat16" and weights.takes_12_bits()
 
 
-def _names(model: LanguageModel, files: WeightFiles, form: str) -> tuple[str, str]:
-    """Return two digests: of model, layout, versions and processor, and of the files' contents."""
-    cut = None if model.head_rows is None else hashlib.sha256(repr(model.head_rows).encode()).hexdigest()
+def _place(model: LanguageModel, files: WeightFiles, form: str) -> str:
+    """Return a digest of a model's place, the form of its layers, versions and processor."""
     makers = [_FORMAT, __version__, torch.__version__, processor_name(), *weights.layout()]
-    named = [files.place, model.dtype, cut, form, *makers], [files.digest]
-    first, second = (hashlib.sha256(repr(facts).encode()).hexdigest()[:24] for facts in named)
-    return first, second
+    facts = [files.place, model.dtype, model.head_rows, form, *makers]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
-class _Found:
-    """An existing, intact entry; ``note`` is called once if it is of no use."""
+class _Layers:
+    """Layers that were read, or those that are made now.
 
-    def __init__(self, entry: Path, content: Content, note: Callable[[], None]) -> None:
-        self._entry, self._note = entry, note
-        begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
-        header, data = json.loads(content[8:begin].tobytes()), torch.from_numpy(content[begin:])
-        dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-        self._tensors = {
-            name: data[slice(*facts["data_offsets"])].view(dtypes[facts["dtype"]]).view(facts["shape"])
-            for name, facts in header.items()
-        }
+    Args:
+        found: What was read; ``None`` if they are made now.
+        report: Is called with each layer of the model that is made.
+
+    Attributes:
+        tensors: Their tensors by name.
+        fit: Whether what was read is of use.
+    """
+
+    def __init__(self, found: dict[str, Tensor] | None, report: Callable[[int], None]) -> None:
+        self._made, self.tensors, self.fit, self._report = found is None, found or {}, True, report
 
     def find(self, place: str) -> QuantizedWeight | None:
-        parts = {part: self._tensors.get(f"{place} {part}") for part in _PARTS}
-        tensors = {part: tensor for part, tensor in parts.items() if tensor is not None}
-        if not tensors:
+        if self._made:  # nothing is there yet, and a layer is made next
+            if layer := re.search(r"\.(\d+)\.", place):
+                self._report(int(layer[1]))
             return None
+        names = {part: f"{place} {part}" for part in _PARTS}
+        tensors = {part: self.tensors[name] for part, name in names.items() if name in self.tensors}
         try:
-            return weights.from_stored(tensors)
+            return weights.from_stored(tensors) if tensors else None
         except (KeyError, ValueError):
             self.discard()
             return None
 
     def discard(self) -> None:
-        """Remove the entry, so that the next start makes another."""
-        if self._tensors:
-            self._note()
-            self._tensors = {}
-            shutil.rmtree(self._entry, ignore_errors=True)
+        if not self._made:
+            self.tensors, self.fit = {}, False
 
     def save(self, place: str, weight: QuantizedWeight) -> None:
-        """Do nothing: an existing entry is not extended."""
-
-
-class _Made:
-    """An entry that is being written: a safetensors file, whose header is written last, into space left for it.
-
-    Every tensor begins with a cache line, as products read it fastest. Writing is abandoned if the disk is too small.
-    ``report`` is called with each layer of the model that is made, and whether any was written.
-    """
-
-    def __init__(self, work: Path, parent: Path, name: str, report: Callable[[int, bool], None]) -> None:
-        self.work, self.parent, self.name, self._report = work, parent, name, report
-        self.failed: OSError | None = None
-        self._header: dict[str, dict[str, Any]] = {}
-        self._end = 0
-
-    def find(self, place: str) -> QuantizedWeight | None:
-        """Return nothing, for nothing is there yet; a layer is made next."""
-        if layer := re.search(r"\.(\d+)\.", place):
-            self._report(int(layer[1]), bool(self._header))
-        return None
-
-    def discard(self) -> None:
-        """Do nothing: what is made now is of use."""
-
-    def save(self, place: str, weight: QuantizedWeight) -> None:
-        if self.failed is not None:
-            return
-        tensors = {f"{place} {part}": tensor for part, tensor in weights.stored(weight).items()}
-        try:
-            if 2 * sum(each.nbytes for each in tensors.values()) > shutil.disk_usage(self.parent).free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            with (self.work / LAYERS_FILE).open("ab") as file:
-                if not self._header:
-                    file.write(b" " * _DATA_AT)
-                for name, tensor in tensors.items():
-                    if gap := -self._end % _ALIGNED:
-                        self._append(file, f"padding {self._end}", torch.zeros(gap, dtype=torch.uint8))
-                    self._append(file, name, tensor)
-        except OSError as error:
-            self.failed = error
-
-    def _append(self, file: BinaryIO, name: str, tensor: torch.Tensor) -> None:
-        begin, self._end = self._end, self._end + tensor.nbytes
-        self._header[name] = {
-            "dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, self._end]
-        }  # fmt: skip
-        file.write(tensor.contiguous().numpy().data)
-
-    def finish(self, entry: Path) -> None:
-        header = json.dumps(self._header).encode()
-        if self.failed is not None or not self._header or len(header) > _DATA_AT - 8:
-            return
-        with suppress(OSError):  # such as another process that was quicker
-            with (self.work / LAYERS_FILE).open("r+b") as file:
-                file.write((_DATA_AT - 8).to_bytes(8, "little") + header)
-            write_manifest(self.work, _FORMAT, {"name": self.name}, derived=True)
-            self.work.rename(entry)
-            sync(self.parent)
+        if self._made:  # what was read is not extended
+            parts = weights.stored(weight)
+            self.tensors |= {f"{place} {part}": tensor for part, tensor in parts.items()}
 
 
 def _evict(parent: Path, newest: Path) -> None:
-    """Remove abandoned unfinished entries, and the least recently used ones until the rest is within the limit."""
+    """Remove abandoned unfinished files, and the least recently used ones until the rest is within the limit.
+
+    This takes files of other versions too, since nobody else would.
+    """
     now, entries = time.time(), []
     for path in parent.iterdir():
         with suppress(OSError):
-            if path.name.startswith("."):
-                if now - path.stat().st_mtime > _ABANDONED_S:
-                    shutil.rmtree(path, ignore_errors=True)
-                continue
-            used = (path / MANIFEST).stat().st_mtime if path != newest else math.inf  # whatever the clock
-            entries.append((used, folder_size(path), path))
+            state = path.stat()
+            if path.name.startswith(".") and now - state.st_mtime > _ABANDONED_S:
+                path.unlink()
+            elif not path.name.startswith("."):
+                entries.append((math.inf if path == newest else state.st_mtime, state.st_size, path))
     total = sum(size for _, size, _ in entries)
     for _, size, path in sorted(entries):
         if total <= MOST_BYTES:
             return
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.unlink()
         total -= size
+
+
+# -- of quantized checkpoints ----------------------------------------------------------------------
+
+
+def packed_as_told(
+    grids: Sequence[Grid], kind: QuantizedName, *, by_groups: bool = True
+) -> QuantizedWeight | None:
+    """Return a weight with the numbers of these grids, one below the other; ``None`` if they do not fit.
+
+    Args:
+        by_groups: Whether int8 layers may have a scale for each group, which takes longer than one for each row.
+    """
+    told = [grid.int4() if kind == "int4" else grid.int8() for grid in grids]
+    known = [parts for parts in told if parts is not None]
+    if len(known) < len(grids) or len({parts[1].shape[1] for parts in known}) > 1:
+        return None
+    codes, *lines = [torch.cat(each) if len(each) > 1 else each[0] for each in zip(*known, strict=True)]
+    del told, known
+    return weights.from_codes(codes, *lines, by_groups=by_groups)
+
+
+class StoredLayers:
+    """Linear layers of a quantized checkpoint that are to be quantized again: they are packed out of it one by one.
+
+    Where a layer can take the numbers of the checkpoint as they are, it does; others are rounded from float32.
+
+    Args:
+        layers: The weights by the layers' names; each layer has an outline of it, or all of it.
+
+    Attributes:
+        inner: The store of packed layers that is asked first, and is given what is packed.
+        by_groups: See ``packed_as_told``.
+        exact, rounded: How many layers were packed with the numbers of the checkpoint, and how many with others.
+    """
+
+    def __init__(self, layers: dict[str, StoredWeight], kind: QuantizedName) -> None:
+        self._layers, self._kind = layers, kind
+        self.inner: KeptLayers | None = None
+        self.by_groups = False
+        self.exact = self.rounded = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, stored: Iterable[Any], kind: QuantizedName) -> StoredLayers | None:
+        """Return the layers of a model just loaded whose weights are outlines.
+
+        ``None`` if a weight was changed after it was read, such as joined with others: then outlines are of no use.
+        """
+        read = [each for each in stored if isinstance(each, StoredWeight) and each.outline is not None]
+        held = {each.outline.data_ptr(): each for each in read if each.outline is not None}
+        untyped: Any = model
+        head, found = untyped.get_output_embeddings(), {}
+        for path, module in model.named_modules():
+            for parameter in module._parameters.values():
+                weight = None if parameter is None else held.pop(parameter.data_ptr(), None)
+                if weight is not None and type(module) is nn.Linear and module is not head:
+                    found[path] = weight
+                elif weight is not None:
+                    weight.fill()
+        return None if held else cls(found, kind)
+
+    def find(self, place: str) -> QuantizedWeight | None:
+        give_back_free_memory()  # of the layer before
+        path, _, names = place.rpartition(".")
+        own = [self._layers.pop(f"{path}.{name}".lstrip("."), None) for name in names.split("+")]
+        told = [weight for weight in own if weight is not None]
+        shapes = [weight.outline.shape for weight in told if weight.outline is not None]
+        rows = [shape[0] for shape in shapes]
+        found = None if self.inner is None else self.inner.find(place)
+        if found and (not told or weights.is_usable(found, self._kind, (sum(rows), shapes[0][1]), rows)):
+            return found
+        made, grids = None, [weight.grid() for weight in told]
+        if told and len(told) == len(own):
+            made = packed_as_told(grids, self._kind, by_groups=self.by_groups)
+        self.exact, self.rounded = self.exact + (made is not None), self.rounded + (made is None)
+        if made is None and (len(told) < len(own) or (self._kind == "int4" and not kernels.is_available())):
+            for weight in told:
+                weight.fill()
+            return None
+        made = made or self._round(grids, rows)
+        self.save(place, made)
+        return made
+
+    def _round(self, grids: Sequence[Grid], rows: Sequence[int]) -> QuantizedWeight:
+        whole = torch.empty(sum(rows), grids[0].columns)
+        for grid, part in zip(grids, whole.split([*rows]), strict=True):
+            grid.fill(part)
+        return weights.rounded(whole, self._kind)
+
+    @property
+    def note(self) -> str | None:
+        """A sentence for the user on what was packed."""
+        if not self.exact + self.rounded:
+            return None
+        if not self.rounded:
+            return f"Its {self._kind} layers have the numbers of the checkpoint."
+        some = f"{self.exact} of its {self.exact + self.rounded}" if self.exact else "None of its"
+        return f"{some} {self._kind} layers have the numbers of the checkpoint: others were rounded."
+
+    def drop(self, path: str) -> None:
+        """Forget a layer that was changed since it was loaded."""
+        self._layers.pop(path, None)
+
+    def discard(self) -> None:
+        if self.inner is not None:
+            self.inner.discard()
+
+    def save(self, place: str, weight: QuantizedWeight) -> None:
+        if self.inner is not None:
+            self.inner.save(place, weight)
+
+    def finish(self) -> None:
+        """Unpack what no layer asked for."""
+        for weight in self._layers.values():
+            weight.fill()
+        self._layers = {}

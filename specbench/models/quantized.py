@@ -1,17 +1,21 @@
 """Quantized checkpoints: their weights are unpacked while they are read, with torch alone.
 
-What form a weight has shows in the names, dtypes and shapes of its tensors, so that a checkpoint may have several.
+What form a weight has shows in the names, dtypes and shapes of its tensors, so that a checkpoint may have several. A
+weight is told as numbers (whole ones, or floating ones of 4 or 8 bits) and a scale for each block of them, in some
+forms a zero too. It is computed in float32, some rows at a time, and rounded once.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -22,7 +26,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import excerpt
-from specbench.models.stored_layers import Grid, StoredWeight
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats (E2M1) by their codes."""
@@ -112,6 +115,136 @@ def _layouts(method: str, settings: Mapping[str, Any]) -> list[str]:
 
 def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list((settings.get("config_groups") or {}).values())
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+_CHUNK = 1 << 20
+"""Numbers that are unpacked at a time."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A weight as it is stored: ``(codes - zeros) * scales``.
+
+    Attributes:
+        codes: Returns rows of codes, [rows, columns].
+        scales: [all rows, groups of columns], float32.
+        zeros: The same shape; or one for all.
+        shape: Of the weight; ``None`` for rows and columns. Codes beyond it are left out.
+        groups: The group of each column; ``None`` if groups are equal and in order.
+        turned: Whether the last two dimensions are exchanged once it is unpacked.
+    """
+
+    codes: Callable[[slice], Tensor]
+    scales: Tensor
+    columns: int
+    zeros: Tensor | int = 0
+    shape: Sequence[int] | None = None
+    groups: Tensor | None = None
+    turned: bool = False
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        shape = self.shape or (len(self.scales), self.columns)
+        if shape[-1] != self.columns:  # the numbers follow each other in blocks
+            made = torch.empty(len(self.scales), self.columns, dtype=dtype)
+            self.fill(made)
+            return made.view(-1)[: math.prod(shape)].view(*shape)
+        made = torch.empty(*shape[:-2], *(shape[:-3:-1] if self.turned else shape[-2:]), dtype=dtype)
+        parts = made.transpose(-1, -2) if self.turned else made
+        for number, part in enumerate(parts.view(1, *shape) if len(shape) == 2 else parts):
+            self.fill(part, number * shape[-2])
+        return made
+
+    def outline(self, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor for a matrix with only its first and last rows, by which models are told apart; the memory of
+        the others is not touched. ``None`` if the weight is told otherwise than in rows and columns.
+        """
+        rows, shape = len(self.scales), self.shape or (len(self.scales), self.columns)
+        if tuple(shape) != (rows, self.columns) or self.turned:
+            return None
+        made, count = torch.empty(rows, self.columns, dtype=dtype), max(1, -(-64 // self.columns)) + 31 & ~31
+        last = max(0, rows - count) & ~31
+        self.fill(made[:count])
+        self.fill(made[last:], last)
+        return made
+
+    def int8(self) -> tuple[Tensor, ...] | None:
+        """Return whole numbers in int8 and their scales, [rows, 1 or groups of 32 columns], float32; ``None`` if the
+        weight is told otherwise.
+        """
+        scales = self.scales if self.scales.shape[1] == 1 else self._by_32(self.scales)
+        if scales is None:
+            return None
+        codes = torch.empty(len(self.scales), self.columns, dtype=torch.int8)
+        for chunk in self._chunks(len(codes)):
+            whole = self._whole(chunk)
+            codes[chunk] = whole.to(torch.int8)
+            if not whole.equal(codes[chunk].float()):
+                return None
+        return codes, scales
+
+    def int4(self) -> tuple[Tensor, ...] | None:
+        """Return codes from 0 to 15, and scales and least numbers of groups of 32 columns, float32; ``None`` if the
+        weight is told otherwise.
+        """
+        codes, zeros = self.codes(slice(0, len(self.scales))), torch.as_tensor(self.zeros)
+        scales = self._by_32(self.scales)
+        least = self._by_32(-zeros.float() * self.scales)
+        if scales is None or least is None or codes.is_floating_point():
+            return None
+        if codes.dtype == torch.int8:
+            codes, least = codes + 8, least - 8 * scales
+        return None if codes.min() < 0 or codes.max() > 15 else (codes.view(torch.uint8), scales, least)
+
+    def _by_32(self, values: Tensor) -> Tensor | None:
+        """Give groups of 32 columns what theirs have; ``None`` if groups are others."""
+        count, left = divmod(self.columns, 32 * values.shape[1])
+        return None if left or self.groups is not None else values.repeat_interleave(count, 1)
+
+    def fill(self, part: Tensor, begin: int = 0) -> None:
+        """Unpack rows into a part of the weight, from row number ``begin`` on."""
+        for chunk in self._chunks(len(part)):
+            rows = slice(begin + chunk.start, begin + chunk.stop)
+            part[chunk] = self._whole(rows) * self._spread(self.scales[rows])
+
+    def _chunks(self, rows: int) -> Iterator[slice]:
+        step = max(32, _CHUNK // self.columns // 32 * 32)
+        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+    def _whole(self, chunk: slice) -> Tensor:
+        """Return rows without their scales, float32."""
+        numbers = self.codes(chunk).float()
+        if isinstance(self.zeros, Tensor):
+            return numbers - self._spread(self.zeros[chunk].float())
+        return numbers - self.zeros if self.zeros else numbers
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Give each column the value of its group."""
+        count = values.shape[1]
+        if count == 1:
+            return values
+        if self.groups is not None:
+            return values[:, self.groups]
+        return values.repeat_interleave(-(-self.columns // count), 1)[:, : self.columns]
+
+
+class StoredWeight:
+    """A weight that is unpacked when it is read: for `from_pretrained` a slice of a safetensors file."""
+
+    def __init__(self, grid: Callable[[], Grid], dtype: torch.dtype, *, packs: bool = False) -> None:
+        self.grid, self._dtype, self._packs = grid, dtype, packs
+        self.outline: Tensor | None = None
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        grid = self.grid()
+        self.outline = grid.outline(self._dtype) if self._packs else None
+        return grid.unpack(self._dtype) if self.outline is None else self.outline
+
+    def fill(self) -> None:
+        """Unpack what was read as an outline."""
+        if self._packs and self.outline is not None:
+            self.outline.copy_(self.grid().unpack(self._dtype))
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from specbench.backends.torch.attention import fold_attention
 from specbench.backends.torch.caches import make_cache
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import UsageError
-from specbench.base.machine import give_back_free_memory
 from specbench.base.progress import Progress, announce
 from specbench.models.kept_layers import kept_layers
 from specbench.models.load import LanguageModel, load_model, wrap_model
@@ -186,15 +185,5 @@ def pack_kept(language_model: LanguageModel, progress: Progress | None) -> None:
 
 def quantize(language_model: LanguageModel, dtype: QuantizedName, *, progress: Progress | None) -> None:
     """Quantize a model's linear layers in place, or load stored quantized layers."""
-    stored = language_model.stored
     with kept_layers(language_model, dtype, progress) as layers:
-        if stored is None:
-            kernels.quantize(language_model.model, dtype, layers)
-            return
-        stored.inner = layers
-        kernels.quantize(language_model.model, dtype, stored)
-        stored.finish()
-        language_model.stored = None
-        give_back_free_memory()
-        if stored.note:
-            language_model.notes.append(stored.note)
+        kernels.quantize(language_model.model, dtype, layers)
