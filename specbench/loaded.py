@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbench.base.large_files import forget_ahead
 from specbench.decoding.sampling import Sampling
 from specbench.drafters.plain import NoDraft
 from specbench.generate import GenerationRun
+from specbench.models.layer_files import forget_ahead
 from specbench.models.prepare import prepare
 from specbench.policies import FixedLength, build_policy
 
@@ -104,13 +104,8 @@ def load_models(
     )
 
 
-def load_recipe(
-    recipe: Recipe,
-    progress: Progress | None = None,
-    *,
-    before_packing: Callable[[LanguageModel], None] | None = None,
-) -> LoadedRecipe:
-    """Load the models of a recipe; what cannot work is refused before. For ``before_packing`` see ``prepare``.
+def load_recipe(recipe: Recipe, progress: Progress | None = None, **more: Any) -> LoadedRecipe:
+    """Load the models of a recipe; what cannot work is refused before. For other arguments see ``prepare``.
 
     Raises:
         UsageError, RunError: Something is wrong with it, or it cannot be loaded.
@@ -120,7 +115,7 @@ def load_recipe(
         'smollm2-135m (..., cpu), drafter none'
     """
     recipe.check()
-    target, (drafter,) = load_models(recipe, [recipe.drafter], progress, before_packing=before_packing)
+    target, (drafter,) = load_models(recipe, [recipe.drafter], progress, **more)
     forget_ahead()
     return LoadedRecipe.of(recipe, target, drafter)
 

@@ -41,6 +41,11 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.out.splitlines()]
 
 
+def test_too_long_a_prompt_is_refused_before_weights_are_read(many, monkeypatch):
+    monkeypatch.setattr("specbench.models.load._read_weights", lambda *_, **__: pytest.fail("read"))
+    many(TEXTS["long"]).refused(2, "too many for the target's context of 512")
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_prompt_has_a_line_and_its_own_output(many, folder, batch):
     result = many(

@@ -300,7 +300,7 @@ def test_processes_that_share_a_cache_and_begin_at_once_convert_once(tiny_gguf, 
     begin.set()
     assert [child.wait() for child in children] == [0, 0, 0], [child.errors for child in children]
     assert len({(child.place / "folder").read_text() for child in children}) == 1
-    assert sum("dequantizing tiny.gguf" in child.stages for child in children) == 1
+    assert sum("converting tiny.gguf" in child.stages for child in children) == 1
     assert left_in(own_cache) == [Path((children[0].place / "folder").read_text()).name]
     assert prepare_gguf(tiny_gguf) == Path((children[0].place / "folder").read_text())
 
@@ -308,8 +308,8 @@ def test_processes_that_share_a_cache_and_begin_at_once_convert_once(tiny_gguf, 
 def test_a_process_takes_over_from_one_that_was_killed_in_the_middle(tiny_gguf, own_cache, tmp_path):
     begin = CONTEXT.Event()
     begin.set()
-    first = Preparer(tiny_gguf, own_cache, tmp_path / "first", begin, stop_at="dequantizing")
-    wait_for(lambda: "dequantizing tiny.gguf" in first.stages, first)
+    first = Preparer(tiny_gguf, own_cache, tmp_path / "first", begin, stop_at="converting")
+    wait_for(lambda: "converting tiny.gguf" in first.stages, first)
     second = Preparer(tiny_gguf, own_cache, tmp_path / "second", begin)
     waiting = "waiting for another process that prepares tiny.gguf"
     wait_for(lambda: waiting in second.stages, second)

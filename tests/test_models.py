@@ -202,42 +202,9 @@ def test_sharded_weights(tmp_path):
     assert torch.equal(logits(load_model(str(tmp_path), CPU, tokenizer=False).model), logits(tiny_llama()))
     shard = max(tmp_path.glob("model-*.safetensors"))
     shard.unlink()
-    message = refusal(load_model, str(tmp_path), CPU, kind=RunError)
+    message = refusal(load_model, str(tmp_path), CPU, tokenizer=False, kind=RunError)
     assert "incomplete" in message
     assert shard.name in message
-
-
-def quantize_checkpoint(folder: Path, method: str) -> None:
-    """Store the linear layers of a folder in FP8, or its experts in MXFP4, as `transformers` reads them."""
-    weights: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(folder / "model.safetensors").items():
-        weights[key] = tensor
-        if method == "fp8" and key.endswith("proj.weight"):
-            scales = torch.full([-(-size // 16) for size in tensor.shape], 0.01)
-            weights[key] = (tensor * 100).to(torch.float8_e4m3fn)
-            weights[f"{key}_scale_inv"] = scales
-        elif method == "mxfp4" and key.endswith("experts.down_proj"):
-            experts, inputs, outputs = tensor.shape
-            weights[f"{key}_scales"] = torch.full((experts, outputs, inputs // 32), 120, dtype=torch.uint8)
-            weights[f"{key}_blocks"] = torch.randint(
-                256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8
-            )
-            del weights[key]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    quantized = {"quant_method": method}
-    if method == "fp8":
-        quantized |= {"activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    edit_config(folder, quantization_config=quantized)
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
-def test_an_fp8_checkpoint_in_any_dtype(tmp_path, dtype):
-    folder = save_tiny(tmp_path / "m", dtype=torch.bfloat16)
-    quantize_checkpoint(folder, "fp8")
-    loaded = load_model(str(folder), LoadOptions(dtype=dtype, device="cpu"))
-    assert {loaded.dtype} == {str(each.dtype).removeprefix("torch.") for each in loaded.model.parameters()}
-    assert loaded.dtype == dtype or dtype == "auto"
-    assert logits(loaded.model).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -245,7 +212,13 @@ def test_memory_of_an_mxfp4_checkpoint_is_that_of_its_unpacked_weights(tmp_path,
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 8}
     config = GptOssConfig(**sizes, head_dim=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    quantize_checkpoint(tmp_path, "mxfp4")
+    weights = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in weights if key.endswith("experts.down_proj")]:
+        experts, inputs, outputs = weights.pop(key).shape
+        weights[f"{key}_scales"] = torch.full((experts, outputs, inputs // 32), 120, dtype=torch.uint8)
+        weights[f"{key}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     asked: list[int] = []
     monkeypatch.setattr(load, "check_memory", lambda needed, **_: asked.append(needed))
     model = load_model(str(tmp_path), LoadOptions(dtype=dtype, device="cpu"), tokenizer=False).model
@@ -344,7 +317,8 @@ def test_missing_files(folder):
     message = refusal(load_model, str(folder), CPU, kind=RunError)
     assert message.startswith("The tokenizer of tiny-model cannot be loaded")
     (folder / "model.safetensors").unlink()
-    assert "holds no model.safetensors" in refusal(load_model, str(folder), CPU, kind=UsageError)
+    message = refusal(load_model, str(folder), CPU, tokenizer=False, kind=UsageError)
+    assert "holds no model.safetensors" in message
 
 
 def test_weights_of_the_wrong_shape_or_missing_are_not_made_up(folder):

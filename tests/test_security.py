@@ -33,7 +33,7 @@ from specbench.cli import run
 from specbench.generate import encode_prompt
 from specbench.models import chat_templates
 from specbench.models.builtin import prepare_gguf
-from specbench.models.checkpoints import plain_name, safetensors_elements, shard_names
+from specbench.models.checkpoints import plain_name, read_header, shard_names
 from specbench.models.gguf import read_gguf_header
 from specbench.models.load import load_model
 from specbench.options import LoadOptions
@@ -401,7 +401,7 @@ def readable(tmp_path_factory) -> dict[str, tuple[bytes, Callable[[Path], Any]]]
     prompt = json.dumps({"id": "a", "category": "c", "turns": ["t"], "system": "s"}).encode() + b"\n"
     return {
         "model.gguf": (gguf[:20_000] + gguf[20_000:], read_gguf_header),
-        "model.safetensors": ((folder / "model" / "model.safetensors").read_bytes(), safetensors_elements),
+        "model.safetensors": ((folder / "model" / "model.safetensors").read_bytes(), read_header),
         "index.json": (index, lambda path: shard_names(path, "mine")),
         "prompts.jsonl": (prompt, lambda path: load_prompts([path])),
         "trace.jsonl": (b'{"event": "header", "version": 1}\n', lambda path: list(read_trace(path))),
@@ -435,7 +435,7 @@ def test_a_damaged_file_is_read_or_refused_in_a_sentence(name, readable, tmp_pat
 def test_a_header_that_promises_more_than_there_is_costs_no_memory(tmp_path, numbers):
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *numbers) + bytes(64))
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", numbers[0]) + bytes(64))
-    for read, file in ((read_gguf_header, "x.gguf"), (safetensors_elements, "x.safetensors")):
+    for read, file in ((read_gguf_header, "x.gguf"), (read_header, "x.safetensors")):
         with pytest.raises(RunError, match="damaged"):
             read(tmp_path / file)
 

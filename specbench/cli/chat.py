@@ -47,7 +47,7 @@ def chat(
     """
     from specbench.base.progress import quiet_transformers
     from specbench.cli.summary import show_notes
-    from specbench.models.ahead import read_layers_ahead
+    from specbench.models.layer_files import read_layers_ahead
 
     recipe = parse_recipe(ctx, drafting, decoding, caching, sampling, template)
     with ExitStack() as stack:

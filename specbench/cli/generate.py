@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.cli.watchers import Paint
     from specbench.generate import GenerationRun
-    from specbench.models.load import LanguageModel
+    from specbench.models.load import LanguageModel, ModelText
 
 
 _prompt = panel(PROMPT)
@@ -70,7 +70,7 @@ def generate(
     from specbench.bench.prompts import read_prompt_text
     from specbench.bench.suites import choose_prompts
     from specbench.cli.summary import show_legend, show_notes
-    from specbench.models.ahead import read_layers_ahead
+    from specbench.models.layer_files import read_layers_ahead
 
     recipe = parse_recipe(ctx, drafting, models, decoding, caching, sampling, template)
     if prompts:
@@ -100,17 +100,18 @@ def generate(
             if show.compare:
                 refuse_keep(recipe.drafter)
             speeds: list[float | None] = []
+            tokens: list[int] = []
+
+            def read_prompt(model: ModelText) -> None:
+                tokens[:] = [] if several else _encode(model, text, chat, system, recipe.template)
 
             def time_reference(model: LanguageModel) -> None:
                 progress.update("decoding with transformers, to compare", 0, None)
-                ids = _encode(model, text, chat, system, recipe.template)
-                speeds.append(transformers_speed(model, recipe, ids))
+                speeds.append(transformers_speed(model, recipe, tokens))
 
             compared = show.compare and quantized(recipe.models.dtype) is None
-            loaded = load_recipe(recipe, progress, before_packing=time_reference if compared else None)
-            tokens = []
-            if not several:
-                tokens = _encode(loaded.target.language_model, text, chat, system, recipe.template)
+            timed = time_reference if compared else None
+            loaded = load_recipe(recipe, progress, before_weights=read_prompt, before_packing=timed)
             if show.compare:
                 progress.update("warming up", 0, None)
                 warm_up(loaded, tokens)
@@ -161,7 +162,11 @@ def _paint() -> Paint:
 
 
 def _encode(
-    model: LanguageModel, text: str, chat: bool | None, system: str | None, template: TemplateOptions
+    model: ModelText | LanguageModel,
+    text: str,
+    chat: bool | None,
+    system: str | None,
+    template: TemplateOptions,
 ) -> list[int]:
     from specbench.generate import encode_prompt
 

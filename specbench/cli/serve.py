@@ -66,7 +66,7 @@ def serve(
     from specbench.base.progress import quiet_transformers
     from specbench.cli.many import refuse_for_many
     from specbench.cli.summary import show_notes
-    from specbench.models.ahead import read_layers_ahead
+    from specbench.models.layer_files import read_layers_ahead
 
     _require_extra()
     with ExitStack() as stack:

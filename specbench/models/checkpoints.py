@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -71,6 +70,11 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
         if any(folder.glob("*.gguf")):
             hint = "To use a GGUF file, name the file itself."
         raise UsageError(f"The folder {name!r} is no model: it has no config.json.", hint)
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise ``RunError`` if it is damaged."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
@@ -171,25 +175,16 @@ def custom_code(what: str) -> UsageError:
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
     """Refuse a model that cannot be decoded speculatively, by its configuration."""
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise _encoder_decoder(kind, name)
-    whole = composite_class(config)
+    whole, model_class = composite_class(config), causal_class(config)
     if whole is not None:
-        if not whole.can_generate():
-            raise _not_causal(kind, name)
         _check_type(config, name)
         text = text_config(config)
-        check_class(causal_class(text) or whole, text, name)
+        check_class((causal_class(text) or whole) if whole.can_generate() else None, text, name)
         return
-    model_class = causal_class(config)
-    if model_class is None:
-        raise _not_causal(kind, name)
-    causal = ("forcausallm", "lmheadmodel", model_class.__name__.lower())
+    causal = ("forcausallm", "lmheadmodel", *([model_class.__name__.lower()] if model_class else []))
     named = [str(architecture).lower() for architecture in config.architectures or ()]
-    if named and not any(architecture.endswith(causal) for architecture in named):
-        raise _not_causal(kind, name)
-    check_class(model_class, config, name)
+    fits = not named or any(architecture.endswith(causal) for architecture in named)
+    check_class(model_class if fits else None, config, name)
 
 
 UNLISTED_ENCODERS = ("bert-generation",)
@@ -221,15 +216,16 @@ UNSUITABLE = {
 Found with benchmarks/architectures.py."""
 
 
-def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model that cannot be decoded speculatively, by its class."""
+def check_class(model_class: Any, config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model that cannot be decoded speculatively, by its class, which is ``None`` if it is not causal."""
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise _encoder_decoder(kind, name)
-    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in UNLISTED_ENCODERS
-    if encoder and not getattr(config, "is_decoder", True):
-        raise _not_causal(kind, name)  # an encoder of the BERT family: it would look at what comes after
     _check_type(config, name)
+    # An encoder of the BERT family would look at what comes after.
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind in UNLISTED_ENCODERS
+    if model_class is None or (encoder and not getattr(config, "is_decoder", True)):
+        raise UsageError(
+            f"The model {name} (type {kind!r}) is no causal language model.", "Choose one that is."
+        )
     if getattr(model_class, "_is_stateful", False) and not can_keep_states(model_class):
         raise UsageError(
             f"The model {name} (type {kind!r}) keeps a recurrent state, which cannot be rolled back when a"
@@ -240,6 +236,11 @@ def check_class(model_class: type, config: PreTrainedConfig, name: str) -> None:
 
 def _check_type(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"The model {name} (type {kind!r}) is an encoder-decoder model and no causal language model.",
+            "Choose a decoder-only model.",
+        )
     learned = getattr(config, "use_learned_position_embeddings", True)  # of TrOCR
     reason = UNSUITABLE.get(kind) if learned else _WITHOUT_PADDING
     if reason is not None:
@@ -247,17 +248,6 @@ def _check_type(config: PreTrainedConfig, name: str) -> None:
             f"The model {name} (type {kind!r}) cannot be decoded speculatively: {reason}.",
             "Choose a transformer with attention caches.",
         )
-
-
-def _encoder_decoder(kind: str, name: str) -> UsageError:
-    return UsageError(
-        f"The model {name} (type {kind!r}) is an encoder-decoder model and no causal language model.",
-        "Choose a decoder-only model.",
-    )
-
-
-def _not_causal(kind: str, name: str) -> UsageError:
-    return UsageError(f"The model {name} (type {kind!r}) is no causal language model.", "Choose one that is.")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -268,11 +258,6 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 # -- files -----------------------------------------------------------------------------------------
 
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -328,9 +313,10 @@ def weight_candidates(config: PreTrainedConfig, allow_pickle: bool) -> list[str]
 def shard_names(index: Path, name: str) -> list[str]:
     """Return the files that an index of weights names, sorted."""
     try:
-        found = msgspec.json.decode(index.read_bytes(), type=dict[str, Any]).get("weight_map")
-        shards = msgspec.convert(found, Annotated[dict[str, str], Meta(min_length=1)])
-    except (OSError, ValueError, RecursionError) as error:
+        shards = msgspec.convert(
+            read_json(index).get("weight_map"), Annotated[dict[str, str], Meta(min_length=1)]
+        )
+    except ValueError as error:
         raise RunError(f"The file {str(index)!r} is damaged: it is no index of weights.") from error
     return sorted({plain_name(shard, name) for shard in shards.values()})
 
@@ -343,24 +329,22 @@ def plain_name(file: str, name: str) -> str:
     return file
 
 
-def safetensors_elements(path: Path) -> dict[str, tuple[torch.dtype, int]]:
-    """Return dtype and number of weights of each tensor, from a safetensors header; raise ``RunError`` if it is
-    damaged.
+def read_header(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype, as the format names it, and the shape of each tensor of a safetensors file.
+
+    Raises:
+        RunError: The file cannot be read, or is damaged.
     """
-    found = {}
     try:
         with safe_open(path, "np") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dict
-                part = file.get_slice(key)
-                dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
-                found[key] = dtype, math.prod(part.get_shape())
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+            return {key: (each.get_dtype(), each.get_shape()) for key, each in slices.items()}
     except OSError as error:
         raise RunError(f"The file {str(path)!r} cannot be read ({reason(error)}).") from error
     except SafetensorError as error:
         raise RunError(
             f"The file {str(path)!r} is damaged or truncated.", "Remove it, and fetch it again."
         ) from error
-    return found
 
 
 def headers_digest(folder: Path, files: Sequence[Path]) -> str:

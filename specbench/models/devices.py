@@ -42,8 +42,7 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
         raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
-    number = int(index) if colon else torch.cuda.current_device()
-    count = torch.cuda.device_count()
+    number, count = int(index) if colon else torch.cuda.current_device(), torch.cuda.device_count()
     if number >= count:
         raise UsageError(
             f"The device {name} is out of range: this machine has {count}.", "Counting starts at cuda:0."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,9 +155,7 @@ class DrafterLoader:
         if isinstance(spec, Several):
             return SeveralDrafters([self.load(part, target) for part in spec.drafters])
         if isinstance(spec, Cascade):
-            model = self.load(spec.back, target)
-            assert isinstance(model, ChainDrafter)
-            return join_cascade(spec, model, target)
+            return join_cascade(spec, cast("ChainDrafter", self.load(spec.back, target)), target)
         if spec not in self._made:
             self._made[spec] = self._make(spec, target)
         return self._made[spec]
@@ -176,11 +174,8 @@ class DrafterLoader:
 
     def load_model(self, spec: SmallModel, target: LanguageModel) -> LanguageModel | TrainedHead:
         """Return the model or the trained head that a drafter's spec names."""
-        if spec not in self.loaded:
-            self.loaded[spec] = self._load_model(spec, target)
-        return self.loaded[spec]
-
-    def _load_model(self, spec: SmallModel, target: LanguageModel) -> LanguageModel | TrainedHead:
+        if spec in self.loaded:
+            return self.loaded[spec]
         options, config, pickle = self._options or loading(spec), target.model.config, self._allow_pickle
         check_options(options)
         if not isinstance(spec, Mtp):
@@ -193,12 +188,15 @@ class DrafterLoader:
                 "Load it with load_target.",
             )
         if head is not None and head.format.model_drafter is None:
-            return load_head(head, text_config(config).num_hidden_layers, allow_pickle=pickle)
+            layers = text_config(config).num_hidden_layers
+            self.loaded[spec] = load_head(head, layers, allow_pickle=pickle)
+            return self.loaded[spec]
         if options.dtype == "auto" and resolve_device(options.device).type == "cpu":
             options = replace(options, dtype="int8")
-        return load_model(
+        self.loaded[spec] = load_model(
             spec.model, options, progress=self._progress, allow_pickle=pickle, share_tokenizer_with=target
         )
+        return self.loaded[spec]
 
 
 def loading(spec: SmallModel) -> LoadOptions:
@@ -280,11 +278,11 @@ def _transform_model(
         language_model.head_rows = rows
         if language_model.stored is not None:
             language_model.stored.drop("lm_head")
-    if rounded is None:
-        pack_kept(language_model, progress)
-        return language_model.dtype
-    quantize(language_model, rounded, progress=progress)
-    return rounded
+    if rounded is not None:
+        quantize(language_model, rounded, progress=progress)
+        return rounded
+    pack_kept(language_model, progress)
+    return language_model.dtype
 
 
 def _prior(module: nn.Module, target: Target, acceptance: float | None = None) -> DrafterPrior:
@@ -406,15 +404,12 @@ def _head_of(target: Target) -> torch.Tensor:
 def require_states(target: Target, layers: Sequence[int]) -> None:
     """Raise ``UsageError`` if a target does not give a hidden state of its hidden size for each token and layer."""
     scorer, width = target.scorer, text_config(target.language_model.model.config).hidden_size
-    tokens = [0, 0]
     scorer.begin()
-    try:
-        hidden = scorer.score(ForwardRequest(scorer, tokens, layers=layers)).hidden
-        right = hidden is not None and hidden.shape == (len(tokens), len(layers), width)
-    except (TypeError, IndexError, AttributeError, RuntimeError):
-        right = False
-    finally:
-        scorer.begin()
+    right = False
+    with suppress(TypeError, IndexError, AttributeError, RuntimeError):
+        hidden = scorer.score(ForwardRequest(scorer, [0, 0], layers=layers)).hidden
+        right = hidden is not None and hidden.shape == (2, len(layers), width)
+    scorer.begin()
     if not right:
         raise UsageError(
             f"{target.name} does not give one hidden state per token and layer, which a trained head needs.",

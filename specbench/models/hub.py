@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError, SpecbenchError, UsageError
 from specbench.base.files import is_full
 from specbench.base.progress import Progress, quiet_transformers, reporting_bar
 from specbench.base.textsafe import excerpt
@@ -31,12 +31,11 @@ class HubModel:
         name: The model's name in messages.
 
     Attributes:
-        revision: The commit that the files belong to.
-        folder: The folder of that commit in the hub's cache.
+        folder: The folder of its commit in the hub's cache.
 
-        Raises:
-            UsageError: There is no such model or revision, or it has no config.json.
-            RunError: The hub cannot be reached, or the model is gated.
+    Raises:
+        UsageError: There is no such model or revision, or it has no config.json.
+        RunError: The hub cannot be reached, or the model is gated.
     """
 
     def __init__(self, repository: str, revision: str | None, name: str, progress: Progress | None) -> None:
@@ -50,11 +49,7 @@ class HubModel:
                 f"The hub's {name} is an adapter.",
                 f"Fetch it with `hf download {repository} --local-dir DIR`, and name DIR.",
             )
-        raise (
-            self._not_cached()
-            if _why_unreachable()
-            else UsageError(f"The hub's {name} is no model: it has no config.json.", HINT)
-        )
+        raise self._lacking("is no model: it has no config.json", HINT)
 
     def fetch_weights(
         self, config: PreTrainedConfig, *, allow_pickle: bool, check_size: Callable[[int], None]
@@ -64,8 +59,7 @@ class HubModel:
         If an index gives the total size of all shards, ``check_size`` is called with it before any shard is fetched.
         """
         for candidate in weight_candidates(config, allow_pickle):
-            path = self.folder / plain_name(candidate, self.name)
-            files = [candidate]
+            path, files = self.folder / plain_name(candidate, self.name), [candidate]
             if path.suffix == ".json":
                 if not path.is_file():
                     continue
@@ -77,13 +71,9 @@ class HubModel:
                 self._fetch(files)
             if self._has(files):
                 return
-        raise (
-            self._not_cached()
-            if _why_unreachable()
-            else UsageError(
-                f"The hub's {self.name} has no safetensors weights, or not all of them.",
-                "Pickled weights are not loaded; a GGUF file can be fetched by hand and named.",
-            )
+        raise self._lacking(
+            "has no safetensors weights, or not all of them",
+            "Pickled weights are not loaded; a GGUF file can be fetched by hand and named.",
         )
 
     def _has(self, files: Sequence[str]) -> bool:
@@ -101,38 +91,38 @@ class HubModel:
                         self.repository, revision=self.revision, allow_patterns=[*patterns], tqdm_class=bar
                     )
                 )
-        except errors.GatedRepoError as error:
-            raise RunError(
-                f"The hub's {self.name} is gated.", "Accept its terms there, and log in with `hf auth login`."
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise UsageError(
-                f"There is no model {self.name!r} on the hub, or it is private.", HINT
-            ) from error
-        except errors.RevisionNotFoundError as error:
-            raise UsageError(f"The hub's {self.repository} has no revision {self.revision!r}.") from error
         except errors.LocalEntryNotFoundError as error:
-            raise self._not_cached() from error
+            raise self._lacking("does not send its files") from error
         except Exception as error:  # what a network, a proxy or a disk can raise
-            if is_full(error):
-                raise RunError(
-                    f"No space is left in the hub's cache for {self.name}.",
-                    "Free some, or set HF_HOME to a folder on another disk.",
-                ) from error
-            reason = excerpt(error).rstrip(".")
-            raise RunError(f"The model {self.name} cannot be fetched: {reason}.") from error
+            known: dict[type[Exception], SpecbenchError] = {
+                errors.GatedRepoError: RunError(
+                    f"The hub's {self.name} is gated.",
+                    "Accept its terms there, and log in with `hf auth login`.",
+                ),
+                errors.RepositoryNotFoundError: UsageError(
+                    f"There is no model {self.name!r} on the hub, or it is private.", HINT
+                ),
+                errors.RevisionNotFoundError: UsageError(
+                    f"The hub's {self.repository} has no revision {self.revision!r}."
+                ),
+            }
+            full = RunError(
+                f"No space is left in the hub's cache for {self.name}.",
+                "Free some, or set HF_HOME to a folder on another disk.",
+            )
+            other = RunError(f"The model {self.name} cannot be fetched: {excerpt(error).rstrip('.')}.")
+            raise known.get(type(error)) or (full if is_full(error) else other) from error
 
-    def _not_cached(self) -> RunError:
+    def _lacking(self, what: str, hint: str | None = None) -> SpecbenchError:
+        """Return the error for what neither the cache has nor the hub sends, or of the hub if it is out of reach."""
         from huggingface_hub import constants
 
-        offline = constants.HF_HUB_OFFLINE
-        why = "" if offline else _why_unreachable()
-        failed = (
-            f"cannot be reached ({why})" if why else "cannot be reached" if offline else "does not send it"
-        )
+        if not (why := _why_unreachable()):
+            return UsageError(f"The hub's {self.name} {what}.", hint)
+        remedy = "Unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "Check the connection"
         return RunError(
-            f"The model {self.name} is not in the hub's cache, and the hub {failed}.",
-            f"{'Unset HF_HUB_OFFLINE' if offline else 'Check the connection'}, or name a model folder.",
+            f"The model {self.name} is not in the hub's cache, and the hub cannot be reached ({why}).",
+            f"{remedy}, or name a model folder.",
         )
 
 

@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,7 +39,7 @@ from specbench.models.checkpoints import (
     fingerprint,
     headers_digest,
     read_config,
-    safetensors_elements,
+    read_header,
     text_config,
     weight_files,
     weight_memory,
@@ -48,11 +49,16 @@ from specbench.models.composites import causal_class, composite_class, text_mode
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.gguf_blocks import stored_blocks
 from specbench.models.hub import HubModel
+from specbench.models.kept_layers import StoredLayers
 from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
-from specbench.models.stored_layers import StoredLayers
 from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ADAPTED, ModelSpec, parse_model
+
+_FLOATS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 class WeightFiles(NamedTuple):
@@ -66,6 +72,13 @@ class WeightFiles(NamedTuple):
     place: str
     digest: str
     numbers: int
+
+
+class ModelText(NamedTuple):
+    """What is known of a model before its weights are loaded; see ``LanguageModel``."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    context_limit: int | None
 
 
 @dataclass(repr=False)
@@ -143,6 +156,7 @@ def load_model(
     allow_pickle: bool = False,
     tokenizer: bool = True,
     share_tokenizer_with: LanguageModel | None = None,
+    before_weights: Callable[[ModelText], None] | None = None,
 ) -> LanguageModel:
     """Load a model and its tokenizer, after all checks that are possible without weights.
 
@@ -151,61 +165,83 @@ def load_model(
         options: Dtype, device, device map; ``None`` is ``LoadOptions()``.
         allow_pickle: Whether to load pickled weights if there are no others, with torch's restricted unpickler.
         share_tokenizer_with: A model whose tokenizer is taken if its files are equal: making one takes a second.
+        before_weights: Called with its tokenizer before weights are fetched or loaded, so that it can refuse.
 
     Raises:
         UsageError: There is no such model, device or dtype, or the model cannot be decoded speculatively.
         RunError: It cannot be fetched, is damaged, or does not fit into memory.
     """
-    named = parse_model(spec) if isinstance(spec, str) else spec
     options = options or LoadOptions()
     check_options(options)
-    spec, adapter = with_base(named)
+    named = parse_model(spec) if isinstance(spec, str) else spec
     load = partial(
-        _load_folder,
-        gguf=Path(spec.source) if spec.kind == "gguf" else None,
-        name=spec.name,
+        _load_files,
         named=named.name,
-        adapter=adapter,
         options=options,
         progress=progress,
         allow_pickle=allow_pickle,
         with_tokenizer=tokenizer,
         share_with=share_tokenizer_with,
+        before_weights=before_weights,
     )
+    files = find_model(named, progress=progress)
+    try:
+        return load(files)
+    except RunError:
+        # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
+        if files.spec.kind in ("folder", "hub") or not discard_if_damaged(files.folder):
+            raise
+        return load(find_model(named, progress=progress))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, without weights that are not fetched yet.
+
+    Attributes:
+        spec: The model, without its adapter.
+        folder: Its folder; of a built-in model or GGUF file that of the prepared copy.
+        hub: The repository to fetch its weights from, if it has one.
+    """
+
+    spec: ModelSpec
+    folder: Path
+    adapter: Adapter | None
+    hub: HubModel | None = None
+
+    @property
+    def words(self) -> Path:
+        """The folder of its tokenizer: its adapter's if that has one."""
+        return self.adapter.folder if self.adapter and has_tokenizer(self.adapter.folder) else self.folder
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Its configuration, checked; see ``read_config``."""
+        return read_config(self.folder, self.spec.name)
+
+
+def find_model(spec: str | ModelSpec, *, progress: Progress | None = None) -> ModelFiles:
+    """Find a model; a built-in one or a GGUF file is prepared if necessary. For errors see ``load_model``."""
+    spec, adapter = with_base(parse_model(spec) if isinstance(spec, str) else spec)
     if spec.kind == "hub":
         hub = HubModel(spec.source, spec.revision, spec.name, progress)
-        config = read_config(hub.folder, spec.name)
-
-        def check_size(total: int) -> None:
-            """Check roughly, before gigabytes are fetched; ``_load_folder`` checks exactly."""
-            if isinstance(config.dtype, torch.dtype):
-                loaded = resolve_dtype(options, config, Counter())
-                unpacked = quantization_of(config, spec.name) is not None
-                counted = unpacked or composite_class(config) is not None
-                numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
-                packs = unpacked and quantized(options.dtype) is not None and adapter is None
-                _placement(options, config, numbers, config.dtype, loaded, spec.name, packs=packs)
-
-        hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check_size)
-        loaded = load(hub.folder)
-    else:
-        folder = _local_folder(spec, progress)
-        try:
-            loaded = load(folder)
-        except RunError:
-            # A prepared copy that fails may have been damaged since; fetch or convert it again, once.
-            if spec.kind == "folder" or not discard_if_damaged(folder):
-                raise
-            loaded = load(_local_folder(spec, progress))
-    return loaded
+        return ModelFiles(spec, hub.folder, adapter, hub)
+    if spec.kind == "builtin":
+        return ModelFiles(spec, prepare_builtin(spec.source, progress=progress), adapter)
+    if spec.kind == "gguf":
+        return ModelFiles(spec, prepare_gguf(Path(spec.source), progress=progress), adapter)
+    return ModelFiles(spec, Path(spec.source), adapter)
 
 
 def load_config(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedConfig:
-    """Read and check a model's configuration; a built-in model or GGUF file is prepared if necessary."""
-    spec, _ = with_base(parse_model(spec) if isinstance(spec, str) else spec)
-    if spec.kind == "hub":
-        return read_config(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
-    return read_config(_local_folder(spec, progress), spec.name)
+    """Read and check a model's configuration; for errors see ``load_model``."""
+    return find_model(spec, progress=progress).config
+
+
+def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
+    """Load only a model's tokenizer; for errors see ``load_model``."""
+    files = find_model(spec, progress=progress)
+    return make_tokenizer(files.words, files.spec.name)
 
 
 def wrap_model(
@@ -244,82 +280,58 @@ def wrap_model(
     )
 
 
-def load_tokenizer(spec: str | ModelSpec, *, progress: Progress | None = None) -> PreTrainedTokenizerBase:
-    """Load only a model's tokenizer, preparing a built-in model or GGUF file; raise ``RunError`` if that fails."""
-    spec, adapter = with_base(parse_model(spec) if isinstance(spec, str) else spec)
-    if adapter is not None and has_tokenizer(adapter.folder):
-        return make_tokenizer(adapter.folder, adapter.name)
-    if spec.kind == "hub":
-        return make_tokenizer(HubModel(spec.source, spec.revision, spec.name, progress).folder, spec.name)
-    return make_tokenizer(_local_folder(spec, progress), spec.name)
-
-
-def _local_folder(spec: ModelSpec, progress: Progress | None) -> Path:
-    if spec.kind == "builtin":
-        return prepare_builtin(spec.source, progress=progress)
-    if spec.kind == "gguf":
-        return prepare_gguf(Path(spec.source), progress=progress)
-    return Path(spec.source)
-
-
-def _load_folder(
-    folder: Path,
+def _load_files(
+    source: ModelFiles,
     *,
-    gguf: Path | None,
-    name: str,
     named: str,
-    adapter: Adapter | None,
     options: LoadOptions,
     progress: Progress | None,
     allow_pickle: bool,
     with_tokenizer: bool,
     share_with: LanguageModel | None,
+    before_weights: Callable[[ModelText], None] | None,
 ) -> LanguageModel:
-    """Load the model and the tokenizer in ``folder``.
-
-    Args:
-        gguf: The file that it was converted from.
-        named: What the model was called in the spec; with an adapter its own name says which.
-        adapter: Is merged into it; the tokenizer is the adapter's if it has one.
-    """
-    words = adapter.folder if adapter and has_tokenizer(adapter.folder) else None
-    config = read_config(folder, name)
-    files = weight_files(folder, name, config, allow_pickle)
-    pickled = files[0].suffix != ".safetensors"
-    tensors: dict[str, tuple[torch.dtype, int]] = {}
-    for file in files if not pickled else []:
-        tensors |= safetensors_elements(file)
-    counts = Counter[torch.dtype]()
-    for tensor in tensors.keys() - unread_weights(config, tensors):
-        kind, numbers = tensors[tensor]
-        counts[kind] += numbers
-    dtype = resolve_dtype(options, config, counts)
-    kinds = [kind for kind in counts if kind.is_floating_point]
+    """Load a model; ``named`` is what it was called, for with an adapter its own name says which."""
+    folder, name, adapter, config = source.folder, source.spec.name, source.adapter, source.config
     settings, packed = quantization_of(config, name), quantized(options.dtype)
-    packs = packed is not None and (settings is not None or gguf is not None) and adapter is None
-    stored = kinds[0] if len(kinds) == 1 and settings is None else None
-    # Before the tokenizer is loaded: it can refuse.
-    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
-    placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     tokenizer = None
-    if share_with and share_with.words and same_tokenizer(words or folder, share_with.words):
+    if share_with and share_with.words and same_tokenizer(source.words, share_with.words):
         tokenizer = share_with.tokenizer
     if tokenizer is None and with_tokenizer:
-        tokenizer = make_tokenizer(words or folder, name)
+        tokenizer = make_tokenizer(source.words, name)
+    if before_weights is not None:
+        before_weights(ModelText(tokenizer, _context_limit(config)))
+    if source.hub is not None:
+        check = partial(_check_size, options, config, name, packs=packed is not None and adapter is None)
+        source.hub.fetch_weights(config, allow_pickle=allow_pickle, check_size=check)
+    files = weight_files(folder, name, config, allow_pickle)
+    pickled = files[0].suffix != ".safetensors"
+    tensors = {} if pickled else {key: facts for file in files for key, facts in read_header(file).items()}
+    counts = Counter[torch.dtype]()
+    for tensor in tensors.keys() - unread_weights(config, tensors):
+        kind, shape = tensors[tensor]
+        counts[_FLOATS.get(kind, torch.uint8)] += prod(shape)
+    dtype = resolve_dtype(options, config, counts)
+    kinds = [kind for kind in counts if kind.is_floating_point]
+    gguf = Path(source.spec.source) if source.spec.kind == "gguf" else None
+    packs = packed is not None and (settings is not None or gguf is not None) and adapter is None
+    stored = kinds[0] if len(kinds) == 1 and settings is None else None
+    numbers = weights_of(config)[0] if settings is not None or pickled else sum(counts.values())
+    placement = _placement(options, config, numbers, stored, dtype, name, packs=packs)
     read = partial(_read_weights, folder, name, config, dtype, placement, files, progress=progress)
-    packs = packs and placement is None and gguf is None
-    model, weights = read(packs=packs)
+    packs = packs and placement is None
+    model, weights = read(packs=packs and gguf is None)
     if adapter is not None:
         plain = [_fingerprint(model, kind) for kind in (None, torch.bfloat16)]
         model, content, note = adapter.merge(model, name, allow_pickle=allow_pickle)
-    model = text_model(model)
-    layers = StoredLayers.of(model, weights, packed) if packed is not None and packs else None
-    if packs and layers is None:
-        model = text_model(read(packs=False)[0])
-    if packed is not None and gguf is not None and adapter is None and placement is None:
-        layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
+    model, layers = text_model(model), None
+    if packed is not None and packs:
+        if gguf is not None:
+            layers = StoredLayers(stored_blocks(gguf, folder, model), packed)
+        elif (layers := StoredLayers.of(model, weights, packed)) is None:
+            model = text_model(read(packs=False)[0])
     model.config.name_or_path = name
-    loaded = wrap_model(model, tokenizer, name, quantize=quantized(options.dtype))
+    loaded = wrap_model(model, tokenizer, name, quantize=packed)
     if settings is not None:
         give_back_free_memory()
         into = dtype_name(dtype) if layers is None else f"{packed} layers"
@@ -327,7 +339,7 @@ def _load_folder(
     usual = resolve_dtype(replace(options, dtype="auto"), config, counts)
     if dtype == torch.float32 and usual == torch.bfloat16 and settings is None and gguf is None:
         loaded.slower = f"{name} in float32 takes about twice as long as in its own bfloat16 (--dtype auto)."
-    loaded.stored, loaded.folder, loaded.words = layers, folder, words or folder
+    loaded.stored, loaded.folder, loaded.words = layers, folder, source.words
     if not pickled:
         where = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         loaded.files = WeightFiles(where, headers_digest(folder, files), sum(counts.values()))
@@ -343,6 +355,18 @@ def _load_folder(
             place, digest, numbers = loaded.files
             loaded.files = WeightFiles(adapted(place), adapted(digest), numbers)
     return loaded
+
+
+def _check_size(
+    options: LoadOptions, config: PreTrainedConfig, name: str, total: int, *, packs: bool
+) -> None:
+    """Check roughly, before gigabytes are fetched; ``_load_files`` checks exactly."""
+    if isinstance(config.dtype, torch.dtype):
+        unpacked = quantization_of(config, name) is not None
+        counted = unpacked or composite_class(config) is not None
+        numbers = weights_of(config)[0] if counted else total // config.dtype.itemsize
+        loaded = resolve_dtype(options, config, Counter())
+        _placement(options, config, numbers, config.dtype, loaded, name, packs=packs and unpacked)
 
 
 def _read_weights(

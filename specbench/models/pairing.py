@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -36,47 +36,32 @@ def translation_of(target: LanguageModel, drafter: LanguageModel) -> Translation
     Raises:
         UsageError: The two have too few tokens in common, or the bytes of their tokens are not known.
     """
-    if target.tokenizer is None or drafter.tokenizer is None:
-        if target.vocab_size != drafter.vocab_size:
-            raise _incompatible(
-                target,
-                drafter,
-                f"{target.vocab_size} logits against {drafter.vocab_size}, and no tokenizer to compare",
-            )
-        return None
-    vocabulary = target.tokenizer.get_vocab()
-    if target.tokenizer is drafter.tokenizer or vocabulary == drafter.tokenizer.get_vocab():
+    ours, theirs = target.tokenizer, cast("Any", drafter.tokenizer)
+    if ours is None or theirs is None:
+        if target.vocab_size == drafter.vocab_size:
+            return None
+        sizes = f"{target.vocab_size} logits against {drafter.vocab_size}"
+        raise _incompatible(target, drafter, f"{sizes}, and no tokenizer to compare")
+    vocabulary = ours.get_vocab()
+    if ours is theirs or vocabulary == theirs.get_vocab():
         needed = max(vocabulary.values(), default=-1) + 1
         for model in (target, drafter):
             if model.vocab_size < needed:
-                raise _incompatible(
-                    target, drafter, f"{model.name} has {model.vocab_size} logits for {needed} tokens"
-                )
+                narrow = f"{model.name} has {model.vocab_size} logits for {needed} tokens"
+                raise _incompatible(target, drafter, narrow)
         return None
-    return _translation(target, drafter, target.tokenizer, drafter.tokenizer)
-
-
-def _translation(
-    target: LanguageModel, drafter: LanguageModel, ours: PreTrainedTokenizerBase, theirs: Any
-) -> Translation:
     own, other = token_bytes(ours), token_bytes(theirs)
-    for model, found in ((target, own), (drafter, other)):
-        if not found:
-            raise _incompatible(
-                target, drafter, f"the tokenizers differ, and the bytes of {model.name}'s tokens are unknown"
-            )
+    if not own or not other:
+        name = drafter.name if own else target.name
+        unknown = f"the tokenizers differ, and the bytes of {name}'s tokens are unknown"
+        raise _incompatible(target, drafter, unknown)
     specials, first = _special_pairs(ours, theirs), _by_bytes(other)
-    shared = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}
-    shared = {
-        token: counterpart
-        for token, counterpart in shared.items()
-        if token < target.vocab_size and counterpart < drafter.vocab_size
-    }
+    pairs = specials | {token: first[text] for text, token in _by_bytes(own).items() if text in first}
+    shared = {a: b for a, b in pairs.items() if a < target.vocab_size and b < drafter.vocab_size}
     ordinary = len(shared.keys() - specials.keys())
     if ordinary < _LEAST_SHARED * len(own):
-        raise _incompatible(
-            target, drafter, f"of the target's {len(own)} tokens the drafter has {ordinary or 'none'}"
-        )
+        few = f"of the target's {len(own)} tokens the drafter has {ordinary or 'none'}"
+        raise _incompatible(target, drafter, few)
     tokens = len(own.keys() | special_tokens(ours).values())
     silent = (ours.bos_token, ours.eos_token, ours.pad_token, ours.unk_token)
     named = {token: name.encode() for name, token in special_tokens(ours).items() if name not in silent}

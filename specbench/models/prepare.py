@@ -13,7 +13,7 @@ from specbench.decoding.protocols import Drafter
 from specbench.models.devices import check_options
 from specbench.models.drafters import DrafterLoader, check_drafter, loading
 from specbench.models.heads import TrainedHead, head_of
-from specbench.models.load import LanguageModel, load_model
+from specbench.models.load import LanguageModel, ModelText, load_model
 from specbench.models.pairing import translation_of
 from specbench.models.target import Target, default_cache, prepare_target
 from specbench.options import CacheKind, ModelOptions
@@ -82,6 +82,7 @@ def prepare(
     *,
     cache: CacheKind | None = None,
     progress: Progress | None = None,
+    before_weights: Callable[[ModelText], None] | None = None,
     before_packing: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[Target, list[LoadedDrafter]]:
     """Load a target and its drafters. Each model is loaded once.
@@ -91,6 +92,7 @@ def prepare(
         options: How to load their weights.
         cache: Kind of KV cache; ``None`` for the target's default (``default_cache``) and dynamic drafters.
         progress: Receives the stages.
+        before_weights: See ``load_model``.
         before_packing: Called with the target as ``transformers`` has loaded it, before its layers change. Since it can
             take long, the drafters' models are loaded and checked first.
 
@@ -100,7 +102,13 @@ def prepare(
     """
     check_models(target, drafters, options, progress=progress)
 
-    language_model = load_model(target, options.target, progress=progress, allow_pickle=options.allow_pickle)
+    language_model = load_model(
+        target,
+        options.target,
+        progress=progress,
+        allow_pickle=options.allow_pickle,
+        before_weights=before_weights,
+    )
     config = language_model.model.config
     kind = cache or default_cache(config, quantized=language_model.quantize is not None)
     loader = DrafterLoader(cache=cache or "dynamic", progress=progress, allow_pickle=options.allow_pickle)

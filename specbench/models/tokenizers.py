@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +76,14 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ]
     if tokenizer is not None:
         named += [tokenizer.eos_token_id, end_of_turn(tokenizer)]
-    ids: set[int] = set()
-    for value in named:
-        values: Iterable[Any] = value if isinstance(value, list | tuple) else (value,)
-        for each in values:
-            if isinstance(each, int):
-                ids.add(int(each))
-            elif each is not None:
-                raise UsageError(
-                    "The model's eos_token_id is neither a token id nor a list of them.",
-                    "Correct its config.json or generation_config.json.",
-                )
-    return tuple(sorted(ids))
+    values = [each for value in named for each in (value if isinstance(value, list | tuple) else [value])]
+    ids = [each for each in values if each is not None]
+    if not all(isinstance(each, int) for each in ids):
+        raise UsageError(
+            "The model's eos_token_id is neither a token id nor a list of them.",
+            "Correct its config.json or generation_config.json.",
+        )
+    return tuple(sorted({*map(int, ids)}))
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -1,4 +1,4 @@
-"""DFlash and DFlash 2, as their authors and ``speculators`` write them.
+"""DFlash, DFlash 2 and DSpark, as their authors and ``speculators`` write them.
 
 fc.weight             [hidden, states·width]
 hidden_norm.weight    [hidden]
@@ -11,6 +11,13 @@ layers.I.{attention,mlp}_conv.base_kernel                 [kernel, 2, hidden]
 layers.I.{attention,mlp}_conv.kernel_projection.weight    [kernel·2·hidden/group, hidden]
 candidate_selector.{predecessor,successor}_codebook       [vocab, rank]
 candidate_selector.hidden_projection.weight               [rank, hidden]
+
+DSpark has those of DFlash, and:
+
+markov_head.markov_w1.weight, .markov_w2.weight    [vocab, rank], [draft vocab, rank], unless ``markov_rank`` is 0
+markov_head.gate_proj.weight, .bias                [rank, hidden + rank], of the type ``gated``
+markov_head.joint_proj.weight, .bias               [3·rank, hidden + 2·rank], of the type ``rnn``
+confidence_head.proj.weight, .bias                 [1, hidden], with ``confidence_head_with_markov`` hidden + rank
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 from torch import nn
 
-from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead
+from specbench.backends.torch.block_heads import BlockShape, DFlash2Head, DFlashHead, DSparkHead, MarkovType
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.record import Count
@@ -30,7 +37,7 @@ from specbench.models.heads import llama
 from specbench.models.heads.base import HeadFiles, unsupported
 from specbench.models.heads.llama import Make, check_layers
 
-_Factor = Annotated[float, Meta(gt=0, lt=1e300)]
+Factor = Annotated[float, Meta(gt=0, lt=1e300)]
 
 
 def register(kind: str, **more: Any) -> Callable[[Make], Make]:
@@ -63,9 +70,9 @@ def block_shape(
         first=0 if files.setting("sample_from_anchor", bool, anchored) else 1,
         windows=tuple(windows),
         causal=tuple(causal),
-        embedding_scale=files.setting("input_embedding_scale", _Factor, 1.0),
-        logit_scale=files.setting("output_multiplier", _Factor, 1.0),
-        logit_cap=files.setting("final_logit_softcapping", _Factor | None),
+        embedding_scale=files.setting("input_embedding_scale", Factor, 1.0),
+        logit_scale=files.setting("output_multiplier", Factor, 1.0),
+        logit_cap=files.setting("final_logit_softcapping", Factor | None),
         **own,
     )
     if block.drafted < 1:
@@ -122,3 +129,22 @@ def _dflash2(files: HeadFiles, shape: EagleShape) -> nn.Module:
         selected=min(files.number("selector_top_k", 16), shape.vocab),
     )
     return DFlash2Head(shape, block)
+
+
+@register("dspark")
+def _dspark(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    rank = files.setting("markov_rank", Count, 256)
+    markov = files.setting("markov_head_type", MarkovType, "vanilla")
+    confidence = files.setting("enable_confidence_head", bool, True)
+    reads_token = confidence and files.setting("confidence_head_with_markov", bool, True)
+    if reads_token and not rank:
+        raise files.damaged("its confidence_head_with_markov needs a markov_rank above 0")
+    block = block_shape(
+        files,
+        anchored=True,
+        markov=markov if rank else None,
+        rank=rank,
+        confidence=confidence,
+        confidence_reads_token=reads_token,
+    )
+    return DSparkHead(shape, block)

@@ -1,10 +1,11 @@
-"""EAGLE: EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, and EAGLE-1 (and 2).
+"""EAGLE: EAGLE-3 as its authors, AngelSlim, SpecForge, ``speculators`` and vLLM write it, P-EAGLE, and EAGLE-1 (and 2).
 
 fc.weight                              [hidden, states·width]; also .bias
 fc_norm.I.weight, input_norm.weight    [width], [states·width]: EAGLE-3.1's norms of the states
 layers.I.*                             see ``llama.py``; its authors' midlayer.*. Layer 0 has 2·hidden inputs, and
 layers.0.hidden_norm.weight            [hidden]
 norm.weight                            [hidden]
+mask_hidden                            [states·width], in any form, of P-EAGLE: what masks have in place of states
 
 Of EAGLE-1 there are only these:
 
@@ -17,29 +18,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig
 
-from specbench.backends.torch.head_scorers import EagleScorer
-from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape
-from specbench.models.heads.base import HeadFiles
+from specbench.backends.torch.head_scorers import EagleScorer, ParallelScorer
+from specbench.backends.torch.heads import Eagle1Head, EagleHead, EagleShape, ParallelEagleHead
+from specbench.models.heads.base import HeadFiles, Tensors, usual
 from specbench.models.heads.llama import check_layers, register
 
 
-def check(files: HeadFiles, target: PreTrainedConfig) -> None:
+def _check(files: HeadFiles, target: PreTrainedConfig) -> None:
     """Refuse heads that differ from EAGLE-3's."""
     last = files.part("eagle_config").get("use_aux_hidden_state") is False
     check_layers(files, target, odd="it uses only the last hidden state" if last else None)
 
 
-def layers(files: HeadFiles, total: int) -> Sequence[int]:
+def _layers(files: HeadFiles, total: int) -> Sequence[int]:
     """Return the target's layers whose inputs are read."""
     named = _named_layers(files)
     return files.within([2, total // 2, total - 3] if named is None else named, total - 1)
 
 
-def assumed(files: HeadFiles, read: Sequence[int]) -> str:
+def _assumed(files: HeadFiles, read: Sequence[int]) -> str:
     """Return what is assumed if the configuration does not name layers."""
     if _named_layers(files) is not None:
         return ""
@@ -57,17 +59,50 @@ def _named_layers(files: HeadFiles) -> list[int] | None:
     return named and [each + shift for each in named]
 
 
+_OF_EAGLE3 = {"check": _check, "layers": _layers, "assumed": _assumed}
+
+
 @register(
     "eagle3",
     EagleScorer,
     names=("eagle3",),
     claims=lambda files, named: named is None and "draft_vocab_size" in files.settings,
-    check=check,
-    layers=layers,
-    assumed=assumed,
+    **_OF_EAGLE3,
 )
 def _eagle3(files: HeadFiles, shape: EagleShape) -> nn.Module:
     return EagleHead(shape)
+
+
+# -- P-EAGLE ----------------------------------------------------------------------------------------
+
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names that tools give the token it reads in place of one to be guessed."""
+
+_AHEAD = 8
+"""Tokens that it drafts in a forward pass unless its configuration says: what its authors train it for."""
+
+
+def _convert(files: HeadFiles, stored: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    tensors, target_tokens = usual(files, stored)
+    tensors |= {name: tensors[name].flatten() for name in tensors.keys() & {"mask_hidden"}}
+    return tensors, target_tokens
+
+
+@register(
+    "peagle",
+    ParallelScorer,
+    names=("peagle",),
+    claims=lambda files, named: named == "eagle3" and any(key in files.settings for key in _MASKS),
+    convert=_convert,
+    **_OF_EAGLE3,
+)
+def _peagle(files: HeadFiles, shape: EagleShape) -> nn.Module:
+    mask = files.token(next((key for key in _MASKS if key in files.settings), _MASKS[0]))
+    methods = files.part("speculators_config").get("proposal_methods") or [{}]
+    ahead = methods[0].get("speculative_tokens", _AHEAD) if isinstance(methods[0], dict) else None
+    if type(ahead) is not int or ahead < 1:
+        raise files.damaged("its speculative_tokens is no whole number above 0")
+    return ParallelEagleHead(shape, ahead, mask)
 
 
 # -- EAGLE-1 ----------------------------------------------------------------------------------------

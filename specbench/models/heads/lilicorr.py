@@ -16,20 +16,14 @@ lilicorr.{out,in,anchor_out}_head.weight, .bias               [factors, size]
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from msgspec import Meta
 from torch import nn
 
 from specbench.backends.torch.block_heads import LatticeShape, LiLiCorrHead
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.record import Count
 from specbench.models.heads.base import HeadFiles, Tensors, unsupported, usual
-from specbench.models.heads.dflash import block_shape, conv_group, register
-
-_Factor = Annotated[float, Meta(gt=0, lt=1e300)]
-
+from specbench.models.heads.dflash import Factor, block_shape, conv_group, register
 
 _OF_VLLM = {
     "feature_norm.": "feature_mlp.0.",
@@ -60,10 +54,10 @@ def _lilicorr(files: HeadFiles, shape: EagleShape) -> nn.Module:
         hidden=size,
         layers=files.number("lilicorr_num_layers"),
         heads=files.number("lilicorr_num_heads"),
-        inner=int(size * files.setting("lilicorr_mlp_ratio", _Factor)),
+        inner=int(size * files.setting("lilicorr_mlp_ratio", Factor)),
         factors=files.number("lilicorr_factor_dim"),
-        epsilon=files.setting("lilicorr_vector_eps", _Factor),
-        scale=files.setting("lilicorr_logit_scale", _Factor),
+        epsilon=files.setting("lilicorr_vector_eps", Factor),
+        scale=files.setting("lilicorr_logit_scale", Factor),
     )
     if size % lattice.heads:
         raise files.damaged(f"its lilicorr_num_heads does not divide the size {size}")
