@@ -19,9 +19,9 @@ from specbench.generate import speculative_generate
 from specbench.kernels import native
 from specbench.kernels.native import Panels
 from specbench.models import quantized as reading
-from specbench.models.kept_layers import packed_as_told
 from specbench.models.load import load_model
 from specbench.models.quantized import Grid, StoredWeight, stored_weights
+from specbench.models.stored_layers import packed_as_told
 from specbench.models.target import load_target, prepare_target
 from specbench.options import LoadOptions, QuantizedName
 

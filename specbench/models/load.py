@@ -49,8 +49,8 @@ from specbench.models.composites import causal_class, composite_class, text_mode
 from specbench.models.devices import available_memory, check_options, resolve_device
 from specbench.models.gguf_blocks import stored_blocks
 from specbench.models.hub import HubModel
-from specbench.models.kept_layers import StoredLayers
 from specbench.models.quantized import note_on_quantization, quantization_of, stored_weights, unpacked_source
+from specbench.models.stored_layers import StoredLayers
 from specbench.models.tokenizers import end_ids_of, has_tokenizer, make_tokenizer, same_tokenizer
 from specbench.options import DecodingOptions, LoadOptions, QuantizedName, quantized
 from specbench.specs.models import ADAPTED, ModelSpec, parse_model
