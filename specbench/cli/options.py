@@ -216,5 +216,6 @@ def deciding(recipe: Recipe, sampling: Sampling, model: LanguageModel) -> dict[s
         "bit_exact": recipe.caching.cache == "bit-exact" or None,
         **{each.name: switched_on.get(each.name) for each in fields(decoding)},
         "stop": list(decoding.stop) or None,
+        "format": None if decoding.format is None else str(decoding.format),
         "model_defaults": (decoding.model_defaults and model.defaults.applied) or None,
     }
