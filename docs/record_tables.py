@@ -25,7 +25,7 @@ def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 
 
 _ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts]
-_OTHERS = ("specbench.results.trace", "specbench.train.settings")  # records of other files
+_OTHERS = ("specbench.results.trace", "specbench.train.texts")  # records of other files
 RECORDS = {each.__name__: each for each in _ALL if each.__module__ not in _OTHERS}
 """By name."""
 

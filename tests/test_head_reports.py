@@ -24,7 +24,6 @@ EVIL = "<b>chat</b>"
 TRAINING: dict[str, Any] = {
     "kind": "eagle",
     "tokens": 400_000,
-    "seconds": 5400.0,
     "measured": [
         {"tokens": 0, "tokens_per_step": 1.01, "accepted": [0.01], "categories": {"code": 1.0, EVIL: 1.02}},
         {"tokens": 300_000, "tokens_per_step": 1.5, "accepted": [0.4, 0.3], "categories": {"code": 1.7}},
@@ -133,6 +132,6 @@ def test_a_story_is_read_beside_the_head_or_not_at_all(tmp_path):
     whole = {**TRAINING, "data": {"tokens": 400_000, "texts": 3}, "settings": {}}
     file.write_text(json.dumps({name: value for name, value in whole.items() if name != "tokens"}))
     assert read_metadata(tmp_path) == msgspec.convert(TRAINING, TrainingMetadata)
-    for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"seconds": NaN}'):
+    for damaged in ("{", "[]", json.dumps({**whole, "measured": [{"tokens": "many"}]}), '{"kind": NaN}'):
         file.write_text(damaged)
         assert read_metadata(tmp_path) is None

@@ -836,7 +836,7 @@ def test_the_best_measurement_of_a_training_says_what_to_expect_of_its_head(tmp_
     ]
 
     def expected(drafter: str) -> float | None:
-        facts = {"kind": "eagle", "data": {"tokens": 3}, "seconds": 1.0, "measured": measured}
+        facts = {"kind": "eagle", "data": {"tokens": 3}, "measured": measured}
         (folder / TRAINING_FILE).write_text(json.dumps(facts))
         return load_drafter(drafter, target, PLAIN).traits.prior.acceptance
 

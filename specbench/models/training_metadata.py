@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from specbench.base.record import Count, Json, Number, Record, Seconds, doc
+from specbench.base.record import Count, Json, Number, Record, doc
 
 TRAINING_FILE = "training.json"
 
@@ -30,7 +30,6 @@ class TrainingMetadata(Record):
     kind: str
     form: Annotated[str | None, doc("`speculators` if it is written as that library writes heads")] = None
     tokens: Annotated[Count | None, doc("of text trained on")] = None
-    seconds: Annotated[Seconds | None, doc("that took")] = None
     measured: list[TrainingMeasurement] = []
 
     @property
@@ -48,7 +47,7 @@ def read_metadata(folder: Path) -> TrainingMetadata | None:
     """Read how the head in a folder was trained; ``None`` if that is not known."""
     try:
         found = msgspec.json.decode((folder / TRAINING_FILE).read_bytes(), type=Json)
-        facts = {name: found[name] for name in ("kind", "seconds", "measured")}
+        facts = {name: found[name] for name in ("kind", "measured")}
         return msgspec.convert(facts | {"tokens": found["data"]["tokens"]}, TrainingMetadata)
     except (OSError, KeyError, TypeError, ValueError, RecursionError):  # missing, damaged, or of another tool
         return None

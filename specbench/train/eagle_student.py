@@ -14,22 +14,17 @@ from specbench.models.checkpoints import text_config
 from specbench.train.students import (
     EVERY,
     FAMILY,
-    Metrics,
-    MetricsBuilder,
+    Batch,
+    Drafts,
     Student,
-    copied_text,
-    group_by_text,
     layer_config,
     layer_settings,
-    layer_weights,
     picked,
     start_from_highest,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specbench.train.lessons import Lesson
 
 
 class DraftAttention:
@@ -82,48 +77,54 @@ class EagleStudent(Student):
         model: The target; if it is of the Llama family, the head starts with its last layers.
     """
 
-    kind, algorithm = "eagle", "eagle3"
+    algorithm = "eagle3"
 
     def __init__(
-        self, model: PreTrainedModel, head: torch.Tensor, depth: int, seed: int, layers: int
+        self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int, layers: int = 1
     ) -> None:
-        super().__init__(model, head, depth)
+        super().__init__(model, draft_vocab, depth)
         self.every = EVERY
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.head, self.started_from = self._make(model, len(head), layers)
+        self.head = self.make_head(model, layers)
         del self.head.lm_head
 
-    def _make(self, model: PreTrainedModel, vocab: int, layers: int) -> tuple[Any, str | None]:
-        """Return a new head, and where its weights are from, see ``Student``."""
-        config = self._config
-        shape = EagleShape(len(self.layers), config.hidden_size, vocab, layer_config(config), layers)
-        head = EagleHead(shape)
-        return head, _init_from_target(head, model)
+    def read_layers(self, total: int) -> tuple[int, ...]:
+        return tuple(sorted(max(0, min(layer, total - 1)) for layer in (2, total // 2, total - 3)))
 
-    def forward(self, lesson: Lesson) -> Metrics:
-        metrics, head = MetricsBuilder(lesson, self._rows), self.head
+    def make_head(self, model: PreTrainedModel, layers: int) -> Any:
+        """Return a new head."""
+        config = self.config
+        shape = EagleShape(
+            len(self.layers), config.hidden_size, len(self.draft_vocab), layer_config(config), layers
+        )
+        head = EagleHead(shape)
+        _init_from_target(head, model)
+        return head
+
+    def draft(self, batch: Batch, drafts: Drafts) -> None:
+        head, embedded, states = self.head, batch["embedded"], batch["states"][:, :-1]
         attends = [DraftAttention() for _ in head.layers]
-        features = head.fuse(lesson.states[:, :-1].to(head.norm.weight.dtype)).float()
+        features = head.fuse(states.to(head.norm.weight.dtype)).float()
         texts, last = features.shape[:2]
         starts = torch.arange(last, device=features.device).expand(texts, -1)
-        always = (starts + lesson.ids.sum()) % self.every == 0
-        kept = metrics.rows(0)
+        wanted = drafts.wanted(0)
+        kept = wanted >= 0
         for place in range(self.depth):
             tokens = (starts + place + 1).clamp(max=last)
-            out = head.read(picked(lesson.embedded, tokens), features, starts + place, attends)
-            text, draft = kept.nonzero(as_tuple=True)
-            rows = text, starts[text, draft]
-            right = metrics.add(head.norm(out[text, draft]), place, rows)
+            out = head.read(picked(embedded, tokens), features, starts + place, attends)
+            right = torch.zeros_like(kept)
+            right[kept] = drafts.add(head.norm(out[kept]), wanted[kept])
             if place + 1 == self.depth:
                 break
-            continues = metrics.rows(place + 1)[rows] & (right | always[rows])
-            drafts, kept = group_by_text(text[continues], draft[continues], texts)
-            starts = picked(starts, drafts)
-            features = picked(head.recurring(out), drafts)
+            wanted = drafts.wanted(place + 1).gather(1, starts)
+            kept = kept & (wanted >= 0) & (right | ((starts + batch["ids"].sum()) % self.every == 0))
+            # Of each text the drafts that continue, in order; padded to the same number for all.
+            chosen = kept.int().argsort(dim=1, descending=True, stable=True)[
+                :, : max(1, int(kept.sum(1).max()))
+            ]
+            starts, wanted, kept = (each.gather(1, chosen) for each in (starts, wanted, kept))
+            features = picked(head.recurring(out), chosen)
             for attend in attends:
-                attend.select(drafts, starts)
-        return metrics.build()
+                attend.select(chosen, starts)
 
     def settings(self) -> Json:
         shape = self.head.shape
@@ -140,25 +141,24 @@ class EagleStudent(Student):
         return {name: tensor.detach() for name, tensor in self.head.named_parameters()}
 
 
-def _init_from_target(head: EagleHead, model: PreTrainedModel) -> str | None:
-    """Initialize a head with the target's last layers if they fit; its features begin as the highest hidden state.
+def _init_from_target(head: EagleHead, model: PreTrainedModel) -> None:
+    """Initialize a head with the target's last layers if they fit.
 
-    The first layer's input is the embedding concatenated with the feature; it begins as if it were their sum.
+    Its features begin as the highest hidden state. The first layer's input is the embedding concatenated with the
+    feature; it begins as if it were their sum.
     """
     untyped: Any = model
     config = text_config(model.config)
-    with torch.no_grad():
-        start_from_highest(head.fc, config.hidden_size)
-        if config.model_type not in FAMILY:
-            return None
-        decoder = untyped.get_decoder()
-        first, *further = head.layers
-        like, *others = decoder.layers[-len(head.layers) :]
-        weights = layer_weights(like)
-        for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-            weights[name] = torch.cat((weights[name], weights[name]), dim=1) * math.sqrt(0.5)
-        first.load_state_dict(weights | {"hidden_norm.weight": weights["input_layernorm.weight"]})
-        for layer, each in zip(further, others, strict=True):
-            layer.load_state_dict(layer_weights(each))
-        head.norm.weight.copy_(decoder.norm.weight)
-    return copied_text(config.num_hidden_layers, len(head.layers))
+    start_from_highest(head.fc, config.hidden_size)
+    if config.model_type not in FAMILY:
+        return
+    decoder = untyped.get_decoder()
+    for place, layer in enumerate(head.layers):
+        known = decoder.layers[place - len(head.layers)].state_dict()
+        weights = {name: known[name].float() for name in layer.state_dict() if name in known}
+        if place == 0:
+            for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+                weights[name] = torch.cat((weights[name], weights[name]), dim=1) * math.sqrt(0.5)
+            weights["hidden_norm.weight"] = weights["input_layernorm.weight"]
+        layer.load_state_dict(weights)
+    head.norm.load_state_dict({"weight": decoder.norm.weight})

@@ -9,41 +9,38 @@ from torch import nn
 
 from specbench.backends.torch.heads import MedusaHeads
 from specbench.base.record import Json
-from specbench.train.students import Metrics, MetricsBuilder, Student
+from specbench.train.students import Batch, Drafts, Student
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specbench.train.lessons import Lesson
 
 
 class MedusaStudent(Student):
     """Medusa heads of one block each, on the target's own projection to the vocabulary (Cai et al. 2024)."""
 
-    kind, algorithm = "medusa", None
-    started_from = "the head of the target"
+    rate = 1e-3
 
-    def __init__(self, model: PreTrainedModel, head: torch.Tensor, depth: int) -> None:
-        super().__init__(model, head, depth)
-        self.heads = MedusaHeads(depth, 1, self._config.hidden_size, 1, shared=True)
+    def __init__(self, model: PreTrainedModel, draft_vocab: torch.Tensor, depth: int) -> None:
+        super().__init__(model, draft_vocab, depth)
+        self.heads = MedusaHeads(depth, 1, self.config.hidden_size, 1, shared=True)
         del self.heads.lm_heads
         for parameter in self.heads.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, lesson: Lesson) -> Metrics:
-        metrics = MetricsBuilder(lesson, self._rows)
-        states = lesson.states[:, :-1, 0].float()
+    def draft(self, batch: Batch, drafts: Drafts) -> None:
+        states = batch["states"][:, :-1, 0].float()
+        reached = drafts.wanted(0) >= 0
         for place in range(self.depth):
-            rows = metrics.rows(place)
-            metrics.add(self.heads.guess(states[rows], place), place, rows)
-        return metrics.build()
+            wanted = drafts.wanted(place)
+            reached = reached & (wanted >= 0)
+            drafts.add(self.heads.guess(states[reached], place), wanted[reached])
 
     def settings(self) -> Json:
         return {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
-            "hidden_size": self._config.hidden_size,
-            "vocab_size": self._config.vocab_size,
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
             "num_heads": self.depth,
             "num_hidden_layers": 1,
             "original_lm_head": True,

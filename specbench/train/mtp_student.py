@@ -15,7 +15,7 @@ from specbench.base.record import Json
 from specbench.models.checkpoints import text_config
 from specbench.models.mtp_layouts import SPECULATORS
 from specbench.train.eagle_student import EagleStudent
-from specbench.train.students import layer_config, layer_settings, start_from_highest
+from specbench.train.students import Student, layer_config, layer_settings, start_from_highest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,16 +30,16 @@ class MtpStudent(EagleStudent):
     Llama's. Its input begins as the target's hidden state before the final norm, in the size of that layer's inputs.
     """
 
-    kind = algorithm = "mtp"
+    algorithm = "mtp"
+    read_layers = Student.read_layers
 
-    def _make(self, model: PreTrainedModel, vocab: int, layers: int) -> tuple[Any, str | None]:  # noqa: ARG002
-        head, started_from = _layer_of_target(model)
+    def make_head(self, model: PreTrainedModel, layers: int) -> Any:  # noqa: ARG002
+        head = _layer_of_target(model)
         if head is None:
-            own = layer_config(self._config)
+            own = layer_config(self.config)
             head = _mtp_layer(own, LlamaDecoderLayer(own, 0))
-        with torch.no_grad():
-            start_from_highest(head.eh_proj, self._config.hidden_size)
-        return head, started_from
+        start_from_highest(head.eh_proj, self.config.hidden_size)
+        return head
 
     def settings(self) -> Json:
         return {
@@ -57,8 +57,8 @@ class MtpStudent(EagleStudent):
         }
 
 
-def _layer_of_target(model: PreTrainedModel) -> tuple[MtpLayer | None, str | None]:
-    """Return a copy of the target's last layer with full attention, and where it is from.
+def _layer_of_target(model: PreTrainedModel) -> MtpLayer | None:
+    """Return a copy of the target's last layer with full attention.
 
     ``None`` if such a layer needs more than the arguments of an MTP layer, or its attention is of another form.
     """
@@ -78,8 +78,8 @@ def _layer_of_target(model: PreTrainedModel) -> tuple[MtpLayer | None, str | Non
         with torch.no_grad():
             head.read(tokens, tokens, torch.arange(2)[None], [causal_attention])
     except Exception:  # what configurations and layers of other shapes raise
-        return None, None
-    return head, f"layer {place} and the final norm of the target"
+        return None
+    return head
 
 
 @torch.no_grad()

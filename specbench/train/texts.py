@@ -1,4 +1,4 @@
-"""Texts that a target writes to the training prompts: stored in the cache folder, one line of JSON for each.
+"""The prompts to train on, and the texts that a target writes to them: files of the cache folder, a text a line.
 
 A head learns its target's choices far better from these texts than from others. Lines are only appended, so a killed
 process loses only unfinished texts, and the next training with the same target, prompts and length reuses all others.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from specbench.base.cache import CACHE_VARIABLE, cache_folder
-from specbench.base.errors import RunError, UsageError
-from specbench.base.files import file_errors, refuse_link
-from specbench.base.record import Count
+from specbench.base.cache import cache_folder
+from specbench.base.errors import UsageError
+from specbench.base.files import refuse_link
+from specbench.base.record import Count, Record
+from specbench.bench.prompts import ALL_SETS, Prompt, load_prompts
 from specbench.decoding.sampling import Sampling
 from specbench.generate import GenerationRun
 from specbench.generate_many import GenerationRuns
@@ -28,23 +28,57 @@ from specbench.generate_many import GenerationRuns
 if TYPE_CHECKING:
     from specbench.models.target import Target
 
-BATCH = 64
-"""Texts written in one batch."""
-
-_GROUP = 4
-"""Batches queued together."""
+_BATCH, _QUEUED = 64, 256
+"""Texts written in one batch, and most texts queued together."""
 
 _TEMPERATURES = (0.7, 1.0)
 """Temperatures of the rounds after the first one, which is greedy, in turn (docs/training.md)."""
 
 
-@dataclass(frozen=True)
-class Text:
+def training_prompts(sources: Sequence[str | Path]) -> list[Prompt]:
+    """Load prompts to train on.
+
+    Raises:
+        UsageError: See ``load_prompts``; or a prompt is also in a benchmark set.
+    """
+    prompts = load_prompts(sources)
+    measured = {turn for prompt in load_prompts([ALL_SETS]) for turn in prompt.turns}
+    shared = next((prompt.id for prompt in prompts if measured.intersection(prompt.turns)), None)
+    if shared is not None:
+        raise UsageError(f"The training prompt {shared!r} is also in a benchmark set.", "Remove it.")
+    return prompts
+
+
+def held_out_prompts(prompts: Sequence[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Split prompts into those to train on and those to measure on, which are the last of each category, in turn.
+
+    Args:
+        number: Number of held-out prompts, at most a third.
+
+    Raises:
+        UsageError: There are fewer than 3.
+    """
+    if len(prompts) < 3:
+        raise UsageError(
+            "Training needs at least 3 prompts, because some are held out to measure on.", "Name more."
+        )
+    seen: Counter[str] = Counter()
+    ranks = []
+    for place, prompt in reversed([*enumerate(prompts)]):
+        seen[prompt.category] += 1
+        ranks.append((seen[prompt.category], place))
+    held = {place for _, place in sorted(ranks)[: min(number, len(prompts) // 3)]}
+    trained = [prompt for place, prompt in enumerate(prompts) if place not in held]
+    return trained, [prompts[place] for place in sorted(held)]
+
+
+class Text(Record):
     """A prompt with the target's answer.
 
     Attributes:
         round: Index of the round, in each of which all prompts are answered once.
-        tokens: Token ids of prompt and answer; empty for a prompt that does not fit the context.
+        start: Length of the prompt.
+        tokens: Token ids of prompt and answer, which is empty if the prompt does not fit the context.
     """
 
     round: Count
@@ -53,138 +87,88 @@ class Text:
     tokens: tuple[Count, ...]
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.round, self.prompt
-
-    @property
     def written(self) -> int:
         """Number of tokens of the answer."""
         return len(self.tokens) - self.start
 
 
-class TextStore:
-    """Texts in a folder, in one file.
-
-    Args:
-        within, advice: Name of the folder and hint in error messages.
-    """
-
-    def __init__(self, folder: Path, *, within: str | None = None, advice: str = "") -> None:
-        self.folder, self._file = folder, folder / "texts-0.jsonl"
-        self._within = within or f"cache folder {str(cache_folder())!r}"
-        self._advice = advice or f"Set {CACHE_VARIABLE} to another folder, and continue with --resume."
-
-    def read(self) -> dict[tuple[int, int], Text]:
-        """Return all texts by their keys, in order, without a line cut short by a crash."""
-        if not self._file.is_file():
-            return {}
-        with file_errors(f"The texts in {str(self._file)!r} cannot be read"):
-            lines = self._file.read_text(encoding="utf-8", errors="replace").split("\n")
-        found = {text.key: text for text in filter(None, map(_parsed, lines))}
-        return dict(sorted(found.items()))
-
-    def add(self, texts: Iterable[Text]) -> None:
-        lines = "".join(json.dumps(vars(text), separators=(",", ":")) + "\n" for text in texts)
-        full = RunError(
-            f"No space is left for texts in the {self._within}; those written are kept.",
-            f"Free some space. {self._advice}",
-        )
-        with file_errors(f"The {self._within} cannot be written", self._advice, full=full):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            refuse_link(self._file)
-            with self._file.open("a+b") as file:
-                end = file.seek(0, os.SEEK_END)
-                if end:
-                    file.seek(end - 1)
-                    lines = lines if file.read(1) == b"\n" else f"\n{lines}"  # after a line cut short
-                file.write(lines.encode())
-                file.flush()
-
-
-def _parsed(line: str) -> Text | None:
-    try:
-        text = msgspec.json.decode(line, type=Text)
-    except (ValueError, RecursionError):
-        return None
-    return None if text.start > len(text.tokens) else text
-
-
-def store_for(target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int) -> TextStore:
-    """Return the store for texts of a target, in its dtype, to these prompts."""
+def texts_file(target: Target, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int) -> Path:
+    """Return the file for texts of a target, in its dtype, to these prompts."""
     facts = [target.language_model.fingerprint, target.dtype, [*map(list, prompts)], answer_tokens, seed]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return TextStore(cache_folder() / "texts" / name)
+    return cache_folder() / "texts" / name / "texts-0.jsonl"
+
+
+def read_texts(file: Path) -> dict[tuple[int, int], Text]:
+    """Return the texts of a file by round and prompt, without lines cut short by a crash."""
+    if not file.is_file():
+        return {}
+    found: dict[tuple[int, int], Text] = {}
+    for line in file.read_bytes().split(b"\n"):
+        try:
+            text = msgspec.json.decode(line, type=Text)
+        except (ValueError, RecursionError):
+            continue
+        found[text.round, text.prompt] = text
+    return found
 
 
 def write_texts(
     target: Target,
     prompts: Sequence[Sequence[int]],
-    store: TextStore,
-    *,
+    tokens: int,
     answer_tokens: int,
     seed: int,
-    enough: Callable[[int, int], bool],
-    cut: TextStore | None = None,
-) -> None:
+    update: Callable[[str, int, int | None, str], object],
+) -> list[Text]:
     """Let a target answer the prompts, first greedily and then at temperatures above 0, until there is enough text.
 
     Args:
-        store: Store of the texts; texts already in it are not written again.
-        enough: Called with two numbers of tokens: in all answers before the first missing one, and in all answers
-            including unfinished ones. Returns whether to stop.
-        cut: Store for unfinished answers; ``None`` to discard them.
+        tokens: Tokens of all answers together.
+        update: Receives the progress, see ``train_head``.
+
+    Returns:
+        The first answers with so many tokens; those that were stored are not written again.
 
     Raises:
         UsageError: No prompt fits the target's context.
-        RunError: See ``TextStore.add``.
+        OSError: The cache folder cannot be written.
     """
-    known, places = store.read(), range(len(prompts))
-    written, everything = count_complete(known, places), sum(text.written for text in known.values())
-    number = 0
-    while places and not enough(written, everything):
-        missing = [place for place in places if (number, place) not in known]
-        for first in range(0, len(missing), BATCH * _GROUP):
-            group = missing[first : first + BATCH * _GROUP]
-            runs = {
-                place: _run(target, prompts[place], number, place, answer_tokens, seed) for place in group
-            }
-            answers: dict[int, list[int]] = {place: [] for place in group}
-            for place, fresh, ended in _write_answers(runs):
-                answers[place] += fresh
-                everything += len(fresh)
-                if ended:
-                    text = _text(number, place, prompts[place], answers.pop(place))
-                    store.add([text])
-                    known[text.key] = text
-                    written = count_complete(known, places)
-                if enough(written, everything):
-                    if cut is None:
-                        return
-                    for place, answer in answers.items():
-                        if answer:
-                            cut.add([_text(number, place, prompts[place], answer)])
-                    return
-        if not any(known[number, place].written for place in places):
-            raise UsageError(
-                f"None of the prompts fits into the context of {target.name}.", "Name shorter ones."
-            )
-        number += 1
+    file = texts_file(target, prompts, answer_tokens, seed)
+    known, texts, written = read_texts(file), list[Text](), 0
+    order = ((number, place) for number in itertools.count() for place in range(len(prompts)))
+    while written < tokens:
+        group = [*itertools.islice(order, min(_QUEUED, -(-(tokens - written) // answer_tokens)))]
+        missing = [key for key in group if key not in known]
+        runs = [_run(target, prompts[place], number, place, answer_tokens, seed) for number, place in missing]
+        answers: list[list[int]] = [[] for _ in missing]
+        for i, event in GenerationRuns(runs, max_batch=_BATCH):
+            if not isinstance(event, Exception):
+                answers[i] += event.tokens
+                done = written + sum(map(len, answers))
+                update("the target writes", min(done, tokens), tokens, f"{done:,} of {tokens:,} tokens")
+                if event.finish_reason is None:
+                    continue
+            elif not isinstance(event, UsageError):  # which says that the prompt does not fit
+                raise event
+            number, place = missing[i]
+            prompt = prompts[place]
+            text = Text(round=number, prompt=place, start=len(prompt), tokens=(*prompt, *answers[i]))
+            _add(file, text)
+            known[number, place] = text
+        texts += (known[key] for key in group)
+        written = sum(text.written for text in texts)
+        if not written and len(texts) >= len(prompts):
+            raise UsageError(f"No prompt fits into the context of {target.name}.", "Name shorter ones.")
+    return texts
 
 
-def count_complete(known: Mapping[tuple[int, int], Text], places: Sequence[int]) -> int:
-    """Count the tokens of the answers before the first missing one, round by round."""
-    total = 0
-    for number in itertools.count():
-        for place in places:
-            if (text := known.get((number, place))) is None:
-                return total
-            total += text.written
-    return total
-
-
-def _text(number: int, place: int, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-    """Return a text; without an answer, it is empty, as for a prompt that does not fit."""
-    return Text(number, place, len(prompt), (*prompt, *answer)) if answer else Text(number, place, 0, ())
+def _add(file: Path, text: Text) -> None:
+    """Append a text; its line begins with a line break, since the one before may be cut short."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    refuse_link(file)
+    with file.open("ab") as stream:
+        stream.write(b"\n" + msgspec.json.encode(text))
 
 
 def _run(
@@ -198,17 +182,3 @@ def _run(
         max_new_tokens=answer_tokens,
         seed=int.from_bytes(digest[:4], "big"),
     )
-
-
-def _write_answers(runs: Mapping[int, GenerationRun]) -> Iterator[tuple[int, Sequence[int], bool]]:
-    """Yield new tokens of the answers as they are decoded:
-    index of the prompt, tokens, and whether they are the last.
-    """
-    places = [*runs]
-    for i, event in GenerationRuns([*runs.values()], max_batch=BATCH):
-        if isinstance(event, UsageError):
-            yield places[i], (), True
-            continue
-        if isinstance(event, Exception):
-            raise event
-        yield places[i], event.tokens, event.finish_reason is not None

@@ -1,0 +1,256 @@
+"""Train a head: the target writes texts, ``transformers.Trainer`` trains on them, and decoding measures the head."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+
+from specbench.base.cache import cache_folder
+from specbench.base.errors import RunError, UsageError
+from specbench.base.files import file_errors, write_text
+from specbench.base.progress import quiet_transformers
+from specbench.base.record import to_dict
+from specbench.bench.encoding import encode_conversation
+from specbench.decoding.metrics import acceptance_by_position, tokens_per_step
+from specbench.decoding.records import Step
+from specbench.generate_many import speculative_generate_many
+from specbench.models.checkpoints import text_config
+from specbench.models.drafters import require_states, wrap_head
+from specbench.models.heads import find_head, load_head
+from specbench.models.training_metadata import TRAINING_FILE, TrainingMeasurement
+from specbench.specs.models import parse_model
+from specbench.train.batches import Batches
+from specbench.train.eagle_student import EagleStudent
+from specbench.train.medusa_student import MedusaStudent
+from specbench.train.mtp_student import MtpStudent
+from specbench.train.settings import TrainingSettings
+from specbench.train.students import Student, write_head
+from specbench.train.texts import Text, held_out_prompts, write_texts
+
+if TYPE_CHECKING:
+    from specbench.bench.prompts import Prompt
+    from specbench.models.target import Target
+
+Update = Callable[[str, int, int | None, str], object]
+
+STUDENTS: dict[str, Any] = {"eagle": EagleStudent, "mtp": MtpStudent, "medusa": MedusaStudent}
+"""Kinds of heads that can be trained."""
+
+_STATE, _BEGUN = "state", "begun.json"
+"""Folder of an unfinished training, within that of the result, and the file in it with what it was begun with."""
+
+_SAVE_INTERVAL_S = 60.0
+_MIN_VOCAB = 8192
+_HELD_OUT, _MEASURED_TOKENS = 24, 64
+"""Prompts that the head is measured on, at most a third of all, and tokens decoded for each."""
+
+
+def check_folder(out: Path, *, resume: bool) -> None:
+    """Raise ``UsageError`` if a training cannot begin or go on in a folder, before anything is loaded."""
+    unfinished = (out / _STATE / _BEGUN).is_file()
+    if resume and not unfinished:
+        raise UsageError(f"There is no unfinished training in {str(out)!r}.", "Leave --resume out.")
+    if unfinished and not resume:
+        raise UsageError(
+            f"The training in {str(out)!r} has not ended.", "Add --resume, or choose another --out."
+        )
+    if out.exists() and not resume and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{str(out)!r} is not an empty folder.", "Choose another --out.")
+
+
+def train_head(
+    target: Target,
+    prompts: Sequence[Prompt],
+    settings: TrainingSettings,
+    out: Path,
+    *,
+    source: str = "",
+    resume: bool = False,
+    update: Update = lambda *_: None,
+) -> TrainingMeasurement:
+    """Train a head, from the beginning or from its last checkpoint.
+
+    Args:
+        target: The target, which must not be quantized.
+        prompts: At least 3 prompts, some of which are held out.
+        out: The folder of the result. While the training runs, it has the head as of the last checkpoint.
+        source: Name of the prompts in the training metadata.
+        update: Receives the progress, as ``specbench.cli.progress.StageProgress.update`` does.
+
+    Returns:
+        How the head drafts on the held-out prompts.
+
+    Raises:
+        UsageError: The target or head cannot be trained, the folder is not empty, the training was begun with other
+            options, no prompt fits the target's context, or the texts are too short.
+        RunError: A folder cannot be written.
+    """
+    check_folder(out, resume=resume)
+    if target.quantization is not None:
+        raise UsageError(f"Heads cannot be trained for an {target.dtype} target.", "Choose another dtype.")
+    trained, held_out = held_out_prompts(prompts, _HELD_OUT)
+    encoded = [encode_conversation(target, prompt) for prompt in trained]
+    where = f"The folder {str(out)!r} or the cache folder {str(cache_folder())!r}"
+    full = RunError(f"{where} has no space left.", "Free some, and add --resume.")
+    with file_errors(f"{where} cannot be written", "Change that, and add --resume.", full=full):
+        _begin(out / _STATE, [target.language_model.identity, target.dtype, encoded], settings)
+        texts = write_texts(target, encoded, settings.tokens, settings.answer_tokens, settings.seed, update)
+        if not any(text.written > 1 for text in texts):
+            raise UsageError("The target's answers are too short to learn from.", "Choose other prompts.")
+        student = _make_student(target, texts, settings)
+        batches = Batches(target.language_model.model, texts, student, settings)
+        with quiet_transformers():
+            trainer = transformers.Trainer(
+                student,
+                _arguments(out / _STATE, student, settings.seed),
+                data_collator=itemgetter(0),
+                train_dataset=batches,
+                callbacks=[_Callback(lambda: write_head(out, student, target), update)],
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train(resume_from_checkpoint=_last_checkpoint(out / _STATE))
+        write_head(out, student, target)
+        update("measuring", 0, None, "")
+        measured = _measure(target, out, held_out, settings.depth, settings.repeats * batches.written)
+        metadata = {
+            "format": 1,
+            "kind": settings.kind,
+            "target": {"name": target.name, "fingerprint": target.language_model.identity},
+            "settings": asdict(settings),
+            "data": {"prompts": source, "texts": len(texts), "tokens": batches.written},
+            "held_out": [prompt.id for prompt in held_out],
+            "loss": [
+                (entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry
+            ],
+            "measured": [to_dict(measured)],
+        }
+        write_text(out / TRAINING_FILE, json.dumps(metadata, indent=1) + "\n")
+        shutil.rmtree(out / _STATE)
+    return measured
+
+
+def _begin(state: Path, facts: list[Any], settings: TrainingSettings) -> None:
+    """Store what a training is begun with; compare a resumed one with what is stored."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    begun = json.dumps({"models and prompts": digest, **asdict(settings)}, indent=1)
+    path = state / _BEGUN
+    if not path.exists():
+        state.mkdir(parents=True, exist_ok=True)
+        write_text(path, begun)
+    elif path.read_text(encoding="utf-8") != begun:
+        raise UsageError(
+            f"The training was begun with other models, prompts or options, listed in {str(path)!r}.",
+            "Give the same, or choose another --out.",
+        )
+
+
+def _make_student(target: Target, texts: Sequence[Text], settings: TrainingSettings) -> Student:
+    """Return a new head, whose draft vocabulary are the tokens that the target writes most often."""
+    model, whole = target.language_model.model, target.vocab_size
+    total = text_config(model.config).num_hidden_layers
+    require_states(target, (total,))
+    if settings.layers is not None and (settings.kind != "eagle" or settings.layers > total):
+        raise UsageError(
+            f"A head of kind {settings.kind} cannot have {settings.layers} layers for this target.",
+            "Leave --layers out.",
+        )
+    written = Counter(token for text in texts for token in text.tokens[text.start :])
+    read = Counter(token for text in texts for token in text.tokens[: text.start])
+    ranked = [token for counts in (written, read) for token, _ in counts.most_common()]
+    # Tokens that were not seen come last, by id: tokenizers number their merges by frequency.
+    order = dict.fromkeys([*target.end_ids, *ranked, *range(whole)])
+    size = settings.vocab or max(_MIN_VOCAB, whole // 4)
+    vocab = torch.tensor(sorted([token for token in order if token < whole][:size]), device=model.device)
+    transformers.set_seed(settings.seed)
+    more = {"layers": settings.layers or min(2, total)} if settings.kind == "eagle" else {}
+    student: Student = STUDENTS[settings.kind](model, vocab, settings.depth, **more)
+    return student.to(model.device)
+
+
+def _arguments(state: Path, student: Student, seed: int) -> transformers.TrainingArguments:
+    arguments = transformers.TrainingArguments(
+        str(state),
+        num_train_epochs=1,  # of the batches in their order, which has the repetitions
+        per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",
+        learning_rate=student.rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.02},
+        warmup_steps=0.05,
+        adam_beta2=0.95,
+        weight_decay=0.01,
+        bf16=student.rows.dtype == torch.bfloat16,
+        use_cpu=student.rows.device.type == "cpu",
+        seed=seed,
+        logging_steps=0.01,  # of all steps
+        save_strategy="no",  # _Callback saves
+        save_total_limit=1,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # batches cannot be split over several
+    return arguments
+
+
+def _last_checkpoint(state: Path) -> str | None:
+    """Return the folder of the last whole checkpoint; its last file is that of the trainer's state."""
+    whole = [file.parent for file in state.glob("checkpoint-*/trainer_state.json")]
+    last = max(whole, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
+    return None if last is None else str(last)
+
+
+class _Callback(TrainerCallback):
+    """Shows the progress, and saves a checkpoint and the head every minute."""
+
+    def __init__(self, write: Callable[[], None], update: Update) -> None:
+        self._write, self._update, self._saved = write, update, time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        step, total = state.global_step, state.max_steps
+        losses = [f", loss {entry['loss']:.2f}" for entry in state.log_history if "loss" in entry]
+        self._update("training", step, total, f"step {step:,} of {total:,}{''.join(losses[-1:])}")
+        if time.monotonic() - self._saved >= _SAVE_INTERVAL_S:
+            control.should_save, self._saved = True, time.monotonic()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        self._write()
+
+
+def _measure(
+    target: Target, head: Path, prompts: Sequence[Prompt], depth: int, trained_on: int
+) -> TrainingMeasurement:
+    """Decode prompts greedily in a batch, with chains that the head drafts."""
+    files = find_head(parse_model(str(head.resolve())))
+    assert files is not None
+    drafter = wrap_head(load_head(files), target)
+    ids = [encode_conversation(target, prompt) for prompt in prompts]
+    results = speculative_generate_many(
+        ids, target, drafter, gamma=depth, max_new_tokens=_MEASURED_TOKENS, max_batch=len(ids)
+    ).results()
+    steps: dict[str, list[Step]] = {}
+    for prompt, result in zip(prompts, results, strict=True):
+        if isinstance(result, Exception):
+            raise result
+        steps.setdefault(prompt.category, []).extend(result.steps)
+    every = [step for some in steps.values() for step in some]
+    return TrainingMeasurement(
+        tokens=trained_on,
+        tokens_per_step=tokens_per_step(every) or 1.0,
+        accepted=[rate or 0.0 for rate in acceptance_by_position(every)],
+        categories={name: tokens_per_step(some) or 1.0 for name, some in steps.items()},
+    )
