@@ -72,9 +72,7 @@ def sides_of(given: argparse.Namespace) -> tuple[dict[str, CommandLine], dict[st
         "--config",
         "none",
         "--target",
-        given.target,
-        "--dtype",
-        given.dtype,
+        f"{given.target}:{given.dtype}",
     ]
     sides[f"{OURS} plain"] = partial(_with_port, [*base, "--drafter", "none", "--port"])
     sides[OURS] = partial(_with_port, [*base, "--port"])
