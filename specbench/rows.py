@@ -216,6 +216,11 @@ class Row:
         """Its name in files."""
         return self._names[0] + self.condition.ending
 
+    @property
+    def name(self) -> str:
+        """Its name in tables, without its condition."""
+        return self._names[1]
+
     @cached_property
     def label(self) -> str:
         """Its name in tables."""

@@ -169,7 +169,8 @@ class _Answers:
             f"It is not certain that anything is faster than {over} here.",
         )
         details = [
-            f"{_described(best)} decodes at {_speed(best)}, {over} at {_speed(row)}." for row in base[:1]
+            f"{one_line(best.config.name)} decodes at {_speed(best)}, {over} at {_speed(row)}."
+            for row in base[:1]
         ]
         details += self._same_outputs(best, None)
         rivals = self._rivals(best, measured)
@@ -201,7 +202,7 @@ class _Answers:
                 details=[*details],
             )
         headline, *others = [
-            f"{_described(each[0])}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
+            f"{one_line(each[0].config.name)}: {how_far_it_pays(each, over)}" for each in curves[: 1 + _TIES]
         ]
         headline = f"{headline} {self.summary.disturbance}".strip()
         if len(curves) > 1 + _TIES:
@@ -239,7 +240,7 @@ class _Answers:
         """Return a sentence with the speedup after the first token,
         if wanted by category, and with that of whole outputs.
         """
-        text = f"{_described(row)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
+        text = f"{one_line(row.config.name)}: {stats.ratio_text(row.speedup)} over {self.summary.over}"
         cells = [
             cell
             for cell in self.categories
@@ -305,7 +306,7 @@ class _Answers:
                 yield f"γ={best.config.gamma} is the longest draft measured, and the fastest: measure longer ones too."
         if top is not best:
             ratio = stats.ratio_text(top.speedup)
-            yield f"{_described(top)} measured {ratio}, but is not certain to be faster than plain decoding."
+            yield f"{one_line(top.config.name)} measured {ratio}, but is not certain to be faster than plain decoding."
         if basis == "prompts" and len(measured) > 1:
             yield f"The best of {len(measured)} on these prompts is slightly flattered: expect a little less on others."
 
@@ -348,22 +349,13 @@ def how_far_it_pays(rows: Curve, over: str = PLAIN) -> str:
 def _throughputs(plain: Sequence[SummaryRow]) -> Iterator[str]:
     closed = sorted((row for row in plain if row.config.condition.is_closed), key=size_of)
     if len(closed) > 1:
-        what = _described(plain[0]) if plain[0].config.kind == "server" else "Plain decoding"
+        what = one_line(plain[0].config.name) if plain[0].config.kind == "server" else "Plain decoding"
         low, high = closed[0], closed[-1]
         gain = high.tokens_per_second.value / low.tokens_per_second.value
         yield (
             f"{what} gives {_speed(low)} at batch {low.config.condition.batch} and {_speed(high)} at batch"
             f" {high.config.condition.batch}, {stats.decimals(gain)} times as much."
         )
-
-
-def _described(row: SummaryRow) -> str:
-    config = row.config
-    if config.kind == "server":
-        return one_line(config.drafter)
-    fixed = config.gamma is not None and config.draft_policy.partition(":")[0] == "fixed"
-    policy = f"γ={config.gamma}" if fixed else one_line(config.draft_policy)
-    return f"{one_line(config.drafter)} {policy}"
 
 
 def _series(row: SummaryRow) -> tuple[str, str, float]:

@@ -251,12 +251,7 @@ def _unraced(search: StoredSearch[Any]) -> Iterator[str]:
 
 
 def _described(config: Row) -> str:
-    if config.id == config.baseline:
-        return "plain decoding"
-    if config.kind == "server":
-        return one_line(config.label)
-    policy = f"γ={config.gamma}" if config.gamma is not None else config.draft_policy
-    return f"{one_line(config.drafter)} {policy}"
+    return "plain decoding" if config.id == config.baseline else one_line(config.name)
 
 
 def _categories(best: Tuned | None) -> dict[str, Estimate]:

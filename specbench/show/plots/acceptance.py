@@ -148,9 +148,9 @@ def _name(row: SummaryRow, run: PlotData) -> str:
     """Return a name that says which draft tree it is, shortened at the end;
     a drafter named in the title is left out.
     """
-    label = row.config.label
-    if len(run.drafters) == 1:
-        label = label.removeprefix(row.config.drafter).strip()
+    label, policy = row.config.label, row.config.policy
+    if len(run.drafters) == 1 and policy is not None:
+        label = policy.label + row.config.condition.words
     return label if len(label) <= _LONGEST_NAME else f"{label[: _LONGEST_NAME - 1]}…"
 
 
