@@ -121,8 +121,8 @@ def test_from_nothing_to_a_configuration(tune, tmp_path, models):
         == 6
     )
     written = read_config(tmp_path / "specbench.toml")
-    settings = {"drafter": "lookup", "draft_policy": "auto", "dtype": "float32"}
-    assert written.given == {"target": "target", **settings}, "it is for no other model"
+    settings = {"drafter": "lookup", "draft_policy": "auto"}
+    assert written.given == {"target": "target:dtype=float32", **settings}, "it is for no other model"
     assert written.fixed_gamma in GAMMAS
     assert f"add --target {models / 'target'}" in said.err
     assert "Saved: specbench.toml, which generate, chat, serve, sweep and check read" in said.err
@@ -181,14 +181,14 @@ def test_the_command_of_the_answer_names_models_as_they_were_typed(
     (line,) = (line for line in said.out.splitlines() if line.startswith("Decode:  specbench generate"))
     words = shlex.split(line)[2:]
     assert words[:3] == ["generate", "--drafter", f"lookup+{small}"]
-    assert words[words.index("--target") + 1] == target
+    assert words[words.index("--target") + 1] == f"{target}:dtype=float32"
     capsys.readouterr()
     assert run([*words, "-n", "3"]) == 0
     (folder,) = (tmp_path / "results").iterdir()
     df = load_results(folder)
     (answer,) = find_answers(df, summarize(df), categorize(df))
     assert "--drafter lookup+/path/to/small " in answer.command
-    assert "--target /path/to/target " in answer.command
+    assert "--target /path/to/target:dtype=float32 " in answer.command
     for path in folder.iterdir():
         assert str(models).encode() not in path.read_bytes()
 

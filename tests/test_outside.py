@@ -140,7 +140,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def run(cli, models, folder) -> Cli:
     def call(command: str, *words: object) -> Result:
-        return cli(command, *words, "--target", models / "target", "--dtype", "float32", "-n", 8)
+        return cli(command, *words, "--target", f"{models / 'target'}:float32", "-n", 8)
 
     return call
 

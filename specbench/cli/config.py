@@ -24,7 +24,8 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     """Return defaults for the options of a command, from the named file or the one in the folder.
 
     What is taken from a file that was not named is printed on stderr. ``given`` are the options on the command line,
-    ``lists`` those that may be repeated.
+    ``lists`` those that may be repeated. A target on the command line without options of its own is among the defaults
+    too, with those of the file's.
 
     Raises:
         UsageError: The file is not a valid configuration.
@@ -37,22 +38,22 @@ def defaults_from_config(given: Mapping[str, Any], lists: Collection[str]) -> di
     config = read_config(path)
     target = config.given.get("target")
     asked = given.get("target", target)
-    if target is not None and (_named(asked) != _named(target) or ("dtype" in given and ":" in target)):
+    if target is not None and split_options(asked)[0].name != split_options(target)[0].name:
         say(f"{path} is for the target {target} and is left out.")
         return {}
     config = _left(config, given)
+    options = _options(config)
+    if target is not None:
+        dtype = target.partition(":")[2] if "dtype" not in given and not split_options(asked)[1] else ""
+        model = asked if "target" in given else target.partition(":")[0]
+        if dtype or "target" not in given:
+            options["target"] = f"{model}:{dtype}" if dtype else model
     if "config" not in given:
-        used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in _options(config).items())
+        used = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
         say(f"{path} sets {used or 'nothing'} (leave it out with --config none)")
     if config.provisional and "drafter" in config.given:
         say(f"{path} {PROVISIONAL}")
-    return {name: [value] if name in lists else value for name, value in _options(config).items()}
-
-
-def _named(target: str) -> tuple[str, dict[str, str | bool]]:
-    """Return a target without its folder."""
-    model, options = split_options(target)
-    return model.name, options
+    return {name: [value] if name in lists else value for name, value in options.items()}
 
 
 def _left(config: Config, given: Collection[str]) -> Config:

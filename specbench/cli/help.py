@@ -76,6 +76,8 @@ class GroupedCommand(TyperCommand):
                 lists = [name for name, parameter in names.items() if getattr(parameter, "multiple", False)]
                 ctx.default_map = defaults_from_config(given, lists)
         rest = super().parse_args(ctx, args)
+        if "target" in (ctx.default_map or {}):
+            ctx.params["target"] = ctx.default_map["target"]
         if not ctx.resilient_parsing:
             refuse_conflicts(ctx)
         return rest
