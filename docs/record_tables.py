@@ -25,8 +25,8 @@ def _records(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 
 
 _ALL: list[type[msgspec.Struct]] = [*_records(Record), PassCosts]
-_OTHERS = ("specbench.results.trace", "specbench.train.texts")  # records of other files
-RECORDS = {each.__name__: each for each in _ALL if each.__module__ not in _OTHERS}
+_OTHERS = ("specbench.results.trace", "specbench.train", "specbench.serve")  # records of other files
+RECORDS = {each.__name__: each for each in _ALL if not each.__module__.startswith(_OTHERS)}
 """By name."""
 
 _JSON = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "anything", list: "list"}

@@ -157,7 +157,7 @@ def test_what_is_written_is_read_and_what_is_printed_runs(tune, tmp_path, models
         run(["generate", "Hello", "-n", "3", "--target", "smollm2-135m", "--cache", "none", "--format", "x"])
         == 2
     )
-    assert "specbench.toml is for the target target and is left out" in capsys.readouterr().err
+    assert "specbench.toml is for the target target:dtype=float32 and is left out" in capsys.readouterr().err
     assert run(["compare", f"{folder}:lookup@auto", f"{folder}:plain"]) == 0
     assert run(["export", str(folder), "--to", "mlx-lm"]) == 2
     assert "`specbench tune --for mlx-lm` measures what it supports" in capsys.readouterr().err
