@@ -769,7 +769,7 @@ def test_a_head_goes_with_its_target_alone(tmp_path):
     assert "damaged" in refusal(load_drafter, str(folder), target, PLAIN, kind=RunError)
     (folder / "model.safetensors").unlink()
     torch.save(eagle_tensors(), folder / "pytorch_model.bin")
-    assert "--allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
+    assert "MODEL:allow-pickle" in refusal(load_drafter, str(folder), target, PLAIN, kind=UsageError)
     assert load_drafter(str(folder), target, PLAIN, allow_pickle=True).traits.vocabulary
 
 

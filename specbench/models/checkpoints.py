@@ -284,7 +284,7 @@ def weight_files(folder: Path, name: str, config: PreTrainedConfig, allow_pickle
 def pickled(what: str) -> UsageError:
     return UsageError(
         f"{what} pickled, and loading a pickle can run code that is hidden in it.",
-        "Use a safetensors copy, or --allow-pickle if you trust its source.",
+        "Use a safetensors copy, or --target MODEL:allow-pickle if you trust its source.",
     )
 
 

@@ -36,12 +36,12 @@ def resolve_device(name: str) -> torch.device:
         names = ", ".join(DEVICE_MAPS)
         raise UsageError(f"Unknown device {name!r}.", f"Choose auto, cpu, cuda, cuda:N, mps, {names}.")
     if kind == "mps" and not _has_mps():
-        raise UsageError("The device mps is not available on this machine.", "Use --device cpu.")
+        raise UsageError("The device mps is not available on this machine.", "Use the device cpu.")
     if kind != "cuda":
         return torch.device(kind)
     if not torch.cuda.is_available():
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        raise UsageError(f"The device {name} is not available: {reason}.", "Use --device cpu.")
+        raise UsageError(f"The device {name} is not available: {reason}.", "Use the device cpu.")
     number, count = int(index) if colon else torch.cuda.current_device(), torch.cuda.device_count()
     if number >= count:
         raise UsageError(

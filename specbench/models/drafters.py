@@ -397,7 +397,7 @@ def _head_of(target: Target) -> torch.Tensor:
             return load_file(path)[key]
     raise UsageError(
         f"The head needs the output layer of {target.name}, which is quantized ({target.dtype}).",
-        f"Leave out --dtype {target.dtype}.",
+        f"Load the target in another dtype than {target.dtype}.",
     )
 
 
