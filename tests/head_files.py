@@ -202,58 +202,6 @@ def conditional_tensors(
     return tensors
 
 
-CORR, RANKED, FACTORS, CORR_HEADS = 24, 4, 6, 2
-
-
-def lattice_tensors(
-    seed: int = 0, *, vocab: int = VOCAB, size: int = CORR, convolved: bool = False
-) -> dict[str, torch.Tensor]:
-    """Of a LiLiCorr head: those of DFlash, maybe with DFlash 2's convolutions, and what it adds."""
-    base = (
-        conditional_tensors("dflash2", seed, vocab=vocab) if convolved else block_tensors(seed, vocab=vocab)
-    )
-    _, random, norm = drawn(seed + 1, 0.3)
-    linear = {
-        "pass_hidden_proj": (size, WIDTH), "context_proj": (size, WIDTH), "feature_mlp.1": (size, 5),
-        "feature_mlp.3": (size, size), "factor_input_proj": (size, 3 * size),
-        **{f"{name}_head": (FACTORS, size) for name in ("out", "in", "anchor_out")},
-    }  # fmt: skip
-    if size != WIDTH:
-        linear["token_proj"] = (size, WIDTH)
-    own = {"feature_mlp.0.weight": norm(5), "feature_mlp.0.bias": random(5)}
-    own |= {f"{name}_norm.weight": norm(size) for name in ("output", "anchor")}
-    for layer in (f"layers.{i}." for i in range(2)):
-        linear |= {f"{layer}attn.out_proj": (size, size), f"{layer}mlp.0": (2 * size, size)}
-        linear[f"{layer}mlp.2"] = (size, 2 * size)
-        own |= {f"{layer}{name}_norm.weight": norm(size) for name in ("attn", "mlp")}
-        own |= {
-            f"{layer}attn.in_proj_weight": random(3 * size, size),
-            f"{layer}attn.in_proj_bias": random(3 * size),
-        }
-    own |= {f"{name}.weight": random(*shape) for name, shape in linear.items()}
-    own |= {f"{name}.bias": random(shape[0]) for name, shape in linear.items()}
-    own |= {
-        "slot_embedding": random(1, 1, BLOCK - 1, 1, size), "rank_embedding": random(1, 1, 1, RANKED, size),
-        "relative_slot_bias": random(CORR_HEADS, 2 * BLOCK - 1), "same_slot_bias": random(CORR_HEADS),
-    }  # fmt: skip
-    kept = {name: tensor for name, tensor in base.items() if not name.startswith("candidate_selector.")}
-    return kept | {f"lilicorr.{name}": tensor for name, tensor in own.items()}
-
-
-def lattice_settings(vocab: int = VOCAB, size: int = CORR, **more: Any) -> dict[str, Any]:
-    """A ``config.json`` as vLLM reads it."""
-    own = {
-        "candidate_topk": RANKED, "hidden_size": 0 if size == WIDTH else size, "num_layers": 2,
-        "num_heads": CORR_HEADS, "mlp_ratio": 2.0, "factor_dim": FACTORS, "vector_eps": 1e-6, "logit_scale": 3.0,
-    }  # fmt: skip
-    section = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 2]}
-    section |= {f"lilicorr_{name}": value for name, value in own.items()}
-    return {
-        "architectures": ["LiLiCorrDraftModel"], **LAYER, "vocab_size": vocab, "num_hidden_layers": 2,
-        "dflash_config": {**section, **more},
-    }  # fmt: skip
-
-
 RANK, GROUP = 5, 8
 
 
@@ -368,7 +316,6 @@ def few_head(folder: Path, kind: str, target: Target) -> Any:
         "dflash": (block_settings(9), block_tensors(vocab=9)),
         "dspark": (spark_settings(9), conditional_tensors("dspark", vocab=9)),
         "dflash2": (flash_two_settings(9), conditional_tensors("dflash2", vocab=9)),
-        "lilicorr": (lattice_settings(9), lattice_tensors(vocab=9)),
         "peagle": (
             parallel_settings(9, 2, draft_vocab_size=6),
             parallel_tensors(vocab=9, drafted=6, layers=2),

@@ -20,8 +20,6 @@ from specbench.backends.torch.block_heads import (
     DFlash2Head,
     DFlashHead,
     DSparkHead,
-    LatticeShape,
-    LiLiCorrHead,
 )
 from specbench.backends.torch.block_scorers import BlockScorer
 from specbench.backends.torch.head_scorers import (
@@ -85,10 +83,6 @@ def model(table: Any = None, name: str = "model") -> ModelDrafter:
 BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dflash": (DFlashHead, {"block": DEPTH + 1}),
     "dflash2": (DFlash2Head, {"block": DEPTH + 1, "rank": 2, "selected": 2, "kernel": 2, "group": 4}),
-    "lilicorr": (
-        lambda shape, block: LiLiCorrHead(shape, block, LatticeShape(2, 4, 1, 2, 8, 3, 1e-6, 2.0)),
-        {"block": DEPTH + 1},
-    ),
     "dspark": (
         DSparkHead,
         {"block": DEPTH, "first": 0, "markov": "vanilla", "rank": 2, "confidence": True,
@@ -96,8 +90,6 @@ BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Block drafters: their class, and the structure of their blocks."""
-WHOLE = ("dflash2", "lilicorr")
-"""Those that draft every token of the target's."""
 
 
 @cache
@@ -118,7 +110,7 @@ def small_head(kind: str) -> Any:
             shape = EagleShape(
                 1 if kind == "eagle-1" else 3,
                 8,
-                VOCAB if kind in WHOLE else 2,
+                VOCAB if kind == "dflash2" else 2,
                 layer,
                 embeds=True,
                 head_norms=kind in BLOCKS,
@@ -144,7 +136,7 @@ def small_head(kind: str) -> Any:
 
 
 def small_scorer(kind: str) -> HeadScorer:
-    fitted = FittedLogits(VOCAB, None if kind in WHOLE else torch.tensor([2, 0]))
+    fitted = FittedLogits(VOCAB, None if kind == "dflash2" else torch.tensor([2, 0]))
     head = small_head(kind)
     if kind == "medusa":
         return MedusaScorer(head, OfTarget(None, (2,), fitted))

@@ -1,8 +1,7 @@
-"""DSpark, DFlash 2 and LiLiCorr: rows as of the formulas, their files, and the confidence head as a draft policy."""
+"""DSpark and DFlash 2: rows as of the formulas, their files, and the confidence head as a draft policy."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,21 @@ import pytest
 import torch
 from head_files import (
     BLOCK,
-    CORR,
-    CORR_HEADS,
     DRAFTED,
     GROUP,
     HEADS,
     LAYER,
     MASK,
     RANK,
-    RANKED,
     SHARED,
     SIZE,
     VOCAB,
-    WIDTH,
     block_settings,
     block_tensors,
     conditional_tensors,
     few_head,
     few_tokens,
     flash_two_settings,
-    lattice_settings,
-    lattice_tensors,
     spark_settings,
     speculators_block_settings,
     write_head,
@@ -249,100 +242,6 @@ def test_rows_of_dflash_2_are_those_of_the_formulas(tmp_path, form):
     assert drafter.scorer.acceptance is None
 
 
-def lattice_scores(
-    tensors: Tensors,
-    candidates: torch.Tensor,
-    log_chances: torch.Tensor,
-    hidden: torch.Tensor,
-    anchor: torch.Tensor,
-) -> torch.Tensor:
-    """LiLiCorr's scores of candidates at each place after those at the place before, [places, before, candidates]."""
-    head = {name.removeprefix("lilicorr."): each for name, each in tensors.items() if "lilicorr." in name}
-
-    def projected(name: str, read: torch.Tensor) -> torch.Tensor:
-        return read @ head[f"{name}.weight"].T + head[f"{name}.bias"]
-
-    def unit(name: str, read: torch.Tensor) -> torch.Tensor:
-        vector = projected(name, read)
-        return vector / vector.norm(dim=-1, keepdim=True)
-
-    xs = []
-    for place, row in enumerate(candidates.tolist()):
-        for rank, token in enumerate(row):
-            own = float(log_chances[place, rank])
-            read = torch.tensor(
-                [
-                    own,
-                    math.exp(own),
-                    own - float(log_chances[place, 0]),
-                    rank / (RANKED - 1),
-                    float(rank == 0),
-                ]
-            )
-            read = (read - read.mean()) / (read.var(correction=0) + 1e-5).sqrt()
-            read = read * head["feature_mlp.0.weight"] + head["feature_mlp.0.bias"]
-            inner = projected("feature_mlp.1", read)
-            x = target_model().get_input_embeddings().weight[token]
-            x = projected("token_proj", x) if "token_proj.weight" in head else x
-            x = x + projected("pass_hidden_proj", hidden[place])
-            x = x + projected("feature_mlp.3", inner * inner.sigmoid())
-            xs.append(x + head["slot_embedding"][0, 0, place, 0] + head["rank_embedding"][0, 0, 0, rank])
-    x = torch.stack(xs)
-    at = torch.arange(len(x)) // RANKED
-    for layer in range(2):
-        part = f"layers.{layer}."
-        read = rms(x, head[f"{part}attn_norm.weight"])
-        joined = read @ head[f"{part}attn.in_proj_weight"].T + head[f"{part}attn.in_proj_bias"]
-        outs = []
-        for number in range(CORR_HEADS):
-            query, key, value = (each.chunk(CORR_HEADS, -1)[number] for each in joined.chunk(3, -1))
-            scores = query @ key.T / query.shape[1] ** 0.5
-            scores = scores + head["relative_slot_bias"][number][at[:, None] - at + BLOCK - 1]
-            scores = scores + (at[:, None] == at) * head["same_slot_bias"][number]
-            outs.append(scores.softmax(-1) @ value)
-        x = x + projected(f"{part}attn.out_proj", torch.cat(outs, -1))
-        inner = projected(f"{part}mlp.0", rms(x, head[f"{part}mlp_norm.weight"]))
-        x = x + projected(f"{part}mlp.2", inner * inner.sigmoid())
-    x = rms(x, head["output_norm.weight"])
-    near = rms(projected("context_proj", anchor), head["anchor_norm.weight"])
-    mixed = projected("factor_input_proj", torch.cat((x, near.expand_as(x), x * near), -1))
-    mixed = mixed * mixed.sigmoid()
-    came, goes = (unit(name, mixed).view(*candidates.shape, -1) for name in ("in_head", "out_head"))
-    first = (came[0] @ unit("anchor_out_head", near)).expand(RANKED, -1)
-    return 3.0 * torch.stack([first, *(goes[place - 1] @ came[place].T for place in range(1, len(came)))])
-
-
-def named_by_vllm(name: str) -> str:
-    if not name.startswith("lilicorr."):
-        return name
-    name = name.replace("feature_mlp.0", "feature_norm").replace("feature_mlp.1", "feature_mlp.up_proj")
-    name = name.replace("feature_mlp.3", "feature_mlp.down_proj")
-    return name.replace(".mlp.0", ".mlp.up_proj").replace(".mlp.2", ".mlp.down_proj")
-
-
-@pytest.mark.parametrize(("size", "convolved"), [(CORR, False), (WIDTH, True)])
-def test_rows_of_lilicorr_are_those_of_the_formulas(tmp_path, size, convolved):
-    tensors = lattice_tensors(size=size, convolved=convolved)
-    more = {"conv_kernel_size": 2, "conv_group_size": GROUP} if convolved else {}
-    stored = {named_by_vllm(name) if convolved else name: tensor for name, tensor in tensors.items()}
-    drafter = drafter_of(tmp_path / "head", lattice_settings(size=size, **more), stored)
-    layers = drafter.traits.layers
-    with torch.inference_mode():
-        hidden = hidden_of(tensors, layers, CONTEXT)[1:]
-        logits = hidden @ output_rows(tensors).T
-        log_chances, candidates = logits.log_softmax(-1).topk(RANKED)
-        last = target_states(CONTEXT[:-1], layers)[-1].flatten()
-        anchor = rms(tensors["fc.weight"] @ last, tensors["hidden_norm.weight"])
-        scores = lattice_scores(tensors, candidates, log_chances, hidden, anchor)
-        other = next(token for token in range(VOCAB) if token not in candidates[0])
-        path = [int(candidates[0, 2]), int(candidates[1, 1]), other]
-        expected = torch.full((4, VOCAB), -torch.inf)
-        for row, (place, before) in enumerate([(0, 0), (1, 2), (2, 1)]):
-            expected[row, candidates[place]] = scores[place, before]
-        expected[3] = logits[1]  # after a token that is no candidate
-        close(rows_after(drafter, path, [-1, 0, -1]), expected)
-
-
 WINDOWED = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
 
 
@@ -366,8 +265,6 @@ def test_blocks_see_through_windows_and_have_caps(tmp_path, causal):
         (spark_settings(markov_rank=0), "confidence_head_with_markov"),
         (spark_settings(enable_confidence_head=3), "enable_confidence_head"),
         (flash_two_settings(conv_group_size=7), "conv_group_size"),
-        (lattice_settings(lilicorr_num_heads=5), "lilicorr_num_heads"),
-        (lattice_settings(lilicorr_vector_eps=0), "lilicorr_vector_eps"),
         (block_settings(final_logit_softcapping=-1), "final_logit_softcapping"),
         (block_settings(**{**WINDOWED, "sliding_window": None}), "sliding_window"),
         (block_settings(block_size=1), "block_size"),

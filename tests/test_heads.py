@@ -535,7 +535,7 @@ def outputs(
     return tokens_of([prefill, *steps]), [step for step in steps if isinstance(step, Step)]
 
 
-OTHERS = ("eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "lilicorr", "dspark", "medusa")
+OTHERS = ("eagle-1", "mtp", "mtp-3", "peagle", "dflash", "dflash2", "dspark", "medusa")
 ON_CACHES = [  # a head that reads states on every kind of cache, the others on one in turn
     *((kept, "eagle") for kept in CACHE_KINDS),
     *zip(itertools.cycle(CACHE_KINDS), OTHERS, strict=False),

@@ -34,7 +34,6 @@ HEADS = (
     "peagle",
     "dflash",
     "dspark",
-    "lilicorr",
     "medusa",
     "mtp",
     "mtp-3",

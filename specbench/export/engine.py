@@ -27,7 +27,6 @@ HEAD_KINDS: Mapping[str, str] = {
     "dflash": "DFlash",
     "dflash2": "DFlash 2",
     "dspark": "DSpark",
-    "lilicorr": "LiLiCorr",
     "medusa": "Medusa",
     "mtp": "MTP",
     "pard": "PARD",

@@ -30,7 +30,6 @@ class SGLang(StartedEngine):
         "eagle-1": "it does not read EAGLE-1 heads whose config.json names LlamaForCausalLM, as the authors' does",
         "dflash": HeadSupport("DFLASH", in_format_of_authors("DFlash"), speculators=False),
         "dflash2": HeadSupport("DFLASH", in_format_of_authors("DFlash 2"), speculators=False),
-        "lilicorr": HeadSupport("DFLASH"),
         "dspark": HeadSupport("DSPARK", in_format_of_authors("DSpark"), speculators=False),
     }
 
@@ -78,7 +77,7 @@ class SGLang(StartedEngine):
             }
         else:
             steps: Json = {"--speculative-num-steps": setting.gamma, "--speculative-eagle-topk": 1}
-            if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "lilicorr", "dspark"):
+            if setting.head is not None and setting.head.kind in ("dflash", "dflash2", "dspark"):
                 steps = {}  # all in one pass
                 if setting.head.kind == "dspark":
                     steps["--speculative-dspark-block-size"] = setting.gamma
@@ -110,7 +109,7 @@ class SGLang(StartedEngine):
 def _sample(setting: Setting, export: engine.Export) -> None:
     """Let drafts be sampled and tested as specbench does, where the engine can (``arg_groups/speculative_hook.py``)."""
     algorithm = export.options["--speculative-algorithm"]
-    always = setting.head is not None and setting.head.kind in ("dflash2", "lilicorr", "dspark")
+    always = setting.head is not None and setting.head.kind in ("dflash2", "dspark")
     can = always or algorithm in ("EAGLE3", "NEXTN")
     if setting.temperature and can and not always:
         export.options["--speculative-use-rejection-sampling"] = None

@@ -32,7 +32,6 @@ class VLLM(StartedEngine):
         "dflash": HeadSupport("dflash"),
         "dflash2": HeadSupport("dflash"),
         "dspark": HeadSupport("dspark"),
-        "lilicorr": HeadSupport("dflash"),
         "pard": HeadSupport("draft_model"),
         "medusa": "0.32 was the last version with Medusa heads",
     }

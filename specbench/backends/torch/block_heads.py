@@ -6,13 +6,12 @@ takes no further pass through the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specbench.backends.torch.heads import Attend, DecoderLayer, EagleShape
@@ -32,14 +31,10 @@ class Block(NamedTuple):
     Attributes:
         hidden: [block, hidden].
         logits: Before they are conditioned on draft tokens, [drafted, vocab].
-        candidates, scores: LiLiCorr: tokens at each place, [drafted, candidates], and the scores of each after each
-            of those at the place before, [drafted, candidates, candidates]. At the first place the rows are equal.
     """
 
     hidden: Tensor
     logits: Tensor
-    candidates: Any = None
-    scores: Any = None
 
 
 @dataclass(frozen=True)
@@ -107,16 +102,14 @@ class DFlashHead(nn.Module):
     def _layer(self) -> nn.Module:
         return DecoderLayer(self.shape)
 
-    def features(self, states: Tensor) -> Tensor:
-        """Return what layers read of positions of a context, [..., hidden], from states, [..., states, width]."""
-        features: Tensor = self.hidden_norm(self.fc(states.flatten(-2)))
-        return features
-
     def keys_values(self, states: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return keys and values of positions of a context, by layer,
-        see ``Attend``; arguments as of ``RecurrentHead``.
+        """Return keys and values of positions of a context, by layer, see ``Attend``.
+
+        Args:
+            states: [batch, positions, states, width].
+            positions: [batch, positions].
         """
-        features = self.features(states)
+        features = self.hidden_norm(self.fc(states.flatten(-2)))
         rotation = self.rotary_emb(features, positions)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(features, rotation) for attention in attentions]
@@ -143,22 +136,6 @@ class DFlashHead(nn.Module):
             logits = logits * self.block.logit_scale
         cap = self.block.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def blocks(
-        self,
-        hidden: Tensor,
-        states: Tensor,  # noqa: ARG002
-        embed: Callable[[Tensor], Tensor],  # noqa: ARG002
-    ) -> list[Block]:
-        """Return blocks of hidden states, see ``guess``.
-
-        Args:
-            hidden: [batch, block, hidden].
-            states: The target's at the last position before each block, [batch, states, width].
-            embed: The target's embeddings.
-        """
-        logits = self.logits(hidden[:, self.block.first :])
-        return [Block(*each) for each in zip(hidden, logits, strict=True)]
 
     def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Conditioned:
         """Return the logits of blocks after draft tokens.
@@ -343,139 +320,4 @@ class _CausalConvolution(nn.Module):
         out = kernels[..., 0, :] * x
         for tap in range(1, self._kernel):
             out[:, tap:] += kernels[:, tap:, tap] * x[:, :-tap]
-        return out
-
-
-# -- LiLiCorr --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LatticeShape:
-    """The structure of LiLiCorr's head."""
-
-    candidates: int  # the most probable tokens at each place
-    hidden: int
-    layers: int
-    heads: int
-    inner: int  # size of its MLPs
-    factors: int  # size of the vectors that are compared
-    epsilon: float  # of their norms
-    scale: float  # of the scores
-
-
-class LiLiCorrHead(DFlashHead):
-    """LiLiCorr (arXiv 2608.20530): DFlash, and a small transformer over the most probable tokens at all places.
-
-    It gives each of these tokens a vector to be compared with those of the place after, and one with those before. The
-    logits at a place are the scores of its candidates after the token before; all others are ruled out. After a token
-    that is no candidate, which another drafter has put there, they are DFlash's.
-    """
-
-    conditional = True
-
-    def __init__(self, shape: EagleShape, block: BlockShape, lattice: LatticeShape) -> None:
-        super().__init__(shape, block)
-        self.lilicorr = _Lattice(shape, block, lattice)
-
-    def _layer(self) -> nn.Module:
-        return _ConvolvedLayer(self.shape, self.block) if self.block.kernel else super()._layer()
-
-    def blocks(self, hidden: Tensor, states: Tensor, embed: Callable[[Tensor], Tensor]) -> list[Block]:
-        places = hidden[:, self.block.first :]
-        logits = self.lm_head(places)
-        best, candidates = logits.float().log_softmax(-1).topk(self.lilicorr.shape.candidates)
-        embedded = embed(candidates).to(hidden.dtype)
-        scores = self.lilicorr(embedded, best, places, self.features(states))
-        return [Block(*each) for each in zip(hidden, logits, candidates, scores, strict=True)]
-
-    def condition(self, blocks: Sequence[Block], tokens: Tensor) -> Conditioned:
-        place = tokens.shape[1] - 1
-        logits = torch.stack([block.logits[place] for block in blocks])
-        candidates = torch.stack([block.candidates[place] for block in blocks])
-        scores = torch.stack([block.scores[place] for block in blocks])
-        if place:
-            before = torch.stack([block.candidates[place - 1] for block in blocks]) == tokens[:, -1:]
-        else:
-            before = torch.arange(candidates.shape[1], device=tokens.device) == 0
-        scores = (scores * before[..., None]).sum(dim=1).to(logits.dtype)
-        chosen = torch.full_like(logits, float("-inf")).scatter_(-1, candidates, scores)
-        return torch.where(before.any(dim=-1, keepdim=True), chosen, logits), None
-
-
-class _Lattice(nn.Module):
-    def __init__(self, head: EagleShape, block: BlockShape, shape: LatticeShape) -> None:
-        super().__init__()
-        self.shape, self._block, wide, size = shape, block.block, head.layer.hidden_size, shape.hidden
-        self.token_proj = nn.Identity() if wide == size else nn.Linear(wide, size)
-        self.pass_hidden_proj, self.context_proj = nn.Linear(wide, size), nn.Linear(wide, size)
-        self.feature_mlp = nn.Sequential(
-            nn.LayerNorm(5), nn.Linear(5, size), nn.SiLU(), nn.Linear(size, size)
-        )
-        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, block.drafted, 1, size))
-        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, shape.candidates, size))
-        self.relative_slot_bias = nn.Parameter(torch.zeros(shape.heads, 2 * block.block - 1))
-        self.same_slot_bias = nn.Parameter(torch.zeros(shape.heads))
-        self.layers = nn.ModuleList(_LatticeLayer(head, shape) for _ in range(shape.layers))
-        self.output_norm, self.anchor_norm = head.norm(size), head.norm(size)
-        self.factor_input_proj = nn.Linear(3 * size, size)
-        self.out_head, self.in_head = nn.Linear(size, shape.factors), nn.Linear(size, shape.factors)
-        self.anchor_out_head = nn.Linear(size, shape.factors)
-
-    def forward(self, embedded: Tensor, log_chances: Tensor, hidden: Tensor, anchor: Tensor) -> Tensor:
-        """Return the scores of candidates, see ``Block``.
-
-        Args:
-            embedded: Embeddings of the candidates, [batch, places, candidates, hidden].
-            log_chances: Their log probabilities, [batch, places, candidates].
-            hidden: [batch, places, hidden].
-            anchor: Features of the last position before the block, [batch, hidden].
-        """
-        places, count = log_chances.shape[1:]
-        x = self.token_proj(embedded) + self.pass_hidden_proj(hidden)[:, :, None]
-        x = x + self.feature_mlp(_features(log_chances).to(x.dtype))
-        x = (x + self.slot_embedding[0] + self.rank_embedding[0]).flatten(1, 2)
-        bias = self._bias(torch.arange(places, device=x.device).repeat_interleave(count))
-        for layer in self.layers:
-            x = layer(x, bias)
-        x = self.output_norm(x).unflatten(1, (places, count))
-        anchor = self.anchor_norm(self.context_proj(anchor))
-        beside = anchor[:, None, None].expand_as(x)
-        factors = silu(self.factor_input_proj(torch.cat((x, beside, x * beside), dim=-1)))
-        first = self._unit(self.anchor_out_head(anchor))[:, None, None].expand(-1, 1, count, -1)
-        before = torch.cat((first, self._unit(self.out_head(factors))[:, :-1]), dim=1)
-        scores = before @ self._unit(self.in_head(factors)).transpose(-1, -2)
-        return self.shape.scale * scores.float()
-
-    def _bias(self, places: Tensor) -> Tensor:
-        """Return what attention adds for tokens at these places, [heads, tokens, tokens]."""
-        distance = places[:, None] - places
-        bias = self.relative_slot_bias[:, distance + self._block - 1]
-        return bias + (distance == 0) * self.same_slot_bias[:, None, None]
-
-    def _unit(self, vectors: Tensor) -> Tensor:
-        return normalize(vectors, dim=-1, eps=self.shape.epsilon)
-
-
-def _features(log_chances: Tensor) -> Tensor:
-    """Return what LiLiCorr reads of candidates' probabilities, which are in descending order, [..., 5]."""
-    count = log_chances.shape[-1]
-    ranks = torch.arange(count, device=log_chances.device) / max(count - 1, 1)
-    parts = (log_chances, log_chances.exp(), log_chances - log_chances[..., :1], ranks, (ranks == 0).float())
-    return torch.stack([each.expand_as(log_chances) for each in parts], dim=-1)
-
-
-class _LatticeLayer(nn.Module):
-    def __init__(self, head: EagleShape, shape: LatticeShape) -> None:
-        super().__init__()
-        size, self._heads = shape.hidden, shape.heads
-        self.attn_norm, self.mlp_norm = head.norm(size), head.norm(size)
-        self.attn = nn.MultiheadAttention(size, shape.heads)  # only for its weights, which may be quantized
-        self.mlp = nn.Sequential(nn.Linear(size, shape.inner), nn.SiLU(), nn.Linear(shape.inner, size))
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        read = linear(self.attn_norm(x), self.attn.in_proj_weight, self.attn.in_proj_bias)
-        query, key, value = read.unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        x = x + self.attn.out_proj(attended.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out

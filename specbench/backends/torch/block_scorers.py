@@ -24,7 +24,6 @@ class BlockInput(NamedTuple):
     last: int  # the context's last token
     position: int  # its position
     caches: Sequence[Any]  # keys and values of the context, by layer
-    states: Tensor  # the target's at the position before it, [states, width]
 
 
 class PathsInput(NamedTuple):
@@ -53,7 +52,6 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def _reset(self) -> None:
         super()._reset()
         self._block: Block | None = None
-        self._last = torch.empty(0)  # the target's states at the last known position
 
     def resume(self, cached_tokens: int) -> None:
         super().resume(cached_tokens)
@@ -68,14 +66,14 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         added = self.head.keys_values(fresh[None], positions[None])
         for cache, entries in zip(self._caches, added, strict=True):
             cache.update(*entries)
-        self._known, self._block, self._last = length, None, fresh[-1]
+        self._known, self._block = length, None
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._block = None
 
     def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockStep, BlockFound]:
         if self._block is None:
-            found = yield BlockInput(request.context[-1], self._known, self._caches, self._last)
+            found = yield BlockInput(request.context[-1], self._known, self._caches)
             assert isinstance(found, Block)
             self._block = found
         if not self.head.conditional:
@@ -98,16 +96,11 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         ids = torch.tensor([[each.last, *masks] for each in inputs], device=self.device)
         ranges = [[*range(each.position, each.position + shape.block)] for each in inputs]
         positions = torch.tensor(ranges, device=self.device)
-        attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in self._layers]
+        layers = range(len(self.head.layers))
+        attends = [self._attend_to([each.caches[layer] for each in inputs], layer) for layer in layers]
         hidden = self.head.guess(self._embed(ids).to(self._dtype), positions, attends)
-        blocks: list[Block] = self.head.blocks(
-            hidden, torch.stack([each.states for each in inputs]), self._embed
-        )
-        return blocks
-
-    @property
-    def _layers(self) -> range:
-        return range(len(self.head.layers))
+        logits = self.head.logits(hidden[:, shape.first :])
+        return [Block(*each) for each in zip(hidden, logits, strict=True)]
 
     def _rows(self, inputs: Sequence[PathsInput]) -> list[Conditioned]:
         """Compute rows of equal depth together."""
