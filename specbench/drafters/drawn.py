@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from specbench.decoding.drafts import Draft
-from specbench.decoding.sampling import Randomness
 
 _SAME = 1e-6
 """Total variation up to which two distributions are one."""
@@ -19,26 +18,6 @@ class DrawEvent(NamedTuple):
 
     distribution: torch.Tensor
     token: int
-
-
-class RecordedDraws(Randomness):
-    """The draws of another source, recorded; it has no tests.
-
-    Attributes:
-        draws: All so far, with copies of their distributions.
-    """
-
-    def __init__(self, source: Randomness) -> None:
-        self._source = source
-        self.draws: list[DrawEvent] = []
-
-    def draw(self, probabilities: torch.Tensor) -> int:
-        token = self._source.draw(probabilities)
-        self.draws.append(DrawEvent(probabilities.clone(), token))
-        return token
-
-    def test(self, acceptance: torch.Tensor) -> tuple[int, list[float]]:
-        raise TypeError("a drafter tests nothing")
 
 
 def find_undrawn(draft: Draft, draws: Sequence[DrawEvent]) -> str | None:
