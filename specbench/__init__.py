@@ -17,11 +17,12 @@ from specbench._version import __version__
 if TYPE_CHECKING:
     from specbench.base.errors import RunError, SpecbenchError, UsageError
     from specbench.bench.sweeps import sweep
+    from specbench.decoding.drafts import Guess
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
     from specbench.decoding.records import Generation, Prefill, Step
     from specbench.decoding.sampling import Sampling
-    from specbench.drafters.free import FreeDrafter, Guess
+    from specbench.drafters.free import FreeDrafter
     from specbench.generate import GenerationRun, autoregressive_generate, encode_prompt, speculative_generate
     from specbench.generate_many import GenerationRuns, speculative_generate_many
     from specbench.loaded import LoadedRecipe, load_recipe
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from specbench.results.store import read_recipe
 
 _HOMES = {
+    "decoding.drafts": ("Guess",),
     "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
     "bench.sweeps": ("sweep",),
-    "drafters.free": ("FreeDrafter", "Guess"),
+    "drafters.free": ("FreeDrafter",),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),
     "loaded": ("LoadedRecipe", "load_recipe"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from tiny import tiny_language_model, tiny_tokenizer
 
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, Guess
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, DraftPolicy, NewPrompt, StepPlan, run_to_end
@@ -51,9 +50,7 @@ class Watched(CascadeDrafter):
 
 def kinds(draft: Draft) -> str:
     """For every token: f where it was free, m where it is the model's."""
-    if draft.match_confidence is None:
-        return "m" * len(draft.tokens)
-    return "".join("m" if math.isnan(draft.match_confidence[i]) else "f" for i in range(len(draft.tokens)))
+    return "".join("m" if isinstance(source, Logits) else "f" for source in draft.sources)
 
 
 def propose(
@@ -254,8 +251,7 @@ def test_the_model_goes_on_where_the_counts_end():
     assert draft.tokens == [3, 9, 5, 6]
     assert kinds(draft) == "ffmm"
     assert drafter.model.scorer.passes == [8, 1], "prompt and free drafts in one pass"
-    assert draft.match_confidence is not None
-    assert draft.match_confidence[:2] == [0.5, 0.5]
+    assert draft.sources[:2] == [Guess(3, 0.5), Guess(9, 0.5)]
 
 
 # -- the rules read it ---------------------------------------------------------------------------------
@@ -270,7 +266,7 @@ class Doubting(FixedLength):
         self.known: list[int] = []
 
     def should_continue(self, draft: Draft) -> bool:
-        self.known.append(len(draft.match_confidence or ()) - len(draft.tokens))
+        self.known.append(int(draft.guess is not None))
         return len(draft.tokens) < self.stop
 
 
@@ -294,8 +290,7 @@ class Preferring(FixedLength):
         self.seen: list[tuple[int, int]] = []
 
     def prefers_model(self, draft: Draft) -> bool:
-        assert draft.match_confidence is not None
-        self.seen.append((len(draft.tokens), len(draft.match_confidence)))
+        self.seen.append((len(draft.tokens), draft.guess is not None))
         return len(draft.tokens) >= self.since
 
 
@@ -305,7 +300,9 @@ def test_a_rule_may_have_the_model_draft_where_there_is_a_match():
     draft = propose(cascade([0], len(context)), context, policy)
     assert kinds(draft) == "ffmmm"
     assert draft.tokens[:3] == [3, 4, 0]
-    assert policy.seen[:3] == [(0, 1), (1, 2), (2, 3)], "the evidence for the token in question is there"
+    assert policy.seen[:3] == [(0, True), (1, True), (2, True)], (
+        "the evidence for the token in question is there"
+    )
     once = kinds(propose(cascade([0], len(context), max_passes=1), context, Preferring(1)))
     assert once.startswith("fm")
     assert once.count("m") == 1

@@ -208,7 +208,7 @@ def test_the_reading_of_a_context_has_its_own_costs():
 
 
 def begins(policy: Any, budget: int) -> bool:
-    return policy.begin_step(budget) > 0 and policy.should_continue(Draft(logits=[], passes=0))
+    return policy.begin_step(budget) > 0 and policy.should_continue(Draft(passes=0))
 
 
 @pytest.mark.smoke

@@ -57,7 +57,6 @@ def test_copies_what_followed_the_longest_match(context, options, expected):
 def test_what_the_rule_did_not_want_is_told(stop):
     class Stopping(FixedLength):
         def should_continue(self, draft: Draft) -> bool:
-            assert draft.rejected_guess is None, "it may not know the token"
             return len(draft.tokens) < stop
 
     drafter = LookupDrafter()
@@ -65,7 +64,8 @@ def test_what_the_rule_did_not_want_is_told(stop):
     asking = drafter.propose([1, 2, 3, 4, 1], StepPlan(9, Stopping(7), Sampling(), Randomness(0)))
     found = run_to_end(asking)
     assert found.tokens == [2, 3][:stop]
-    assert found.rejected_guess == [2, 3, 4][stop]
+    assert found.guess is not None
+    assert found.guess.token == [2, 3, 4][stop]
 
 
 def test_a_new_prompt_leaves_no_earlier_places_of_the_last():

@@ -21,6 +21,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForC
 from specbench import GenerationRun, RunError, load_drafter, wrap_target
 from specbench.backends.torch.caches import CACHE_KINDS
 from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.logits import Logits
 from specbench.decoding.protocols import Drafter, StepPlan, run_to_end
 from specbench.decoding.records import Generation
 from specbench.decoding.sampling import Randomness, Sampling
@@ -57,8 +58,7 @@ def proposed(drafter: Drafter, context: Sequence[int], gamma: int) -> Draft:
 
 def assert_rows(draft: Draft, expected: torch.Tensor) -> None:
     assert (draft.passes, len(draft.tokens)) == (1, len(expected))
-    assert draft.logits is not None
-    found = torch.stack([each.values for each in draft.logits])
+    found = torch.stack([each.values for each in draft.sources if isinstance(each, Logits)])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(draft.q, expected.softmax(-1), atol=1e-4, rtol=1e-4)
 
@@ -85,7 +85,7 @@ def test_rows_of_pard_are_those_after_its_masks(tmp_path):
 def test_tokens_of_a_cascade_are_read_before_the_masks(tmp_path, right):
     drafter: Any = load_drafter(str(pard_folder(tmp_path)), target(), PLAIN)
     drafter.begin(CONTEXT)
-    draft = Draft([44, 8], logits=[], passes=0)
+    draft = Draft([44, 8], passes=0)
     plan = StepPlan(5, FixedLength(5), Sampling(1.0), Randomness(0))
     ids = torch.tensor([[*CONTEXT, *draft.tokens, MASK, MASK]])
     for expected in tiny_llama(seed=4)(input_ids=ids).logits[0, -3:]:

@@ -23,7 +23,7 @@ from scripted import (
 )
 
 from specbench.base.errors import UsageError
-from specbench.decoding.drafts import Draft
+from specbench.decoding.drafts import Draft, Guess
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import DraftPolicy, NewPrompt, StepPlan, run_to_end
@@ -210,7 +210,7 @@ def logits_of(*probabilities: float) -> torch.Tensor:
 
 
 def drafted(*rows: torch.Tensor, tokens: Sequence[int] | None = None) -> Draft:
-    return Draft(tokens=list(tokens or [0] * len(rows)), logits=[Logits(row) for row in rows])
+    return Draft(tokens=list(tokens or [0] * len(rows)), sources=[Logits(row) for row in rows])
 
 
 def test_entropy_is_in_nats_of_the_untempered_softmax():
@@ -226,7 +226,7 @@ def test_confidence_is_the_probability_of_the_token_that_was_drawn():
     draft = drafted(logits_of(0.7, 0.2, 0.1), logits_of(0.1, 0.6, 0.3) + 5.0, tokens=[1, 1])
     assert confidence(draft, 0) == pytest.approx(0.2)
     assert confidence(draft, 1) == pytest.approx(0.6)
-    assert confidence(Draft([4, 5], match_confidence=[0.5, 0.75]), 1) == 0.75
+    assert confidence(Draft([4, 5], sources=[Guess(4, 0.5), Guess(5, 0.75)]), 1) == 0.75
     assert confidence(Draft([4, 5]), 1) == 1.0
 
 
@@ -239,7 +239,7 @@ def test_ngram_knows_how_often_its_token_came():
     draft = evidence_of(NGramDrafter(NGram(order=2)), [1, 2, 1, 2, 1, 3, 2, 1], 2)
     assert draft.tokens == [2, 1]
     # 1 → 2, 2, 3 and 2 → 1, 1, 1, with one sight of something else.
-    assert draft.match_confidence == [2 / 4, 3 / 4]
+    assert draft.sources == [Guess(2, 2 / 4), Guess(1, 3 / 4)]
 
 
 # -- the rules, by hand ------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_the_entropy_bound():
     policy = rule("entropy-bound")
     two, three = logits_of(0.5, 0.5, 0.0), torch.zeros(3)  # bounds 0.6277 and 0.5312
     assert policy.begin_step(50) == 20
-    assert policy.should_continue(Draft(logits=[]))
+    assert policy.should_continue(Draft())
     assert policy.should_continue(drafted(two))
     assert not policy.should_continue(drafted(two, three))
     assert policy.notes() == {"lambda": 0.6}
@@ -374,10 +374,10 @@ def test_the_threshold_of_the_entropy_bound(room, step, threshold):
 def test_svip():
     policy = rule("svip")
     assert policy.begin_step(99) == 40
-    assert policy.should_continue(Draft(logits=[]))
+    assert policy.should_continue(Draft())
     assert policy.should_continue(drafted(logits_of(0.75, 0.25)))  # sqrt(0.15 · 0.5623) = 0.2904
     assert not policy.should_continue(drafted(logits_of(0.5, 0.5)))  # sqrt(0.15 · 0.6931) = 0.3224
-    assert policy.should_continue(Draft([1], match_confidence=[0.1]))
+    assert policy.should_continue(Draft([1], sources=[Guess(1, 0.1)]))
 
 
 def test_the_heuristic():
@@ -509,10 +509,10 @@ def simulate(
 
     for index, alpha in enumerate(alphas):
         limit = policy.begin_step(50)
-        draft, passes = Draft(logits=[]), []
+        draft, passes = Draft(), []
         while len(draft.tokens) < limit and policy.should_continue(draft):
             passes.append(generator.random() < alpha)
-            draft.logits.append(Sure((0.9 if passes[-1] else 0.3) if informative else 0.7))
+            draft.sources.append(Sure((0.9 if passes[-1] else 0.3) if informative else 0.7))
             draft.tokens.append(0)
         gamma = len(draft.tokens)
         accepted = next((i for i, passed in enumerate(passes) if not passed), gamma)
@@ -658,18 +658,13 @@ def test_values_outside_their_range_are_refused(spec):
 # -- drafts that cost a pass for some of their tokens only -------------------------------------------
 
 
-def mixed(kinds: str, ahead: bool = False, passes: int | None = None) -> Draft:
-    """A draft of a cascade: f is a free token with evidence 3/4, m one of the model's with confidence 0.6."""
-    made = Draft(
-        [1] * len(kinds), match_confidence=[0.75 if kind == "f" else math.nan for kind in kinds], passes=0
+def mixed(kinds: str, ahead: bool = False, passes: int | None = None, evidence: float = 0.75) -> Draft:
+    """A draft of a cascade: f is a free token with evidence, m one of the model's with confidence 0.6."""
+    sources = [Guess(1, evidence) if kind == "f" else Logits(logits_of(0.4, 0.6)) for kind in kinds]
+    passes = kinds.count("m") if passes is None else passes
+    return Draft(
+        [1] * len(kinds), sources=sources, guess=Guess(1, evidence) if ahead else None, passes=passes
     )
-    made.passes = kinds.count("m") if passes is None else passes
-    if "m" in kinds:
-        rows = {"m": logits_of(0.4, 0.6), "f": logits_of(0.0, 1.0)}
-        made.logits = [Logits(rows[kind]) for kind in kinds]
-    if ahead:
-        made.match_confidence.append(0.75)
-    return made
 
 
 def test_confidence_of_a_mixed_draft():
@@ -685,8 +680,7 @@ def test_auto_takes_free_tokens_where_the_model_does_not_pay():
         limit = policy.begin_step(20)
         made = mixed("")
         if policy.should_continue(made):
-            made.tokens, made.logits, made.passes = [1], [Logits(logits_of(0.4, 0.6))], 1
-            made.match_confidence.append(math.nan)
+            made = mixed("m")
         policy.observe(a_step(len(made.tokens), 0, index=index, draft_s=0.9, verify_s=1.0))
     assert policy.begin_step(20) == 8
     assert not policy.should_continue(mixed("")), "a pass of the model does not pay"
@@ -702,11 +696,12 @@ def test_auto_learns_from_copies_that_it_does_not_make(right):
     lengths = []
     for index in range(40):
         policy.begin_step(20)
-        made = Draft(match_confidence=[0.5])
+        guess = Guess(0 if right else 1, 0.5)
+        made = Draft(guess=guess)
         if policy.should_continue(made):
             made.tokens.append(0)
-        else:
-            made.rejected_guess = 0 if right else 1
+            made.sources.append(guess)
+            made.guess = None
         lengths.append(len(made.tokens))
         policy.observe(a_step(lengths[-1], lengths[-1] * right, index=index))
         assert policy.notes()["probe"] == 0, "there is nothing to find out"
@@ -717,8 +712,7 @@ def test_auto_learns_from_copies_that_it_does_not_make(right):
 
 def step_of(kinds: str, accepted: int, index: int) -> tuple[Draft, Step]:
     """A cascade's draft (m for the model's tokens, f for free ones with an evidence of 0.6) and what became of it."""
-    made = mixed(kinds)
-    made.match_confidence = [0.6 if kind == "f" else math.nan for kind in kinds]
+    made = mixed(kinds, evidence=0.6)
     step = a_step(len(kinds), accepted, index=index, draft_s=0.2 * kinds.count("m"), verify_s=1.0)
     return made, replace(step, passes=kinds.count("m"))
 
@@ -739,9 +733,7 @@ def test_auto_lets_the_model_draft_where_a_match_is_doubtful(draft_s, free_is_ri
         policy.should_continue(made)
         policy.observe(step)
     policy.begin_step(20)
-    ahead = mixed("", ahead=True)
-    ahead.match_confidence = [0.6]
-    assert policy.prefers_model(ahead) == rather
+    assert policy.prefers_model(mixed("", ahead=True, evidence=0.6)) == rather
 
 
 def test_auto_looks_again_with_one_pass_and_all_free_tokens():

@@ -26,7 +26,7 @@ from tokenizers import processors
 
 from specbench.backends.torch.scorer import Scorer
 from specbench.base.errors import RunError
-from specbench.decoding.drafts import Draft, StepOutcome
+from specbench.decoding.drafts import Draft, Guess, StepOutcome
 from specbench.decoding.logits import Logits
 from specbench.decoding.loop import decode_steps
 from specbench.decoding.protocols import Decoding, Drafter, DrafterTraits, NewPrompt, StepPlan
@@ -430,15 +430,15 @@ def follow(rule: Any, history: Sequence[dict[str, Any]]) -> list[tuple[int, dict
         limit = rule.begin_step(made["room"])
         assert 0 <= limit <= made["room"]
         logits = made["knows"] == "logits"
-        draft = Draft(
-            logits=[] if logits else None, match_confidence=[0.5] * 8 if made["knows"] == "evidence" else None
-        )
+        draft = Draft(guess=Guess(0, 0.5) if made["knows"] == "evidence" else None)
         while len(draft.tokens) < limit and rule.should_continue(draft):
             i = len(draft.tokens)
             if logits:
                 if rule.num_children(draft, (i - 1,), (Logits(made["logits"][i]),)) == (0,):
                     break
-                draft.logits.append(Logits(made["logits"][i]))  # type: ignore[union-attr]
+                draft.sources.append(Logits(made["logits"][i]))
+            elif draft.guess is not None:
+                draft.sources.append(draft.guess)
             draft.tokens.append(made["tokens"][i])
         gamma = len(draft.tokens)
         assert gamma <= made["room"]

@@ -297,6 +297,6 @@ def test_auto_drafts_on_after_an_even_chance_where_the_drafter_is_a_rounded_copy
     chances = []
     for word in words:
         estimator = AcceptanceEstimator(load_drafter(word, target).traits.prior)
-        estimator.read(Draft([0], logits=[Logits(torch.zeros(2))]), 1)
+        estimator.read(Draft([0], sources=[Logits(torch.zeros(2))]), 1)
         chances.append(estimator.survival)
     assert chances[0] > 0.9 > chances[1]

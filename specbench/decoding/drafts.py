@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
     from specbench.decoding.distributions import TokenDistribution
     from specbench.decoding.logits import Logits
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A guess at the next token, made without a forward pass.
+
+    Attributes:
+        token: The token, if it is certain.
+        match_confidence: A number from 0 to 1 that rises with the chance that the guess is accepted. Its scale is free:
+            ``auto`` learns what it means, and outputs do not depend on it.
+        q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
+
+    Examples:
+        >>> Guess(17, match_confidence=0.8).q is None
+        True
+    """
+
+    token: int
+    match_confidence: float
+    q: torch.Tensor | None = None
+
+
+Source: TypeAlias = "Logits | Guess | Literal['forced']"
+"""Where a token of a chain is from: a model's untransformed logits, a guess, or the format, which allows no other."""
 
 
 class Draws(NamedTuple):
@@ -34,34 +58,31 @@ class Draft:
         tokens: The drafted token ids, γ of them in a chain; empty for no proposal.
         q: The distributions they were drawn from, float32 [γ, vocab], after the sampling transforms; ``None`` if all
             were certain (q would be one-hot). Valid until the drafter's next proposal, which may reuse the memory.
-        logits: The drafter's untransformed logits, γ of them (``Logits.certain`` for a cascade's certain tokens);
-            ``None`` from a drafter without logits.
-        match_confidence: For a drafter without logits: for each token a number from 0 to 1 that rises with the
-            probability that the token is right, if those before it are. There may be one entry more, for a next token
-            that was found and is not drafted yet. NaN for a token from a cascade's model; ``None`` from other drafters.
+        sources: Where the tokens of a chain are from; empty from a drafter that does not say.
+        guess: A guess at the next token that is not drafted, or not yet. The target's token in its place shows whether
+            it was right.
         prefill_s: Seconds in which the drafter first read the prompt, or caught up with more than a few tokens.
-        passes: Forward passes of the draft so far; a token with a match confidence took none. ``None`` where they are
-            not counted: one per token.
+        passes: Forward passes of the draft so far; a guess took none. ``None`` where they are not counted: one per
+            token.
         next_is_read: Whether the model has read all of the draft, as guesses: its next token takes no pass.
-        rejected_guess: A certain token without a forward pass that the policy did not want; the target's token in its
-            place shows whether it was right.
         parents: By token the index of its parent, -1 for the context; parents come first. ``None`` for a chain.
         candidates: By node (-1: the context) what was drawn after it, in that order; valid as long as ``q``. ``None``
             for a chain: ``q`` has its distributions.
-        forced: Indices of the tokens of a chain that were drafted because the format allows no other.
     """
 
     tokens: list[int] = field(default_factory=list)
     q: torch.Tensor | None = None
-    logits: list[Logits] | None = None
-    match_confidence: list[float] | None = None
+    sources: list[Source] = field(default_factory=list)
+    guess: Guess | None = None
     prefill_s: float = 0.0
     passes: int | None = None
     next_is_read: bool = False
-    rejected_guess: int | None = None
     parents: Sequence[int] | None = None
     candidates: Mapping[int, Sequence[Draws]] | None = None
-    forced: list[int] = field(default_factory=list)
+
+    def source(self, i: int) -> Source | None:
+        """Return where token ``i`` is from, or what is known of the next one; ``None`` if the drafter does not say."""
+        return self.sources[i] if i < len(self.sources) else self.guess
 
     def chance(self, node: int) -> float:  # noqa: ARG002
         """Return the probability of a token by the drafter's distribution; 1 if unknown."""

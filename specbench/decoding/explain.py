@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
+from specbench.decoding.logits import Logits
 from specbench.decoding.records import Closing, DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
 from specbench.decoding.verify import Verdict, expected_acceptance
 
@@ -58,7 +59,7 @@ def step_of(
         passes=draft.passes,
         parents=None if chain else tuple(draft.parents or ()),
         path=() if chain else tuple(verdict.path),
-        forced=tuple(draft.forced),
+        forced=tuple(i for i, source in enumerate(draft.sources) if source == "forced"),
         experts=experts,
     )
 
@@ -80,8 +81,8 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
         q = drawn.get((parent, token)) if draft.q is None else draft.q[i]
         if q is not None:
             chance = float(q[token])
-        elif draft.logits is not None:
-            chance = math.exp(draft.logits[i].log_chance(token))
+        elif isinstance(source := draft.source(i), Logits):
+            chance = math.exp(source.log_chance(token))
         else:
             chance = draft.chance(i)
         if parent in verdict.rows:

@@ -76,11 +76,6 @@ class Logits:
         self.values, self._vocabulary, self.acceptance = values, vocabulary, acceptance
         self.size = values.shape[-1]
 
-    @classmethod
-    def certain(cls, token: int) -> Logits:
-        """Return logits of a single possible token."""
-        return cls(torch.zeros(1), DraftVocabulary(torch.tensor([token])))
-
     @cached_property
     def _known(self) -> NDArray[np.float32]:
         """The values for numpy, which is faster than torch on few elements."""

@@ -183,8 +183,7 @@ class DraftPolicy:
 
         Args:
             draft: The draft so far; a ``GrowingTree`` if the policy branches. The policy may read it until the step
-                ends. If the next token is found already, without a forward pass, ``draft.match_confidence`` has an
-                entry for it.
+                ends. If the next token is found already, without a forward pass, it is ``draft.guess``.
 
         Returns:
             Nodes in ascending order, -1 for the context; empty to end the draft.

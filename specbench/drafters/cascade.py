@@ -61,15 +61,11 @@ class CascadeDrafter(Drafter):
         with self.model.drafting(context, draft):
             while mixed.continues(limit):
                 draft.next_is_read = self.model.has_read(draft)
-                guess = self.free.allowed_guess(context, draft.tokens, plan.sampling)
-                if guess is not None:
-                    draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
-                    if policy.prefers_model(draft) and self._may_draw(context, draft):
-                        draft.match_confidence.pop()  # type: ignore[union-attr]
-                        guess = None
+                guess = draft.guess = self.free.allowed_guess(context, draft.tokens, plan.sampling)
+                if guess is not None and policy.prefers_model(draft) and self._may_draw(context, draft):
+                    guess = draft.guess = None
                 if guess is not None:
                     if not policy.expand(draft):
-                        draft.rejected_guess = guess.token if guess.q is None else None
                         break
                     mixed.add_guess(guess)
                 else:

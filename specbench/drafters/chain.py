@@ -75,7 +75,7 @@ class ChainDrafter(Drafter):
         plain_greedy = sampling.greedy and not sampling.context_dependent
         if self.scorer.device.type in _READ_LATE and policy.unconditional and plain_greedy:
             return (yield from self._propose_unread(context, plan, limit))
-        draft = Draft(logits=[], passes=0)
+        draft = Draft(passes=0)
         with self.drafting(context, draft):
             while len(draft.tokens) < limit:
                 draft.next_is_read = self.has_read(draft)
@@ -85,7 +85,7 @@ class ChainDrafter(Drafter):
                 if drawn is None:
                     break
                 token, logits, _ = drawn
-                draft.logits.append(logits)  # type: ignore[union-attr]
+                draft.sources.append(logits)
                 draft.tokens.append(token)
         if draft.tokens and not sampling.greedy:
             draft.q = self._distributions[: len(draft.tokens)]
@@ -167,11 +167,11 @@ class ChainDrafter(Drafter):
     def _propose_unread(self, context: Sequence[int], plan: StepPlan, limit: int) -> Decoding[Draft]:
         """Draft greedily without reading a token back from the device before the target has verified it."""
         tokens, vocabulary = DeviceTokens(), self.scorer.vocabulary
-        draft = Draft(tokens, logits=[], passes=0)  # type: ignore[arg-type]
+        draft = Draft(tokens, passes=0)  # type: ignore[arg-type]
         with self.drafting(context, draft):
             for _ in range(limit):
                 logits = yield from self._next_logits(context, draft, plan.sampling, limit)
-                draft.logits.append(Logits(logits[0], vocabulary))  # type: ignore[union-attr]
+                draft.sources.append(Logits(logits[0], vocabulary))
                 best = logits[0].argmax()
                 tokens.append(best if vocabulary is None else vocabulary.tokens.take(best))
         return draft

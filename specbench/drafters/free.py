@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,37 +11,17 @@ import torch
 
 from specbench.decoding.clocks import Clock, WallClock
 from specbench.decoding.distributions import FixedCandidates
-from specbench.decoding.drafts import Draft, GrowingTree
-from specbench.decoding.logits import Logits
+from specbench.decoding.drafts import Draft, GrowingTree, Guess, Source
 from specbench.decoding.protocols import Drafter, DrafterTraits, DraftPolicy, top
 from specbench.decoding.tree import grow_tree
 from specbench.specs.policies import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from specbench.decoding.distributions import TokenDistribution
+    from specbench.decoding.logits import Logits
     from specbench.decoding.protocols import Decoding, ScorerLike, StepPlan
     from specbench.decoding.sampling import Sampling
     from specbench.specs.drafters import FreeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A guess at the next token.
-
-    Attributes:
-        token: The token, if it is certain.
-        match_confidence: A number from 0 to 1 that rises with the chance that the guess is accepted. Its scale is free:
-            ``auto`` learns what it means, and outputs do not depend on it.
-        q: The distribution to draw it from, float32 [vocab]; ``None`` if it is certain.
-
-    Examples:
-        >>> Guess(17, match_confidence=0.8).q is None
-        True
-    """
-
-    token: int
-    match_confidence: float
-    q: torch.Tensor | None = None
 
 
 def make_free(spec: FreeSpec, target: Any = None) -> FreeDrafter:
@@ -145,14 +124,10 @@ class FreeDrafter(Drafter):
         draft.passes = None
         limit = policy.begin_step(plan.budget if self.longest is None else min(plan.budget, self.longest))
         while growing.continues(limit):
-            guess = self.allowed_guess(context, draft.tokens, plan.sampling)
-            if guess is None:
+            draft.guess = self.allowed_guess(context, draft.tokens, plan.sampling)
+            if draft.guess is None or not policy.expand(draft):
                 break
-            draft.match_confidence.append(guess.match_confidence)  # type: ignore[union-attr]
-            if not policy.expand(draft):
-                draft.rejected_guess = guess.token if guess.q is None else None
-                break
-            growing.add_guess(guess)
+            growing.add_guess(draft.guess)
         return growing.finished()
 
 
@@ -197,8 +172,6 @@ class CandidateDrafter(FreeDrafter):
 class MixedDraft:
     """A chain under construction, with guesses, forced tokens and, in a cascade, tokens drawn by a model.
 
-    Until the model's first token it has no logits, and no q for certain tokens; from then on it has both for all.
-
     Args:
         free: Makes the guesses; it reads the context now.
         plan, context: See ``Drafter.propose``.
@@ -208,7 +181,7 @@ class MixedDraft:
     """
 
     def __init__(self, free: FreeDrafter, plan: StepPlan, context: Sequence[int]) -> None:
-        self.draft = Draft(match_confidence=[], prefill_s=free.read(context), passes=0)
+        self.draft = Draft(prefill_s=free.read(context), passes=0)
         self._q: list[torch.Tensor | None] = []
         self._context = context
         self._unforced = _UnforcedPolicy(plan.policy) if free.forces else None
@@ -221,35 +194,31 @@ class MixedDraft:
         Args:
             limit: The longest draft, without its forced tokens.
         """
-        draft = self.draft
-        while self._unforced and (token := _forced_token(self._context, draft, self.plan)) is not None:
-            draft.forced.append(len(draft.tokens))
-            draft.match_confidence.append(1.0)  # type: ignore[union-attr]
-            self.add_guess(Guess(token, 1.0))
-        return len(draft.tokens) - len(draft.forced) < limit and len(draft.tokens) < self.plan.budget
+        draft, forced = self.draft, 0
+        if self._unforced:
+            while (token := _forced_token(self._context, draft, self.plan)) is not None:
+                self._add(token, "forced", None)
+            forced = draft.sources.count("forced")
+        return len(draft.tokens) - forced < limit and len(draft.tokens) < self.plan.budget
 
     def add_guess(self, guess: Guess) -> None:
         """Add a guess; one with a distribution is drawn now, and in greedy decoding its likeliest token is taken."""
-        draft, token, q = self.draft, int(guess.token), guess.q
+        token, q = int(guess.token), guess.q
         if q is not None and self.plan.sampling.greedy:
             token, q = int(q.argmax()), None
         elif q is not None:
             q = q.clone()  # its owner may write the next one into it
             token = self.plan.random.draw(q)
-        if draft.logits:
-            draft.logits.append(_as_logits(token, q))
-        draft.tokens.append(token)
-        self._q.append(q)
+        self._add(token, guess, q)
 
     def add_drawn(self, token: int, logits: Logits, q: torch.Tensor | None) -> None:
-        draft = self.draft
-        assert draft.match_confidence is not None
-        if draft.logits is None:
-            earlier = zip(draft.tokens, self._q, strict=True)
-            draft.logits = [_as_logits(token, certain) for token, certain in earlier]
-        draft.logits.append(logits)
-        draft.tokens.append(token)
-        draft.match_confidence.append(math.nan)
+        """Add a token that a model has drawn by its logits."""
+        self._add(token, logits, q)
+
+    def _add(self, token: int, source: Source, q: torch.Tensor | None) -> None:
+        self.draft.tokens.append(token)
+        self.draft.sources.append(source)
+        self.draft.guess = None
         self._q.append(q)
 
     def finished(self) -> Draft:
@@ -283,7 +252,7 @@ class _UnforcedPolicy(DraftPolicy):
         self._policy, self._seen = policy, Draft()
 
     def begin_step(self, budget: int) -> int:
-        self._seen = Draft(match_confidence=[])
+        self._seen = Draft()
         return self._policy.begin_step(budget)
 
     def expand(self, draft: Draft) -> Sequence[int]:
@@ -300,14 +269,10 @@ class _UnforcedPolicy(DraftPolicy):
 
     def update(self, draft: Draft) -> Draft:
         """Return what the policy sees of a draft: always the same object, since policies keep it until they learn."""
-        seen, forced = self._seen, {*draft.forced}
-        seen.tokens = [token for i, token in enumerate(draft.tokens) if i not in forced]
-        guessed = draft.match_confidence or []
-        seen.match_confidence = [each for i, each in enumerate(guessed) if i not in forced]
-        if draft.logits is not None:
-            seen.logits = [each for i, each in enumerate(draft.logits) if i not in forced]
-        seen.passes, seen.next_is_read = draft.passes, draft.next_is_read
-        seen.rejected_guess = draft.rejected_guess
+        seen, pairs = self._seen, zip(draft.tokens, draft.sources, strict=True)
+        seen.tokens = [token for token, source in pairs if source != "forced"]
+        seen.sources = [source for source in draft.sources if source != "forced"]
+        seen.passes, seen.next_is_read, seen.guess = draft.passes, draft.next_is_read, draft.guess
         return seen
 
 
@@ -315,8 +280,3 @@ def _one_hot(token: int, like: torch.Tensor) -> torch.Tensor:
     row = torch.zeros_like(like)
     row[token] = 1.0
     return row
-
-
-def _as_logits(token: int, q: torch.Tensor | None) -> Logits:
-    """Return logits whose softmax is q, or one-hot."""
-    return Logits.certain(token) if q is None else Logits(q.log())

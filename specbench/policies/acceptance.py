@@ -145,8 +145,8 @@ class AcceptanceEstimator:
 
     def guess_chance(self, draft: Draft) -> float:
         """Return the same for a next token that was found without the model."""
-        assert draft.match_confidence is not None
-        return self._matched.chance(log_odds(draft.match_confidence[len(draft.tokens)]))
+        assert draft.guess is not None
+        return self._matched.chance(log_odds(draft.guess.match_confidence))
 
     def learn(self, draft: Draft | None, step: Step) -> None:
         """Learn from a finished step, and from a guess that was not drafted."""
@@ -163,10 +163,9 @@ class AcceptanceEstimator:
             self._last = self._log_odds[i]
         if step.tested:
             self._mean_last += _NEW * (self._last - self._mean_last)
-        k = len(draft.tokens)
-        if draft.rejected_guess is not None and step.accepted == k < len(step.tokens):
-            assert draft.match_confidence is not None
-            self._matched.learn(log_odds(draft.match_confidence[k]), step.tokens[k] == draft.rejected_guess)
+        k, guess = len(draft.tokens), draft.guess
+        if guess is not None and guess.q is None and step.accepted == k < len(step.tokens):
+            self._matched.learn(log_odds(guess.match_confidence), step.tokens[k] == guess.token)
 
     def _curve(self, draft: Draft, i: int) -> OnlineLogistic:
         """Return the curve for token ``i``: match confidences and probabilities have different scales."""

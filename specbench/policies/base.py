@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from specbench.decoding.drafts import Guess
 from specbench.decoding.logits import Logits, NoTokenError
 from specbench.decoding.protocols import DraftPolicy
 from specbench.specs.policies import Fixed, PolicySpec, parse_policy
@@ -97,19 +98,19 @@ def normalized_entropy(logits: Logits) -> float:
 
 def is_guess(draft: Draft, i: int) -> bool:
     """Return whether token ``i`` was found without a forward pass; the next one may be known already."""
-    known = draft.match_confidence
-    return known is not None and i < len(known) and not math.isnan(known[i])
+    return isinstance(draft.source(i), Guess)
 
 
 def confidence(draft: Draft, i: int) -> float:
     """Return the drafter's confidence in token ``i``.
 
-    It is the token's probability in the untempered softmax, 0 where that is none; without logits its
-    ``match_confidence``, or else 1.
+    It is the token's probability in the untempered softmax, 0 where that is none; of a guess its ``match_confidence``;
+    1 if nothing is known.
     """
-    if draft.logits is not None and not is_guess(draft, i):
+    source = draft.source(i)
+    if isinstance(source, Logits):
         try:
-            return math.exp(draft.logits[i].log_chance(draft.tokens[i]))
+            return math.exp(source.log_chance(draft.tokens[i]))
         except NoTokenError:
             return 0.0
-    return draft.match_confidence[i] if draft.match_confidence is not None else 1.0
+    return source.match_confidence if isinstance(source, Guess) else 1.0

@@ -70,9 +70,10 @@ class SvipLength(ChainPolicy):
     factor = 0.15
 
     def should_continue(self, draft: Draft) -> bool:
-        if not draft.logits:
-            return True
-        return math.sqrt(self.factor * draft.logits[-1].entropy) <= self.spec.threshold
+        source = draft.sources[-1] if draft.sources else None
+        return not isinstance(source, Logits) or (
+            math.sqrt(self.factor * source.entropy) <= self.spec.threshold
+        )
 
 
 class EntropyBoundLength(ChainPolicy):
@@ -97,9 +98,8 @@ class EntropyBoundLength(ChainPolicy):
         self.threshold, self._rate = self.spec.threshold, self.target_rate
 
     def should_continue(self, draft: Draft) -> bool:
-        if not draft.logits:
-            return True
-        return 1 - math.sqrt(self.factor * draft.logits[-1].entropy) >= self.threshold
+        source = draft.sources[-1] if draft.sources else None
+        return not isinstance(source, Logits) or 1 - math.sqrt(self.factor * source.entropy) >= self.threshold
 
     def observe(self, step: Step) -> None:
         if step.gamma == 0 or step.closing is None:
