@@ -202,7 +202,7 @@ drafters/chain.py:ChainDrafter.draw  test_exact.py -k 'output_distribution and m
 + plan.random.draw(q * q)
 
 α of tokens that were not tested
-decoding/explain.py:step_of  test_decode.py
+decoding/explain.py:record_of  test_decode.py
 - emitted if cut else accepted + (closing == "corrected")
 + gamma
 
@@ -233,11 +233,11 @@ decoding/sampling.py:_keep_min_p  test_sampling.py
 
 one token more than requested
 decoding/loop.py:decode  test_decode.py
-- limit - position - 1
-+ limit - position
+- request.limit - len(context) - 1
++ request.limit - len(context)
 
 accepted drafts after a stop are counted
-decoding/explain.py:step_of  test_decode.py
+decoding/explain.py:record_of  test_decode.py
 - min(accepted, emitted)
 + accepted
 
@@ -247,8 +247,8 @@ drafters/chain.py:ChainDrafter._room  test_decode.py
 + limit - self._length(context) + 2
 
 a draft policy's state leaks into the next prompt
-decoding/loop.py:decode  test_decode.py
-- policy.begin(NewPrompt(len(context), drafter.unread(request.prompt), drafter.traits.prior))
+decoding/loop.py:_observe  test_decode.py
+- request.policy.begin(NewPrompt(unread, token_s, prior))
 + pass
 
 states of drafts off the path reach the drafter

@@ -83,7 +83,7 @@ class ScriptedScorer:
     def reserve(self, asked: ForwardRequest) -> bool:
         return True
 
-    def begin(self) -> None:
+    def begin(self, cached_tokens: int = 0) -> None:
         self.epoch += 1
         self.cache.reset()
 

@@ -363,7 +363,7 @@ def test_what_the_drafter_has_not_read_is_weighed():
     batch_costs = BatchCosts()
     costs, other = (RequestCosts(batch_costs, [model]) for model in (Model, House))
     for each in (costs, other):
-        each.begin(NewPrompt(100, 100))
+        each.begin(NewPrompt(100))
     assert costs.reading_s == 0.0, "nothing is known yet"
     batch_costs.observe(made(200.0, [0, 0], read=100))
     assert costs.reading_s == pytest.approx(0.2 * 100), "a share of the target's time"
@@ -374,7 +374,7 @@ def test_what_the_drafter_has_not_read_is_weighed():
     costs.observe(a_step(1, 0))
     assert costs.reading_s == 0.0
     own = RequestCosts(batch_costs, [Model])
-    own.begin(NewPrompt(100))
+    own.begin(NewPrompt())
     own.observe(a_step(0, 49))
     assert own.reading_s == 0.0, "it drafts with the target's cache"
 

@@ -218,23 +218,21 @@ def begins(policy: Any, budget: int) -> bool:
 def test_auto_begins_only_if_the_rest_of_the_output_can_repay_the_reading(unread, tokens, expected):
     costs = GivenCosts(0.1, {1: 1.0, 9: 1.1}, {1: 0.1, 50: 30.0, 8000: 40.0})
     policy = build_with(costs, "auto:max=8")
-    policy.begin(NewPrompt(8000, unread))
+    policy.begin(NewPrompt(unread))
     assert begins(policy, tokens) == expected
 
 
 def test_auto_without_given_costs_waits_for_a_plain_step_before_it_reads_a_long_context():
     policy = build_policy("auto:max=8")
-    policy.begin(NewPrompt(40, 40))
+    policy.begin(NewPrompt(40))
     assert begins(policy, 200), "a short one is read at once"
     for tokens, expected in ((64, False), (2000, True)):
-        policy.begin(NewPrompt(8000, 8000))
-        policy.time_prefill(5.0 / 8000)
+        policy.begin(NewPrompt(8000, 5.0 / 8000))
         assert not begins(policy, tokens - 1)
         policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
         assert begins(policy, tokens - 2) == expected
         assert policy.notes()["reading_s"] == pytest.approx(1.0), "a fifth of the target's time"
-    policy.begin(NewPrompt(8000, 8000, DrafterPrior(0.05)))  # of the target's time, by its size
-    policy.time_prefill(5.0 / 8000)
+    policy.begin(NewPrompt(8000, 5.0 / 8000, DrafterPrior(0.05)))  # of the target's time, by its size
     policy.observe(replace(a_step(0, 0, verify_s=0.04), position=8000))
     assert policy.notes()["reading_s"] == pytest.approx(0.25)
 

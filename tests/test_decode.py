@@ -327,7 +327,7 @@ def test_the_length_rule_sees_every_step_and_starts_afresh():
             self.events: list[object] = []
 
         def begin(self, prompt: NewPrompt) -> None:
-            self.events.append(prompt.tokens)
+            self.events.append(prompt.unread)
 
         def observe(self, step: Step) -> None:
             self.events.append(step.index)
@@ -337,7 +337,7 @@ def test_the_length_rule_sees_every_step_and_starts_afresh():
 
     policy = Watching()
     _, steps = decode(script(), FixedDraft(SCRIPT), policy=policy, max_new_tokens=7)
-    assert policy.events == [len(PROMPT), *range(len(steps))]
+    assert policy.events == [0, *range(len(steps))]
     assert all(step.policy == {"γ": 2.0} for step in steps)
 
 

@@ -1,49 +1,56 @@
-"""Makes the record of a step. The clock has stopped by then, because α costs work per position and vocabulary entry."""
+"""Makes records. The clock has stopped by then, because α costs work per position and vocabulary entry."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specbench.decoding.drafts import Draft
 from specbench.decoding.logits import Logits
-from specbench.decoding.records import Closing, DraftVerdict, ExpertsRead, FinishReason, Step, StepTimes
+from specbench.decoding.protocols import ForwardOutput
+from specbench.decoding.records import Closing, DraftVerdict, FinishReason, Prefill, Step, StepTimes
+from specbench.decoding.request import Request
 from specbench.decoding.verify import Verdict, expected_acceptance
 
 if TYPE_CHECKING:
     import torch
 
 
-def step_of(
-    index: int,
-    position: int,
+def record_of(
+    request: Request,
+    before: Prefill | Step | None,
     draft: Draft,
     verdict: Verdict,
+    read: ForwardOutput,
+    context: Sequence[int],
     emitted: int,
     finished: FinishReason | None,
     times: StepTimes,
-    policy: Mapping[str, float],
-    logits: torch.Tensor | None,
-    experts: ExpertsRead | None = None,
-) -> Step:
-    """Return the record of a step.
+) -> Prefill | Step:
+    """Return the record of a round of the loop: of the prefill if there was none before, else of a step.
 
     Args:
-        index, position, times, policy: See ``Step``.
+        request: The request.
+        before: The record of the last round.
         draft, verdict: The draft and its verdict.
+        read: What the target's pass returned.
+        context: All tokens, including the new ones.
         emitted: How many of the verdict's tokens are output; fewer than all if a stop came among them.
         finished: Why the output ends here; ``None`` if it continues.
-        logits: The target's, [verified, vocab], to record a trace; ``None`` for no trace.
-        experts: See ``Step``.
+        times: See ``Step``.
     """
+    position, logits = len(context) - emitted, read.logits if request.trace else None
+    if before is None:
+        probability = None if logits is None else _closing_probability(verdict, logits)
+        return Prefill(position, context[-1], times.total_s, finished, probability)
     nodes, chain, accepted = len(draft.tokens), draft.parents is None, verdict.accepted
     rejected = accepted < nodes if chain else (-1, *verdict.path)[-1] in (draft.parents or ())
     closing: Closing = "corrected" if rejected else "bonus" if nodes else "target"
     cut = emitted <= accepted
     tested = emitted if cut else accepted + (closing == "corrected")
     return Step(
-        index=index,
+        index=before.index + 1 if isinstance(before, Step) else 0,
         position=position,
         drafted=tuple(draft.tokens),
         accepted=min(accepted, emitted),
@@ -53,14 +60,16 @@ def step_of(
         expected_acceptance=expected_acceptance(draft, verdict, tested),
         times=times,
         finish_reason=finished,
-        policy=dict(policy),
+        policy=dict(request.policy.notes()),
         verdicts=None if logits is None else _verdicts(draft, verdict, tested, logits),
-        closing_probability=None if logits is None or cut else closing_probability(verdict, logits, accepted),
+        closing_probability=None
+        if logits is None or cut
+        else _closing_probability(verdict, logits, accepted),
         passes=draft.passes,
         parents=None if chain else tuple(draft.parents or ()),
         path=() if chain else tuple(verdict.path),
         forced=tuple(i for i, source in enumerate(draft.sources) if source == "forced"),
-        experts=experts,
+        experts=read.experts,
     )
 
 
@@ -101,7 +110,7 @@ def _verdicts(draft: Draft, verdict: Verdict, tested: int, logits: torch.Tensor)
     return tuple(verdicts)
 
 
-def closing_probability(verdict: Verdict, logits: torch.Tensor, accepted: int = 0) -> float:
+def _closing_probability(verdict: Verdict, logits: torch.Tensor, accepted: int = 0) -> float:
     """Return the closing token's probability in its distribution (greedy: the untempered softmax)."""
     token, distribution = verdict.tokens[accepted], verdict.closing_distribution
     if distribution is None:

@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from specbench.base.errors import UsageError
 from specbench.decoding.clocks import Clock, Stopwatch
 from specbench.decoding.drafts import Draft, StepOutcome
-from specbench.decoding.explain import closing_probability, step_of
-from specbench.decoding.logits import NoTokenError
+from specbench.decoding.explain import record_of
 from specbench.decoding.protocols import (
     Drafter,
     DraftPolicy,
@@ -98,93 +96,70 @@ def decode_steps(
 
 
 def decode(request: Request, watch: Stopwatch) -> DecodingLoop:
-    """Decode a request (see ``decode_steps``); ``watch`` times the steps."""
-    target, drafter, random, stops = request.target, request.drafter, request.random, request.stops
-    sampling = request.sampling.at(len(request.prompt), request.requested_length, stops.end_ids)
-    policy, verification = request.policy, request.verification(sampling)
-    context, limit, layers = list(request.prompt), request.limit, drafter.traits.layers
-    if request.cached_tokens:
-        target.resume(request.cached_tokens)
-    else:
-        target.begin()
-    drafter.begin(request.prompt, request.cached_tokens)
-    begun = target.epoch, drafter.epoch
-    policy.begin(NewPrompt(len(context), drafter.unread(request.prompt), drafter.traits.prior))
-    if request.end_at(len(context)):
-        yield Prefill(len(context), token=None, time_s=0.0, finish_reason="context-limit")
-        return
-    # Of the step; -1 is the prefill: this loop's body with an empty draft.
-    index = -1 if request.first_target else 0
-    if index == 0:  # the first step reads the prompt
-        yield Prefill(len(context), token=None, time_s=0.0)
-    step: Step | None = None
-    finished = None
+    """Decode a request (see ``decode_steps``); ``watch`` times the steps.
+
+    The prefill is a round of this loop with an empty draft.
+    """
+    target, drafter, policy, stops = request.target, request.drafter, request.policy, request.stops
+    context, sampling, random = list(request.prompt), request.transforms, request.random
+    verification, layers = request.verification(sampling), drafter.traits.layers
+    begun = request.begin()
+    finished = request.end_at(len(context))
+    record: Prefill | Step | None = None
+    if finished or not request.first_target:
+        record = Prefill(len(context), token=None, time_s=0.0, finish_reason=finished)
+        yield record
     while finished is None:
-        if (target.epoch, drafter.epoch) != begun:
-            raise UsageError(
-                "This generation was interrupted by another one on its target or its drafter.",
-                "Let one finish before the next begins, or give each a target and a drafter of its own.",
-            )
+        request.check_epochs(begun)
         watch.start()
-        if step is not None:
-            policy.observe(step.unforced)  # of the last round; here its time counts as drafting
-        position = len(context)
-        if index < 0:
-            draft = Draft()
-        else:
-            # A step ends with one more token, which is not drafted.
-            budget = limit - position - 1
-            plan = StepPlan(budget, policy, sampling, random, verification.drawing)
-            draft = yield from drafter.propose(context, plan)
+        if record is not None:
+            _observe(request, record)  # here its time counts as drafting
+        # A step ends with one more token, which is not drafted.
+        plan = StepPlan(request.limit - len(context) - 1, policy, sampling, random, verification.drawing)
+        draft = Draft() if record is None else (yield from drafter.propose(context, plan))
         watch.lap("draft")
-        counts = index >= 0
-        logits, hidden, experts = yield ForwardRequest(
-            target,
-            context,
-            draft.tokens,
-            draft.parents,
-            layers=layers,
-            counts_experts=counts,
-            prompt=len(request.prompt),
-        )
+        read = yield ForwardRequest(
+            target, context, draft.tokens, draft.parents,
+            layers=layers, counts_experts=record is not None, prompt=len(request.prompt),
+        )  # fmt: skip
         watch.lap("verify")
-        try:
-            verdict = verification.judge(draft, logits, context, sampling, random)
-        except NoTokenError as error:
-            raise sampling.why_no_token(logits) from error
+        verdict = verification.judge(draft, read.logits, context, sampling, random)
         emitted, reason = stops.cut(verdict.tokens)  # how many of them are output
         watch.lap("accept")
         context += verdict.tokens[:emitted]
         finished = reason or request.end_at(len(context))
         target.rollback(len(context) - 1, verdict.path)
         watch.lap("rollback")
-        states = None if hidden is None else _along(verdict.path[: emitted - 1], hidden, len(draft.tokens))
-        drafter.update(StepOutcome(context, emitted, logits, draft.tokens, verdict.path, states))
+        states = None if read.hidden is None else _along(verdict.path[: emitted - 1], read.hidden, draft)
+        drafter.update(StepOutcome(context, emitted, read.logits, draft.tokens, verdict.path, states))
         watch.lap("other")
         mask_s = 0.0 if sampling.matcher is None else sampling.matcher.take_seconds()
-        times, traced = watch.times(draft.prefill_s, mask_s), logits if request.trace else None
-        if index < 0:
-            policy.time_prefill(times.total_s / (position - request.cached_tokens))
-            probability = None if traced is None else closing_probability(verdict, traced)
-            yield Prefill(position, context[-1], times.total_s, finished, probability)
-        else:
-            notes = policy.notes()
-            step = step_of(index, position, draft, verdict, emitted, finished, times, notes, traced, experts)
-            yield step
-        index += 1
-    if step is not None:
-        policy.observe(step.unforced)
+        times = watch.times(draft.prefill_s, mask_s)
+        record = record_of(request, record, draft, verdict, read, context, emitted, finished, times)
+        yield record
+    if isinstance(record, Step):
+        _observe(request, record)
 
 
-def _along(path: Sequence[int], hidden: torch.Tensor, drafted: int) -> torch.Tensor:
-    """Return the hidden states of the context tokens that were fed and of the accepted path.
+def _observe(request: Request, record: Prefill | Step) -> None:
+    """Let the draft policy begin after the prefill, or learn from a step."""
+    if isinstance(record, Step):
+        request.policy.observe(record.unforced)
+        return
+    unread, prior = request.drafter.unread(request.prompt), request.drafter.traits.prior
+    token_s = record.time_s / (record.prompt_tokens - request.cached_tokens)
+    request.policy.begin(NewPrompt(unread, token_s, prior))
+
+
+def _along(path: Sequence[int], hidden: torch.Tensor, draft: Draft) -> torch.Tensor:
+    """Return the hidden states of the context tokens that were fed and of the accepted nodes.
 
     Args:
         path: The accepted nodes.
         hidden: The states of all tokens that were fed, [fed, layers, width]: first of the context, then of the draft.
-        drafted: How many tokens the draft has.
+        draft: The draft.
     """
-    before = len(hidden) - drafted
+    before = len(hidden) - len(draft.tokens)
     if [*path] == [*range(len(path))]:
         return hidden[: before + len(path)]
     return hidden[[*range(before), *(before + node for node in path)]]

@@ -115,23 +115,23 @@ UNKNOWN_DRAFTER = DrafterPrior()
 
 @dataclass(frozen=True)
 class NewPrompt:
-    """What a draft policy is told when a prompt begins.
+    """What a draft policy is told before the first step of an output.
 
     Attributes:
-        tokens: The prompt's length.
-        unread: How many of these tokens the drafter's model has to read before it can draft.
+        unread: How many tokens of the prompt the drafter's model has to read before it can draft.
+        token_s: Seconds in which the target has read a token of the prompt; 0 if it has read none.
         prior: What is known of the drafter.
     """
 
-    tokens: int = 0
     unread: int = 0
+    token_s: float = 0.0
     prior: DrafterPrior = UNKNOWN_DRAFTER
 
 
 class DraftPolicy:
     """Decides how many tokens a step drafts, and in which shape. One object serves one prompt at a time.
 
-    The loop calls ``begin`` for a prompt. A drafter with a model then calls it like this in each step:
+    The loop calls ``begin`` after the prefill. A drafter with a model then calls it like this in each step:
 
         limit = policy.begin_step(budget)                      # longest branch; a chain ends there
         while limit and (nodes := policy.expand(draft)):       # nodes to draft after; at first -1, the context
@@ -162,10 +162,7 @@ class DraftPolicy:
     branches = certain_only = unconditional = needs_acceptance = False
 
     def begin(self, prompt: NewPrompt) -> None:
-        """Start a new prompt, and forget the last one."""
-
-    def time_prefill(self, seconds_per_token: float) -> None:
-        """Note how long the target took to read the prompt."""
+        """Start a new output, and forget the last one."""
 
     def begin_step(self, budget: int) -> int:
         """Start a step.
@@ -255,14 +252,11 @@ class Scorer(Protocol):
     def cached_len(self) -> int:
         """How many tokens at the start of the context are in the cache."""
 
-    def begin(self) -> None:
-        """Start a new context."""
-
-    def resume(self, cached_tokens: int) -> None:
-        """Start a new context that begins like the last one.
+    def begin(self, cached_tokens: int = 0) -> None:
+        """Start a new context.
 
         Args:
-            cached_tokens: How many tokens at the start are the same; they may stay in the cache.
+            cached_tokens: How many tokens at the start are those of the last context; they may stay in the cache.
         """
 
     def reserve(self, request: ForwardRequest, /) -> bool:

@@ -92,9 +92,28 @@ class Request:
         """How drafts are verified."""
         return self.policy.method(self.drafter)
 
+    @property
+    def transforms(self) -> Sampling:
+        """The transforms for this output, with a fresh state."""
+        return self.sampling.at(len(self.prompt), self.requested_length, self.stops.end_ids)
+
     def verification(self, sampling: Sampling) -> Verification:
         """Return what judges the drafts, with the transforms of this output."""
         return verification_of(sampling, self.method)
+
+    def begin(self) -> tuple[object, object]:
+        """Begin the context of target and drafter; return their epochs, which change with the next context."""
+        self.target.begin(self.cached_tokens)
+        self.drafter.begin(self.prompt, self.cached_tokens)
+        return self.target.epoch, self.drafter.epoch
+
+    def check_epochs(self, begun: tuple[object, object]) -> None:
+        """Raise ``UsageError`` if target or drafter has begun another context since ``begin``."""
+        if (self.target.epoch, self.drafter.epoch) != begun:
+            raise UsageError(
+                "This generation was interrupted by another one on its target or its drafter.",
+                "Let one finish before the next begins, or give each a target and a drafter of its own.",
+            )
 
     @property
     def requested_length(self) -> int:

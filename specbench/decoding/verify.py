@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -52,6 +53,9 @@ class Verdict:
         return len(self.path)
 
 
+Judge: TypeAlias = Callable[[Draft, torch.Tensor, Sequence[int], Sampling, Randomness], Verdict]
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """Decides which draft tokens are accepted, and draws the token after them.
@@ -64,7 +68,7 @@ class Verification:
         takes_trees: Whether drafts may be trees.
     """
 
-    judge: Callable[[Draft, torch.Tensor, Sequence[int], Sampling, Randomness], Verdict]
+    judge: Judge
     drawing: Drawing
     takes_trees: bool
 
@@ -77,10 +81,25 @@ def verification_of(sampling: Sampling, name: VerificationName = "rejection") ->
         name: See ``specbench.specs.policies``; in greedy decoding all are the same.
     """
     if sampling.greedy:
-        return Verification(judge_greedily, top, takes_trees=True)
+        return Verification(partial(_judge, judge_greedily), top, takes_trees=True)
     method = METHODS[name]
     judge = judge_chain if name == "rejection" else partial(judge_tree, method.walk)
-    return Verification(judge, method.drawing, takes_trees=not method.chains_only)
+    return Verification(partial(_judge, judge), method.drawing, takes_trees=not method.chains_only)
+
+
+def _judge(
+    judge: Judge,
+    draft: Draft,
+    logits: torch.Tensor,
+    context: Sequence[int],
+    sampling: Sampling,
+    random: Randomness,
+) -> Verdict:
+    """Judge a draft; where no token can be chosen, say why."""
+    try:
+        return judge(draft, logits, context, sampling, random)
+    except NoTokenError as error:
+        raise sampling.why_no_token(logits) from error
 
 
 def judge_greedily(

@@ -251,10 +251,7 @@ class ChainDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int], cached_tokens: int = 0) -> None:
         self._forget_prompt()
-        if cached_tokens:
-            self.scorer.resume(cached_tokens)
-        else:
-            self.scorer.begin()
+        self.scorer.begin(cached_tokens)
 
     def _forget_prompt(self) -> None:
         self._has_read = False

@@ -109,9 +109,6 @@ class AutoLength(ChainPolicy):
         self._probing = self._too_slow = self._exact = False
         self._update_rate()
 
-    def time_prefill(self, seconds_per_token: float) -> None:
-        self.table.time_prefill(seconds_per_token)
-
     def _update_rate(self) -> None:
         """Compute what a second is worth: the tokens per second of the latest steps, at least plain decoding's."""
         table = self.table

@@ -92,9 +92,6 @@ class CostTable:
         """Start a prompt."""
         self._unread, self._share = prompt.unread, prompt.prior.reading_share
 
-    def time_prefill(self, seconds_per_token: float) -> None:
-        """Note how long the target took to read the prompt."""
-
     def observe(self, step: Step) -> None:
         """Measure a finished step."""
         if passes_of(step):
@@ -116,16 +113,13 @@ class MeasuredCosts(CostTable):
 
     def begin(self, prompt: NewPrompt) -> None:
         super().begin(prompt)
-        self._prefill_s = 0.0  # per token
+        self._prefill_s = prompt.token_s
         # Of each step: passes, seconds per pass, seconds of the rest, verified tokens.
         self._drafts: deque[tuple[int, float, float, int]] = deque(maxlen=_DRAFTS)
         self._drafted = True  # in the last step
         self._rest = PassTimes()
         self.timings, self.longest, self.timed, self.restart_s = 0, _FIRST, (), 0.0
         self.first_s = self.later_s = ASSUMED_C * self._rest.first_s
-
-    def time_prefill(self, seconds_per_token: float) -> None:
-        self._prefill_s = seconds_per_token
 
     def verify_s(self, n: int) -> float:
         return self._rest.seconds(n)

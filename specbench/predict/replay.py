@@ -94,8 +94,7 @@ def replay(
         if states is not None:
             states.begin()
         drafter.begin(answer.prompt)
-        policy.begin(NewPrompt(prompt, drafter.unread(answer.prompt), drafter.traits.prior))
-        policy.time_prefill(seconds.read_s)
+        policy.begin(NewPrompt(drafter.unread(answer.prompt), seconds.read_s, drafter.traits.prior))
         fed = None if states is None else states.of(0, prompt)
         drafter.update(StepOutcome([*answer.prompt, answer.tokens[0]], 1, nothing, states=fed))
         i = 1

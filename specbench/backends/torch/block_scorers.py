@@ -53,8 +53,8 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
         super()._reset()
         self._block: Block | None = None
 
-    def resume(self, cached_tokens: int) -> None:
-        super().resume(cached_tokens)
+    def _resume(self, cached_tokens: int) -> None:
+        super()._resume(cached_tokens)
         self._block = None
         for cache in self._caches:
             cache.rollback(cached_tokens)

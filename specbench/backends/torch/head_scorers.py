@@ -113,16 +113,18 @@ class HeadScorer(Generic[Input, Output]):
         clone._reset()
         return clone
 
-    def begin(self) -> None:
-        """Start a new context."""
+    def begin(self, cached_tokens: int = 0) -> None:
+        """Start a new context; states of the first ``cached_tokens`` positions of the last one hold for it too."""
         self.epoch += 1
+        if cached_tokens:
+            self._resume(cached_tokens)
+            return
         for cache in self._caches:
             cache.reset()
         self._reset()
 
-    def resume(self, cached_tokens: int) -> None:
-        """Start a context that shares ``cached_tokens + 1`` leading tokens with the last one, so their states hold."""
-        self.epoch += 1
+    def _resume(self, cached_tokens: int) -> None:
+        """Keep what is known of the first positions, and forget what comes after them."""
         self._known = cached_tokens
 
     def take_states(self, length: int, states: Tensor) -> None:
@@ -220,8 +222,8 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     def cached_len(self) -> int:
         return self._read + 1 if self._read else 0
 
-    def resume(self, cached_tokens: int) -> None:
-        super().resume(cached_tokens)
+    def _resume(self, cached_tokens: int) -> None:
+        super()._resume(cached_tokens)
         unread = [torch.cat(self._states)[: cached_tokens - self._read]] if cached_tokens > self._read else []
         self._read, self._states = min(self._read, cached_tokens), unread
         self._features, self._rows = [], []
@@ -340,8 +342,8 @@ class MedusaScorer(HeadScorer[tuple[Tensor, int], Tensor]):
         self._state: Tensor | None = None
         self._rows: list[Tensor] = []
 
-    def resume(self, cached_tokens: int) -> None:
-        super().resume(cached_tokens)
+    def _resume(self, cached_tokens: int) -> None:
+        super()._resume(cached_tokens)
         self._state, self._rows = None, []
 
     def take_states(self, length: int, states: Tensor) -> None:

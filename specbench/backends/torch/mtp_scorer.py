@@ -54,8 +54,8 @@ class MtpScorer(HeadScorer[tuple[int, HeadInput], HeadOutput]):
         # The last layer has no entry for the first tokens.
         return super().can_read(context, drafted) and len(context) >= len(self._read)
 
-    def resume(self, cached_tokens: int) -> None:
-        super().resume(cached_tokens)
+    def _resume(self, cached_tokens: int) -> None:
+        super()._resume(cached_tokens)
         self._features(0).rollback(cached_tokens)
         self._keep(cached_tokens)
         self._rows = {}

@@ -184,18 +184,13 @@ class Scorer:
         """Whether a long context may be read in several forward passes."""
         return self.cache.reads_in_parts
 
-    def begin(self) -> None:
-        """Start a new context. The model may have been changed before, not since."""
+    def begin(self, cached_tokens: int = 0) -> None:
+        """Start a new context, see ``decoding.protocols.Scorer``. The model may have been changed before, not since."""
         self.epoch += 1
-        self.cache.reset()
-
-    def resume(self, cached_tokens: int) -> None:
-        """Start a new context that begins like the last one, see ``decoding.protocols.Scorer``."""
-        if self.cache.most_kept(cached_tokens):
-            self.epoch += 1
+        if cached_tokens and self.cache.most_kept(cached_tokens):
             self.rollback(cached_tokens)
         else:
-            self.begin()
+            self.cache.reset()
 
     @cached_property
     def rounding(self) -> torch.dtype:
