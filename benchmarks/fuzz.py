@@ -532,10 +532,10 @@ def run_batch(case: Case, reference: Any, target: Target, drafter: Any, seen: Se
         )
         for prompt, new in prompts
     ]  # fmt: skip
-    batch, pool = r.choice((2, 3, 8)), r.choice((None, "paged", "slotted"))
+    batch, page = r.choice((2, 3, 8)), r.choice((None, 16, None))
     longest = max((len(prompt) + new for prompt, new in prompts), default=0) + 150  # with a draft
-    few = pool == "paged" and r.random() < 0.5  # and requests are preempted
-    many = GenerationRuns(runs, max_batch=batch, pool=pool, pool_tokens=longest if few else None)
+    few = page == 16 and r.random() < 0.5  # and requests are preempted
+    many = GenerationRuns(runs, max_batch=batch, page=page, pool_tokens=longest if few else None)
     for (prompt, new), result in zip(prompts, many.results(), strict=True):
         if isinstance(result, Exception):
             raise result

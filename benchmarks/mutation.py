@@ -325,12 +325,12 @@ backends/torch/blocks.py:BlockAllocator._digest  test_pools.py -k whatever_other
 + part.tobytes()
 
 a token of a request sees the one behind it
-backends/torch/pools.py:_seen  test_batch.py -k 'gets_alone and llama-slotted'
+backends/torch/pools.py:_seen  test_batch.py -k 'gets_alone and llama-128'
 - keys <= own
 + keys <= own + 1
 
 requests get the rows of others
-backends/torch/batch.py:BatchedModel.score  test_batch.py -k 'gets_alone and llama-slotted'
+backends/torch/batch.py:BatchedModel.score  test_batch.py -k 'gets_alone and llama-128'
 - made.logits[given[i]]
 + made.logits[given[-1 - i]]
 

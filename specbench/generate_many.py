@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from specbench.backends.torch.batch import RequestFactory
+from specbench.backends.torch.pools import PAGE
 from specbench.base.errors import UsageError
 from specbench.decoding.clocks import clock_for
 from specbench.decoding.records import Generation, SharedPass
@@ -16,7 +17,6 @@ from specbench.policies import FixedLength
 from specbench.policies.batch_costs import BatchCosts
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.pools import PoolKind
     from specbench.decoding.clocks import Clock
     from specbench.decoding.protocols import Drafter, DraftPolicy
     from specbench.decoding.request import Request
@@ -39,8 +39,8 @@ class GenerationRuns:
         max_tokens_per_pass: Most tokens in a forward pass; longer prompts are split.
         pool_tokens: Capacity of the KV cache pool in tokens; ``None`` is enough for the whole batch. With less,
             requests wait, or are removed from the pool and prefilled again later.
-        pool: Kind of pool. ``None`` takes slots, which are faster, if the capacity is enough for the whole batch,
-            otherwise pages.
+        page: Positions in a page of the pool. ``None`` takes one page per request, which is faster, if the capacity is
+            enough for the whole batch, otherwise pages of 16.
         later: Runs that may be added later; the pool is made large enough for them.
         clock: A function that returns the time in seconds; ``None`` for the device's clock.
         watch: Called with every forward pass.
@@ -67,7 +67,7 @@ class GenerationRuns:
         max_batch: int = 8,
         max_tokens_per_pass: int = 512,
         pool_tokens: int | None = None,
-        pool: PoolKind | None = None,
+        page: int | None = None,
         later: Sequence[GenerationRun] = (),
         clock: Clock | None = None,
         watch: Callable[[SharedPass], None] | None = None,
@@ -97,8 +97,8 @@ class GenerationRuns:
             limit = begun[0].target.scorer.context_limit
             longest = max(min(run.most_tokens, limit or run.most_tokens) for run in begun) + TREE_POSITIONS
             tokens = pool_tokens or (longest * max_batch if max_batch > 1 else None)
-            kind: PoolKind = pool or ("slotted" if pool_tokens is None else "paged")
-            self.factory = RequestFactory(begun[0].target.scorer, tokens, max_batch, kind)
+            page = page or (longest if pool_tokens is None else PAGE)
+            self.factory = RequestFactory(begun[0].target.scorer, tokens, page)
             for drafter in {id(run.drafter): run.drafter for run in begun}.values():
                 self.factory.open(drafter)  # models are tried out now, and not while somebody waits
         for run in runs:
@@ -193,7 +193,7 @@ def speculative_generate_many(
     max_batch: int = 8,
     max_tokens_per_pass: int = 512,
     pool_tokens: int | None = None,
-    pool: PoolKind | None = None,
+    page: int | None = None,
     gamma: int | None = None,
     policy: DraftPolicy | None = None,
     sampling: Sampling | None = None,
@@ -210,7 +210,7 @@ def speculative_generate_many(
         prompts: Texts, token ids, or ``GenerationRun``s of the same target with settings of their own.
         target, drafter, gamma, policy, sampling, chat, system: See ``speculative_generate``. Each request gets a fresh
             copy of the drafter and of the policy.
-        max_batch, max_tokens_per_pass, pool_tokens, pool: See ``GenerationRuns``.
+        max_batch, max_tokens_per_pass, pool_tokens, page: See ``GenerationRuns``.
         seed: Seed of each request.
         settings: The other arguments of ``speculative_generate``.
 
@@ -246,5 +246,5 @@ def speculative_generate_many(
         max_batch=max_batch,
         max_tokens_per_pass=max_tokens_per_pass,
         pool_tokens=pool_tokens,
-        pool=pool,
+        page=page,
     )

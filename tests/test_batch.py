@@ -14,7 +14,7 @@ from test_zoo import ZOO, build
 from tiny import tiny_llama
 
 from specbench.backends.torch.batch import BatchedModel
-from specbench.backends.torch.pools import KVPool, PoolKind
+from specbench.backends.torch.pools import KVPool
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import ForwardRequest
 from specbench.decoding.records import Generation
@@ -24,7 +24,7 @@ from specbench.generate_many import GenerationRuns
 from specbench.kernels.surgery import quantize
 from specbench.models.target import wrap_target
 
-KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
+PAGES = (16, 128)
 VOCAB = 64
 TOGETHER = ("llama", "qwen3", "gemma3", "mistral", "phi3", "mixtral", "gpt2", "gpt-neox")
 APART = ("gemma2", "gpt-oss", "deepseek-v3", "falcon", "bloom")
@@ -37,8 +37,8 @@ def loaded(name: str, pack: bool = True) -> Scorer:
     return wrap_target(build(class_name, config()), name=name, pack=pack).scorer
 
 
-def pool_of(scorer: Scorer, kind: PoolKind, tokens: int = 1024, slots: int = 8) -> KVPool:
-    return KVPool(scorer.model.config, kind, tokens, slots)
+def pool_of(scorer: Scorer, page: int = 16) -> KVPool:
+    return KVPool(scorer.model.config, 1024, page)
 
 
 def tokens_of(choice: random.Random, count: int) -> list[int]:
@@ -48,12 +48,12 @@ def tokens_of(choice: random.Random, count: int) -> list[int]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_every_request_gets_the_rows_it_gets_alone(name, kind):
+def test_every_request_gets_the_rows_it_gets_alone(name, page):
     """Chains, trees and prompts of any length side by side, over several steps, each rolled back by its own count."""
     scorer, choice = loaded(name), random.Random(0)
-    batch = BatchedModel(scorer, pool_of(scorer, kind))
+    batch = BatchedModel(scorer, pool_of(scorer, page))
     assert batch.why_not_batched is None
     scorers = [batch.open() for _ in range(5)]
     assert all(scorer.batch is batch for scorer in scorers)
@@ -96,7 +96,7 @@ def branch(asked: ForwardRequest, node: int) -> list[int]:
 @pytest.mark.parametrize("pack", [False, True])
 def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
     scorer = loaded("llama", pack)
-    batch = BatchedModel(scorer, pool_of(scorer, "slotted"))
+    batch = BatchedModel(scorer, pool_of(scorer, 128))
     places = torch.arange(VOCAB).flip(0) + 3
     wide = Scorer(scorer.model, vocab_size=VOCAB + 3, places=places)
     others = BatchedModel(wide, batch.pool)
@@ -123,7 +123,7 @@ def test_hidden_states_places_and_widths_are_each_request_s_own(pack):
 
 def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
     scorer = loaded("phi3")
-    batch = BatchedModel(scorer, pool_of(scorer, "paged"))
+    batch = BatchedModel(scorer, pool_of(scorer))
     first, second = batch.open(), batch.open()
     first.logits([1, 2, 3])
     first.rollback(2)
@@ -147,7 +147,7 @@ def test_a_pass_that_fails_leaves_everybody_where_they_were(monkeypatch):
 @pytest.mark.parametrize("name", APART)
 def test_models_that_cannot_be_read_together_are_read_one_by_one(name):
     scorer = loaded(name)
-    pool = pool_of(scorer, "paged")
+    pool = pool_of(scorer)
     batch = BatchedModel(scorer, pool)
     assert batch.why_not_batched is not None
     first, second = batch.open(), batch.open()
@@ -179,18 +179,18 @@ def test_why_some_are_not_read_together():
         rope_parameters=rope,
     )  # fmt: skip
     growing = Scorer(hf.LlamaForCausalLM(config).eval())
-    assert "rotation" in (BatchedModel(growing, pool_of(growing, "paged")).why_not_batched or "")
+    assert "rotation" in (BatchedModel(growing, pool_of(growing)).why_not_batched or "")
     model = tiny_llama(vocab_size=VOCAB)
     quantize(model)
     int8 = Scorer(model, "preallocated")
     if int8.rounding == torch.int8:
-        assert "bytes" in (BatchedModel(int8, pool_of(int8, "paged")).why_not_batched or "")
+        assert "bytes" in (BatchedModel(int8, pool_of(int8)).why_not_batched or "")
 
 
 def test_a_wrong_pass_over_several_is_found_out(monkeypatch):
     """Whatever a model does with its positions: it is tried."""
     scorer = Scorer(tiny_llama(vocab_size=VOCAB))
-    pool = pool_of(scorer, "slotted")
+    pool = pool_of(scorer, 128)
     assert BatchedModel(scorer, pool).why_not_batched is None
     rotary = type(scorer.model.model.rotary_emb)
     real = rotary.forward
@@ -210,7 +210,7 @@ def test_a_trial_that_fails_gives_the_reason(monkeypatch):
 
     scorer = Scorer(tiny_llama(0))
     monkeypatch.setattr("specbench.backends.torch.trials.RaggedForward.__call__", fails)
-    reason = BatchedModel(scorer, pool_of(scorer, "paged")).why_not_batched
+    reason = BatchedModel(scorer, pool_of(scorer)).why_not_batched
     assert "no kernel" in (reason or "")
 
 

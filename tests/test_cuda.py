@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -106,8 +105,8 @@ def test_drafts_of_heads_leave_the_output_as_it_is(tmp_path, kind):
         assert_the_cpus(target, head, rule)
 
 
-@pytest.mark.parametrize("pool", ["slotted", "paged"])
-def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, pool: Any):
+@pytest.mark.parametrize("page", [None, 16])
+def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, page: int | None):
     target, cpu = target_on(DEVICE), target_on("cpu")
     drafters = [None, model_on(DEVICE), *(load_drafter(spec, target) for spec in SPECS[:-1])]
     drafters += [few_head(tmp_path / kind, kind, target) for kind in HEADS]
@@ -116,7 +115,7 @@ def test_requests_of_a_batch_have_the_outputs_they_have_alone(tmp_path: Path, po
         drafter = drafters[number % len(drafters)]
         policy = None if drafter is None else build_policy(RULES[number % 2])
         runs.append(GenerationRun(prompt, target, drafter, policy=policy, max_new_tokens=NEW))
-    many = GenerationRuns(runs, max_batch=6, max_tokens_per_pass=64, pool=pool)
+    many = GenerationRuns(runs, max_batch=6, max_tokens_per_pass=64, page=page)
     for prompt, made in zip(prompts(), many.results(), strict=True):
         assert isinstance(made, Generation), made
         assert many.factory is not None

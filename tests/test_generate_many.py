@@ -85,16 +85,16 @@ def told(generation: Generation | Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("batch", "most", "tokens", "kind"),
-    [(1, 512, None, "paged"), (3, 16, None, "slotted"), (8, 512, 150, "paged"), (16, 64, None, "paged")],
+    ("batch", "most", "tokens", "page"),
+    [(1, 512, None, 16), (3, 16, None, None), (8, 512, 150, None), (16, 64, None, 16)],
 )
-def test_outputs_are_those_alone(batch, most, tokens, kind):
+def test_outputs_are_those_alone(batch, most, tokens, page):
     many = GenerationRuns(
         [run(number) for number in range(len(prompts()))],
         max_batch=batch,
         max_tokens_per_pass=most,
         pool_tokens=tokens,
-        pool=kind,
+        page=page,
     )
     found = many.results()
     assert [told(each) for each in found] == [told(alone(number)) for number in range(len(found))]
@@ -240,12 +240,12 @@ def test_a_target_that_a_device_map_has_spread_serves_batches():
         )
 
 
-@pytest.mark.parametrize("kind", ["paged", "slotted"])
-def test_nothing_is_left_to_the_collector(kind):
+@pytest.mark.parametrize("page", [16, None])
+def test_nothing_is_left_to_the_collector(page):
     """Requests and what they hold go with their last reference, those that are cancelled too."""
 
     def decode_some() -> None:
-        many = GenerationRuns([run(number) for number in range(len(KINDS))], max_batch=3, pool=kind)
+        many = GenerationRuns([run(number) for number in range(len(KINDS))], max_batch=3, page=page)
         for count, _ in enumerate(many):
             if count == 20:
                 many.cancel(5)

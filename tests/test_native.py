@@ -528,21 +528,21 @@ def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "pool"),
+    ("kind", "form", "page"),
     [
-        *((kind, form, "paged") for kind in KINDS for form in (*COPIES, *DTYPES)),
-        *((kind, torch.float32, "slotted") for kind in ("Gemma3", "Granite", "SmolLM3")),
-        ("Gemma3", torch.float32, "paged"),
-        ("Qwen3", 8, "slotted"),
+        *((kind, form, 16) for kind in KINDS for form in (*COPIES, *DTYPES)),
+        *((kind, torch.float32, 227) for kind in ("Gemma3", "Granite", "SmolLM3")),
+        ("Gemma3", torch.float32, 16),
+        ("Qwen3", 8, 227),
     ],
     ids=str,
 )
-def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, form, pool, monkeypatch):
+def test_a_request_s_rows_have_the_same_bits_alone_and_among_others(kind, form, page, monkeypatch):
     """Prompts read in other parts beside others, and drafts beside prompts; rounded ones as alone without a pool."""
     monkeypatch.setattr(native, "most_rows", lambda _: 128)  # all of them, on any processor
     choice, rounds = random.Random(0), form in COPIES
     scorer = rounded_target(kind, form).scorer if rounds else chosen(target_of(kind, form))
-    batch = BatchedModel(scorer, KVPool(scorer.model.config, pool, 2048, 9))
+    batch = BatchedModel(scorer, KVPool(scorer.model.config, 2048, page))
     assert batch.why_not_batched is None
     seen, trees = in_one_call(monkeypatch), not rounds and "sliding_window" not in FAMILIES[kind]
     contexts = [CONTEXT[:size] for size in (130, 3, 40, 17)]
@@ -683,7 +683,7 @@ def test_a_prompt_s_attention_takes_huge_scores(level):
 def test_rounded_targets_are_read_apart_where_bits_would_differ(monkeypatch):
     monkeypatch.setattr(trials, "_native_is_right", lambda *_: False)
     other = rounded_target("Llama", 8)
-    factory = RequestFactory(other.scorer, 256, 2)
+    factory = RequestFactory(other.scorer, 256)
     assert factory.why_not_batched is not None
     assert factory.use is None
     scorer, _ = factory.open(NoDraft())

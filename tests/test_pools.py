@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 from tiny import tiny_llama
 
 from specbench.backends.torch.blocks import BlockAllocator, BlockTable
-from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, PoolKind, cache_size
+from specbench.backends.torch.pools import PAGE, KVPool, PooledCache, cache_size
 from specbench.backends.torch.scorer import Scorer
 from specbench.backends.torch.submodels import first_layers
 from specbench.base.errors import UsageError
 from specbench.decoding.protocols import ForwardRequest
-
-KINDS: tuple[PoolKind, ...] = ("paged", "slotted")
-
 
 # -- who holds what --------------------------------------------------------------------------------
 
@@ -40,8 +37,8 @@ class Holding:
 class Plain:
     """What blocks hold, written out: by place, a token behind all that came before it; nothing is shared knowingly."""
 
-    def __init__(self, count: int, size: int, most: int | None) -> None:
-        self.blocks, self.requests = BlockAllocator(count, size, most), [Holding() for _ in range(3)]
+    def __init__(self, count: int, size: int) -> None:
+        self.blocks, self.requests = BlockAllocator(count, size), [Holding() for _ in range(3)]
         self.content: dict[int, tuple[int, ...]] = {}
 
     def places(self, held: Holding, start: int, end: int) -> list[int]:
@@ -96,15 +93,15 @@ class Plain:
 
 @pytest.mark.smoke
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 4), st.booleans())
-def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size, slotted):
+@given(st.integers(0, 2**32), st.integers(2, 9), st.integers(1, 4))
+def test_blocks_hold_what_was_written_whatever_others_do(seed, count, size):
     choice = random.Random(seed)
-    plain = Plain(count, size, 1 if slotted else None)
+    plain = Plain(count, size)
     for _ in range(80):
         held, other = choice.choices(plain.requests, k=2)
         tokens = [choice.randrange(2) for _ in range(choice.randrange(1, 2 * size + 1))]
         action = choice.choices(("append", "truncate", "adopt", "free"), (6, 3, 3, 1))[0]
-        if action == "append" and len(held.tokens) + len(tokens) <= plain.blocks.max_per_request * size:
+        if action == "append" and len(held.tokens) + len(tokens) <= count * size:
             plain.append(held, tokens)
         elif action == "adopt":
             plain.share_prefix(held, [*other.tokens, *tokens])
@@ -125,10 +122,8 @@ def test_a_request_that_never_fits_is_told_apart_from_one_that_waits():
     assert blocks.extend(first, 0, 9) == []
     assert blocks.extend(second, 0, 9) is None
     assert second.blocks == []
-    with pytest.raises(UsageError, match="17 tokens is longer than the KV cache pool allows: 16"):
+    with pytest.raises(UsageError, match="17 tokens is longer than the KV cache pool: 16"):
         blocks.extend(second, 0, 17)
-    with pytest.raises(UsageError, match="5 tokens is longer than the KV cache pool allows: 4"):
-        BlockAllocator(4, 4, 1).extend(second, 0, 5)
 
 
 # -- what a slot holds -----------------------------------------------------------------------------
@@ -154,8 +149,8 @@ def alone(tokens: list[int], rows: int, *, sliding: bool = False) -> torch.Tenso
     return Scorer(model(sliding), "none").logits(tokens[:-1], tokens[-1:], rows)
 
 
-def pool(kind: PoolKind, tokens: int = 256, slots: int = 4, *, sliding: bool = False) -> KVPool:
-    return KVPool(model(sliding).config, kind, tokens, slots)
+def pool(tokens: int = 256, page: int = PAGE, *, sliding: bool = False) -> KVPool:
+    return KVPool(model(sliding).config, tokens, page)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -163,7 +158,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def test_requests_that_begin_alike_share_blocks_until_they_part():
-    held = pool("paged")
+    held = pool()
     prompt = CONTEXT[: 2 * PAGE + 5]
     first, second, third = (Scorer(model(), PooledCache(held)) for _ in range(3))
     first.logits(prompt)
@@ -191,7 +186,7 @@ def test_requests_that_begin_alike_share_blocks_until_they_part():
 
 
 def test_what_all_tokens_states_are_wanted_of_is_not_shared():
-    held = pool("paged")
+    held = pool()
     first, second = (Scorer(model(), PooledCache(held)) for _ in range(2))
     first.logits(CONTEXT)
     hidden = second.score(ForwardRequest(second, CONTEXT, layers=(1,))).hidden
@@ -200,7 +195,7 @@ def test_what_all_tokens_states_are_wanted_of_is_not_shared():
 
 
 def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
-    held = pool("paged")
+    held = pool()
     target = Scorer(model(), PooledCache(held))
     cheap = Scorer(first_layers(model(), 1), target.cache).clone_for(target.cache, shares=True)
     prompt = CONTEXT[: 2 * PAGE]
@@ -218,9 +213,9 @@ def test_what_a_cheaper_form_has_read_is_read_again_and_not_shared():
     assert close(target.logits([*prompt, 5]), alone([*prompt, 5], 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_full_pool_changes_nothing_and_says_so(kind):
-    held = pool(kind, 64, 2)
+@pytest.mark.parametrize("page", [PAGE, 32])
+def test_a_full_pool_changes_nothing_and_says_so(page):
+    held = pool(64, page)
     first, second, third = (Scorer(model(), PooledCache(held)) for _ in range(3))
     first.logits(CONTEXT[:20])
     second.logits(CONTEXT[20:50])
@@ -230,7 +225,7 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
     assert held.use == before
     with pytest.raises(UsageError, match="full"):
         third.score(asked)
-    with pytest.raises(UsageError, match="longer than the KV cache pool allows"):
+    with pytest.raises(UsageError, match="longer than the KV cache pool: 64"):
         third.reserve(ForwardRequest(third, [*CONTEXT, *CONTEXT]))
     assert held.use == before
     first.rollback(0)
@@ -240,19 +235,17 @@ def test_a_full_pool_changes_nothing_and_says_so(kind):
 
 def test_a_pool_without_room_or_with_other_layers_is_refused():
     with pytest.raises(UsageError, match="has no room"):
-        pool("paged", PAGE - 1)
-    with pytest.raises(UsageError, match="has no room"):
-        pool("slotted", 3, 4)
+        pool(PAGE - 1)
     config = survey.tiny_config(hf.DeepseekV32Config)
     with pytest.raises(UsageError, match="cannot hold layers"):
-        KVPool(config, "paged", 64)
+        KVPool(config, 64)
 
 
 def test_a_pool_takes_no_more_memory_than_its_tokens_need():
     token = cache_size(model()).token
     assert token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, float32
-    for kind, tokens in (("paged", 6 * PAGE), ("slotted", 99)):
-        held = pool(kind, 100, 3)  # type: ignore[arg-type]
+    for page, tokens in ((PAGE, 6 * PAGE), (33, 99)):
+        held = pool(100, page)
         assert held.use.bytes == 0
         Scorer(model(), PooledCache(held)).logits(CONTEXT[:3])
         assert held.use.bytes == tokens * token

@@ -167,7 +167,7 @@ def test_batches_give_what_requests_give_alone(kind, monkeypatch):
     prompts = [IDS[:length] for length in (3, 8, 17, 24)]
     expected = [survey.generated(model, prompt) for prompt in prompts]
     target = wrap_target(model, name="tiny", pack=False)
-    joint = RequestFactory(target.scorer, 4096, 4, "slotted").why_not_batched is None
+    joint = RequestFactory(target.scorer, 4096, 1024).why_not_batched is None
     assert joint == (kind not in LATENT)
     rows = []
     forward = type(model).forward
@@ -216,7 +216,7 @@ def test_the_end_of_a_long_prompt_is_read_like_its_beginning(kind, pool, monkeyp
     monkeypatch.setattr(Scheduler, "_preempt", lambda *given: preempted.append(given) or preempt(*given))
     many = speculative_generate_many(
         prompts, target, "lookup", max_batch=3, max_new_tokens=survey.NEW, ignore_eos=True,
-        **({} if pool == "roomy" else {"pool_tokens": 260, "pool": "paged"}),
+        **({} if pool == "roomy" else {"pool_tokens": 260}),
     )  # fmt: skip
     assert [list(output.token_ids) for output in many.results()] == expected
     assert bool(preempted) == (pool == "small")
@@ -263,7 +263,7 @@ def test_conversations_read_what_is_new(kind):
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
 def test_the_states_of_requests_in_a_pool_are_counted(kind):
     model, _ = built(kind)
-    factory = RequestFactory(wrap_target(model, name="tiny", pack=False).scorer, 512, 3)
+    factory = RequestFactory(wrap_target(model, name="tiny", pack=False).scorer, 512)
     scorers = [factory.open(NoDraft())[0] for _ in range(3)]
     for scorer in scorers:
         scorer.logits(IDS)

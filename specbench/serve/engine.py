@@ -62,7 +62,7 @@ class Engine:
         self._scheduler = Scheduler(
             max_batch=max_batch, clock=clock_for(str(target.scorer.device)), watch=self._load.observe
         )
-        self.factory = RequestFactory(target.scorer, pool_tokens, max_batch)
+        self.factory = RequestFactory(target.scorer, pool_tokens)
         self.factory.open(drafter)  # runs the trials of models now, not while a request waits
         use = self.factory.use
         room = None if use is None else use.block * use.blocks - TREE_POSITIONS

@@ -17,10 +17,10 @@ from specbench.backends.torch.caches import KVCache, make_cache
 from specbench.backends.torch.forward import RaggedForward, join_passes
 from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
 from specbench.backends.torch.pools import (
+    PAGE,
     BatchedCache,
     KVPool,
     PooledCache,
-    PoolKind,
     RequestTokens,
     supports_pool,
 )
@@ -54,7 +54,7 @@ class BatchedModel:
                 " may depend on other requests."
             )
         else:
-            self.why_not_batched = scorer.why_not_batchable(pool.kind)
+            self.why_not_batched = scorer.why_not_batchable()
 
     def open(self, shared: KVCache | None = None) -> Scorer:
         """Return a scorer for one more request, on the cache of the request's target if it drafts on that."""
@@ -155,12 +155,11 @@ class RequestFactory:
 
     Args:
         tokens: Positions in each pool; ``None`` for a growing cache for each request.
-        requests: Requests at a time.
+        page: Positions in a block of a pool.
     """
 
-    def __init__(self, target: Scorer, tokens: int | None, requests: int, kind: PoolKind = "paged") -> None:
-        self._target = target
-        self._requests, self._kind = requests, kind
+    def __init__(self, target: Scorer, tokens: int | None, page: int = PAGE) -> None:
+        self._target, self._page = target, page
         self._models: dict[Scorer, BatchedModel | None] = {}
         self._heads: dict[AnyHeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of models that share its keys and values
@@ -220,7 +219,7 @@ class RequestFactory:
             if is_target or loaded.cache is not self._target.cache:
                 config = loaded.model.config
                 fits = supports_pool(config)
-                pool = KVPool(config, self._kind, self._tokens, self._requests) if fits else None
+                pool = KVPool(config, self._tokens, self._page) if fits else None
             self._models[loaded] = None if pool is None else BatchedModel(loaded, pool, exact=is_target)
             if is_target:
                 self._pool = pool

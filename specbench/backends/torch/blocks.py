@@ -40,13 +40,12 @@ class BlockAllocator:
     """Allocator of ``count`` blocks of ``size`` positions; of their content it knows only the tokens.
 
     Attributes:
-        max_per_request: The most blocks that one request may hold.
         free: Unused blocks.
         peak: The most blocks in use at a time.
     """
 
-    def __init__(self, count: int, size: int, max_per_request: int | None = None) -> None:
-        self.count, self.size, self.max_per_request = count, size, min(count, max_per_request or count)
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
         self.free, self.peak = count, 0
         self._holders = np.zeros(count, dtype=np.int32)
         self._digests: dict[int, bytes] = {}  # of blocks that others may share
@@ -65,13 +64,12 @@ class BlockAllocator:
                 write). ``None`` if there are too few free blocks; nothing has changed then.
 
         Raises:
-            UsageError: A request may not hold as many.
+            UsageError: There are not as many.
         """
         blocks, needed = table.blocks, -(-end // self.size)
-        if needed > self.max_per_request:
-            most = self.max_per_request * self.size
+        if needed > self.count:
             raise UsageError(
-                f"A request of {end} tokens is longer than the KV cache pool allows: {most} tokens.",
+                f"A request of {end} tokens is longer than the KV cache pool: {self.count * self.size} tokens.",
                 "Give the pool more memory, or the request a shorter prompt or output.",
             )
         written = range(start // self.size, min(needed, len(blocks)))
@@ -104,8 +102,6 @@ class BlockAllocator:
 
     def publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Let others share the full blocks of a request's first tokens."""
-        if self.max_per_request == 1:
-            return
         for i in range(len(table.digests), len(tokens) // self.size):
             digest = self._digest(table, tokens, i)
             table.digests.append(digest)
@@ -146,8 +142,6 @@ class BlockAllocator:
     def _best_free_block(self) -> int:
         """Return the middle of the longest free stretch, so that the requests on both sides can grow."""
         free = np.flatnonzero(self._holders == 0)
-        if self.max_per_request == 1:
-            return int(free[0])  # those that are held stay close together
         edges = np.flatnonzero(np.diff(free) > 1) + 1
         starts, ends = np.r_[0, edges], np.r_[edges, len(free)]
         longest = int((ends - starts).argmax())

@@ -1,9 +1,8 @@
 """Keys and values of many requests in buffers of fixed size, and how one forward pass uses them.
 
-A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). *Paged*: blocks are
-short, so that little allocated memory is unused, and requests with a common prefix share blocks. *Slotted*: a block is
-as long as the longest request and belongs to one request, which attends to it without copying. The states of recurrent
-layers are not in the buffers: each request has its own.
+A pool is divided into blocks of positions; a request has a list of blocks (``BlockAllocator``). With short blocks
+little allocated memory is unused, and requests with a common prefix share blocks. A request in a single long block
+attends to it without copying. The states of recurrent layers are not in the buffers: each request has its own.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -47,10 +46,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-PoolKind = Literal["slotted", "paged"]
-
 PAGE = 16
-"""Positions in a block of a paged pool."""
+"""Positions in a block."""
 
 
 class KVPool:
@@ -60,21 +57,16 @@ class KVPool:
     object when a request starts a new context; the parts of the model are then looked up again.
 
     Args:
-        slots: Requests of a slotted pool, which get equal parts.
+        size: Positions in a block.
 
     Raises:
         UsageError: There is no room for one block, or the model has layers of unknown kinds.
     """
 
-    def __init__(self, config: PretrainedConfig, kind: PoolKind, tokens: int, slots: int = 1) -> None:
-        size = PAGE if kind == "paged" else tokens // slots
-        if size < 1 or tokens < size:
-            raise UsageError(
-                f"A pool of {tokens} tokens has no room for a request.",
-                "Give it more memory, or fewer requests.",
-            )
-        self.kind = kind
-        self.blocks = BlockAllocator(tokens // size, size, 1 if kind == "slotted" else None)
+    def __init__(self, config: PretrainedConfig, tokens: int, size: int = PAGE) -> None:
+        if tokens < size:
+            raise UsageError(f"A pool of {tokens} tokens has no room for a request.", "Give it more memory.")
+        self.blocks = BlockAllocator(tokens // size, size)
         self.config, self.is_recurrent = config, is_recurrent(config)
         self.requests: WeakSet[PooledCache] = WeakSet()
         self.buffers: list[KVBuffers | None] = []

@@ -15,7 +15,6 @@ from torch import Tensor
 from specbench.backends.torch.caches import KVCache, NoKVCache, make_cache
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
 from specbench.backends.torch.forward import HFForward, join_passes
-from specbench.backends.torch.pools import PoolKind
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -130,7 +129,7 @@ class Scorer:
         self.vocabulary = self._fitted.vocabulary
         self.embeddings = weight.shape[0]
         self.forward = choose_forward(model, self.cache, shared=not isinstance(cache, str))
-        self._batchable: dict[PoolKind, str | None] = {}  # shared by clones
+        self._batchable: list[str | None] = []  # the trial's result, shared by clones
         self._experts = ExpertCounter(model)
 
     def clone_for(self, cache: KVCache, batch: Batch | None = None, *, shares: bool = False) -> Scorer:
@@ -219,11 +218,11 @@ class Scorer:
         finally:
             self.begin()
 
-    def why_not_batchable(self, kind: PoolKind) -> str | None:
-        """Return why requests in such a pool cannot share a forward pass, as a sentence; ``None`` if they can."""
-        if kind not in self._batchable:
-            self._batchable[kind] = why_not_batchable(self.model, kind, type(self.forward))
-        return self._batchable[kind]
+    def why_not_batchable(self) -> str | None:
+        """Return why requests cannot share a forward pass, as a sentence; ``None`` if they can."""
+        if not self._batchable:
+            self._batchable.append(why_not_batchable(self.model, type(self.forward)))
+        return self._batchable[0]
 
     def why_not_bit_exact(self) -> str | None:
         """Return why passes of other widths may give other logits; ``None`` if they do not. Empties the cache."""

@@ -25,7 +25,7 @@ from specbench.backends.torch.caches import (
 )
 from specbench.backends.torch.forward import Forward, HFForward, NativeForward, RaggedForward
 from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_capture
-from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, PoolKind, RequestTokens
+from specbench.backends.torch.pools import BatchedCache, KVPool, PooledCache, RequestTokens
 from specbench.backends.torch.submodels import first_layers, float32_sample
 from specbench.base.errors import UsageError
 from specbench.decoding.tree import tree_mask, tree_positions
@@ -222,7 +222,7 @@ def _one_of_each_kind(model: PreTrainedModel, least: int = 1) -> PreTrainedModel
 # -- several requests --------------------------------------------------------------------------------
 
 
-def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type[Forward]) -> str | None:
+def why_not_batchable(model: PreTrainedModel, forward_type: type[Forward]) -> str | None:
     """Return why a model cannot read several requests in one forward, as a sentence; ``None`` if it can.
 
     It uses an attention function for several requests from now on. ``forward_type`` is how its forwards over one
@@ -240,11 +240,11 @@ def why_not_batchable(model: PreTrainedModel, kind: PoolKind, forward_type: type
     limit = _CLOSE_NATIVE[torch.int8] if rounding == torch.int8 else _CLOSE
     try:
         # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
-        right = _ragged_is_right(float32_sample(model) or model, kind, limit, HFForward)
+        right = _ragged_is_right(float32_sample(model) or model, limit, HFForward)
         sample = _one_of_each_kind(model, least=2) if issubclass(forward_type, NativeForward) else None
         for each in (sample, None if sample is None else _with_short_windows(sample)):
             if right and each is not None:
-                right = _ragged_is_right(each, kind, _CLOSE_NATIVE.get(rounding, 0.0), forward_type)
+                right = _ragged_is_right(each, _CLOSE_NATIVE.get(rounding, 0.0), forward_type)
     except _NOT_POSSIBLE as error:
         reason = str(error).strip().partition("\n")[0]
         return f"A forward pass over several requests fails ({reason})."
@@ -257,9 +257,7 @@ _LAST = (3, 1, 1)
 
 
 @torch.inference_mode()
-def _ragged_is_right(
-    model: PreTrainedModel, kind: PoolKind, limit: float, forward_type: type[Forward]
-) -> bool:
+def _ragged_is_right(model: PreTrainedModel, limit: float, forward_type: type[Forward]) -> bool:
     """Return whether forwards over three requests, one with a tree, equal separate forwards.
 
     The separate ones are without a cache, and for recurrent models, whose short passes may have bounds of their own,
@@ -270,7 +268,7 @@ def _ragged_is_right(
     nodes = [token % size for token in _TREE_TOKENS]
     parents: Sequence[int] = _PARENTS
     branches: Sequence[Sequence[int]] = _BRANCHES
-    pool = KVPool(model.config, kind, 96, slots=3)
+    pool = KVPool(model.config, 96)
     caches = [PooledCache(pool) for _ in contexts]
     if not caches[0].takes_trees:
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
