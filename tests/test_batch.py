@@ -172,14 +172,7 @@ def test_layers_that_no_pool_holds_are_kept_apart():
         assert found.token_ids == alone.token_ids
 
 
-def test_why_some_are_not_read_together():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    config = hf.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        rope_parameters=rope,
-    )  # fmt: skip
-    growing = Scorer(hf.LlamaForCausalLM(config).eval())
-    assert "rotation" in (BatchedModel(growing, pool_of(growing)).why_not_batched or "")
+def test_int8_layers_without_native_passes_are_not_read_together():
     model = tiny_llama(vocab_size=VOCAB)
     quantize(model)
     int8 = Scorer(model, "preallocated")

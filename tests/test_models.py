@@ -437,6 +437,11 @@ YARN, LLAMA3 = {"rope_type": "yarn", "factor": 4.0}, {"low_freq_factor": 1.0, "h
         ({"rope_type": "dynamic", "factor": 4.0}, 64),  # from there on rotations would go by the pass
         ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8} | LLAMA3, 64),
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            | {"original_max_position_embeddings": 16},
+            16,
+        ),
     ],
 )
 def test_a_context_is_as_long_as_its_scaling_makes_it(rope, limit):

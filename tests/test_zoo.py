@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 
-from specbench.backends.torch import forward
 from specbench.backends.torch.scorer import Scorer
 from specbench.backends.torch.submodels import quantized_copy
 from specbench.base.errors import UsageError
@@ -22,7 +21,6 @@ from specbench.drafters.cascade import CascadeDrafter
 from specbench.drafters.model import ModelDrafter
 from specbench.drafters.ngram import NGramDrafter
 from specbench.generate import GenerationRun, autoregressive_generate
-from specbench.kernels import native
 from specbench.kernels.linear import PackedLinear
 from specbench.kernels.weights import can_pack
 from specbench.models.checkpoints import check_config
@@ -203,52 +201,6 @@ def test_the_first_token_is_out_of_sight_where_a_window_slides(name):
     assert torch.equal(*last) == (name in EVERY_LAYER_SLIDES)
     found = Scorer(model, "dynamic").logits([1, *long])[-1]
     torch.testing.assert_close(found, last[0], rtol=0, atol=1e-4)
-
-
-# -- positions that change their scale -------------------------------------------------------------
-
-LONG_FACTORS = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0],
-    "partial_rotary_factor": 1.0,
-}  # fmt: skip
-CHANGE = 16  # longer contexts have every position rotated otherwise
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "none"])
-@pytest.mark.parametrize("length", [6, CHANGE + 4])
-def test_a_context_that_grows_over_a_change_of_rotation(length, cache):
-    """Phi-3 with 128k tokens: `generate` computes everything anew where the context passes the change."""
-    config = hf.Phi3Config(
-        **USUAL | {"max_position_embeddings": 128},
-        original_max_position_embeddings=CHANGE,
-        rope_parameters=dict(LONG_FACTORS),
-    )
-    model = build("Phi3ForCausalLM", config)
-    prompt = BEYOND[:length]
-    expected = survey.generated(model, prompt)
-    target = wrap_target(model, name="long", cache=cache, pack=False)
-    for drafter, gamma in (
-        (None, 1),
-        (survey.Guesses(prompt, expected, 1), 4),
-        (survey.Guesses(prompt, expected, 2), 9),
-        (load_drafter("self:int8", target), 3),
-    ):
-        assert decode(target, prompt, drafter, gamma, True) == expected
-
-
-def test_a_prompt_across_a_change_of_rotation_is_not_read_in_chunks(monkeypatch):
-    """The first ones would be rotated as if the prompt ended there."""
-    monkeypatch.setattr(native, "most_rows", lambda dtype: 8)
-    monkeypatch.setattr(forward, "_CHUNK_ROWS", 60)
-    config = hf.Phi3Config(
-        **USUAL | {"hidden_size": 128, "intermediate_size": 128},
-        original_max_position_embeddings=80,
-        rope_parameters=LONG_FACTORS | {"short_factor": [1.0] * 16, "long_factor": [*range(1, 17)]},
-    )
-    model, prompt = build("Phi3ForCausalLM", config), (BEYOND * 6)[:160]
-    expected = survey.whole(model, prompt)[-1]
-    found = wrap_target(model, name="long").scorer.logits(prompt)[-1]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])

@@ -488,20 +488,23 @@ def _context_limit(config: PreTrainedConfig) -> int | None:
     """Return a model's context length in tokens.
 
     With YaRN scaling (Peng et al. 2023), configurations often give the training maximum, as for Qwen2.5; the context
-    length is then factor × original maximum. For other scalings (Llama 3.1, "longrope"), the given maximum includes the
-    scaling.
+    length is then factor × original maximum. With "longrope" (Ding et al. 2024) it is the original maximum: beyond,
+    every position is rotated otherwise, and ``transformers`` chooses by the last position of a pass. For other scalings
+    (Llama 3.1), the given maximum includes the scaling.
     """
     text = text_config(config)
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)  # MPT's
     if not limit:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
-    scaled = [
-        kind["factor"] * kind["original_max_position_embeddings"]  # which transformers fills in
-        for kind in (rope, *rope.values())  # of all layers, or by their type
-        if isinstance(kind, dict) and kind.get("rope_type") == "yarn" and kind.get("factor")
-    ]
-    return int(max([limit, *scaled]))
+    kinds = [
+        kind for kind in (rope, *rope.values()) if isinstance(kind, dict)
+    ]  # of all layers, or by their type
+    original = "original_max_position_embeddings"  # which transformers fills in
+    if long := [kind[original] for kind in kinds if kind.get("rope_type") == "longrope"]:
+        return int(min([limit, *long]))
+    yarn = [kind for kind in kinds if kind.get("rope_type") == "yarn" and kind.get("factor")]
+    return int(max([limit, *(kind["factor"] * kind[original] for kind in yarn)]))
 
 
 def _name_of(model: PreTrainedModel) -> str:

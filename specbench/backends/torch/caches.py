@@ -58,8 +58,6 @@ class KVCache:
         reads_in_parts: Whether a long context may be read in several forward passes.
         separate_prefill: Whether the prompt needs its own forward pass, before tokens that can be rolled back.
         max_exact_tokens: Length up to which a position's sums do not depend on the forward pass; ``None`` if not known.
-        change: The longest context before the model's rotation changes, see ``change_of_rotation``. It never contains
-            both rotations. ``None`` for other models.
         held: The cache of ``transformers``.
         recurrent: Its recurrent layers; ``None`` without.
     """
@@ -70,9 +68,6 @@ class KVCache:
     max_exact_tokens: int | None = None
     recurrent: RecurrentCache | None = None
     held: Cache
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.change = change_of_rotation(config)
 
     @property
     def length(self) -> int:
@@ -160,8 +155,6 @@ class KVCache:
         """Keep at most the first ``length`` tokens. Rolling back to 0 is ``reset``."""
         if self.recurrent is not None:
             length = self.recurrent.most_kept(length)
-        if self.change is not None and length <= self.change < self.length:
-            length = 0  # its keys are rotated for longer contexts
         if length <= 0 or self.length == 0:
             self.reset()
             return
@@ -194,35 +187,12 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> KVCache:
         "preallocated": PreallocatedKVCache,
         "static": StaticKVCache,
         "compiled": partial(StaticKVCache, compiled=True),
-        "none": NoKVCache,
+        "none": lambda _: NoKVCache(),
         "bit-exact": PreallocatedKVCache,
     }
     if kind not in made:
         raise UsageError(f"Cache kind {kind!r} is unknown.", f"Choose one of {', '.join(CACHE_KINDS)}.")
     return made[kind](config)
-
-
-def change_of_rotation(config: PretrainedConfig) -> int | None:
-    """Return the longest context with the short factors of "longrope" (Ding et al. 2024), or ``None`` for other models.
-
-    Longer contexts have the long factors at all positions. ``transformers`` chooses by the last position of a forward;
-    its ``generate`` recomputes everything at the change.
-    """
-    for kind in _rotations(config):
-        if kind.get("rope_type") == "longrope":
-            return int(kind["original_max_position_embeddings"])
-    return None
-
-
-def rotates_by_length(config: PretrainedConfig) -> bool:
-    """Return whether the rotation of a position depends on the last position of the forward."""
-    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in _rotations(config))
-
-
-def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    # One of all layers, or one by their type.
-    return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
 
 
 class NoKVCache(KVCache):
@@ -261,7 +231,6 @@ class DynamicKVCache(KVCache):
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config)
         self._config = config
         self.reset()
 
@@ -282,7 +251,7 @@ class DynamicKVCache(KVCache):
     @property
     def takes_trees(self) -> bool:
         kinds = (DynamicLayer, GrowingLayer, DummyLayer)
-        return self.change is None and all(type(layer) in kinds for layer in self.held.layers)
+        return all(type(layer) in kinds for layer in self.held.layers)
 
     def gather(self, start: int, positions: Sequence[int]) -> None:
         gather(self.held.layers, start, positions)
@@ -353,7 +322,6 @@ class PreallocatedKVCache(KVCache):
     kind = "preallocated"
 
     def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config)
         block = KEY_BLOCK if is_folded(config) else 1
         layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
         for layer in DynamicCache(config=config).layers:
@@ -382,7 +350,7 @@ class PreallocatedKVCache(KVCache):
 
     @property
     def takes_trees(self) -> bool:
-        return self.change is None and not any(layer.is_sliding for layer in self._layers)
+        return not any(layer.is_sliding for layer in self._layers)
 
     def key_len(self, tokens: int) -> int:
         return self._layers[0].get_mask_sizes(tokens)[0]
@@ -466,7 +434,7 @@ class StaticKVCache(KVCache):
         slots: Where the current forward writes, a tensor on its device.
 
     Raises:
-        UsageError: The model has layers without full attention, or rotates positions otherwise in long contexts.
+        UsageError: The model has layers without full attention.
     """
 
     length = 0
@@ -474,7 +442,6 @@ class StaticKVCache(KVCache):
     slots: Tensor
 
     def __init__(self, config: PretrainedConfig, *, compiled: bool = False) -> None:
-        super().__init__(config)
         self.capacity, self.generation = INITIAL_CAPACITY, 0
         self.compiled = compiled
         kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
@@ -482,11 +449,6 @@ class StaticKVCache(KVCache):
         if other is not None:
             raise UsageError(
                 f"The static cache cannot hold layers of the kind {other}.",
-                "Use --cache dynamic for this model.",
-            )
-        if self.change is not None:
-            raise UsageError(
-                "The static cache does not support models that change their position rotation (RoPE) in long contexts.",
                 "Use --cache dynamic for this model.",
             )
         self.held = Cache(

@@ -199,7 +199,6 @@ class PooledCache(KVCache):
     """
 
     def __init__(self, pool: KVPool) -> None:
-        super().__init__(pool.config)
         self.pool, self._own = pool, 0
         self._table = BlockTable()
         self.layers = [None if each is None else _PooledLayer(self, each) for each in pool.buffers]
@@ -225,7 +224,7 @@ class PooledCache(KVCache):
     @property
     def takes_trees(self) -> bool:
         slides = any(layer.is_sliding for layer in self._own_layers)
-        return self.change is None and self.recurrent is None and not slides
+        return self.recurrent is None and not slides
 
     def last_entries(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         own = self.layers[layer]

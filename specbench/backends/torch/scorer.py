@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from specbench.backends.torch.caches import KVCache, NoKVCache, make_cache
+from specbench.backends.torch.caches import KVCache, make_cache
 from specbench.backends.torch.experts import ExpertChoices, ExpertCounter
-from specbench.backends.torch.forward import HFForward, join_passes
+from specbench.backends.torch.forward import join_passes
 from specbench.backends.torch.trials import (
     choose_forward,
     trees_are_right,
@@ -246,12 +246,8 @@ class Scorer:
             return self.batch.score([request])[0]
         self.require(request)
         rows = len(request.tokens) + 1 if request.rows is None else request.rows
-        change, end = self.cache.change, len(request.context) + len(request.tokens)
         with self.watch_experts(request.counts_experts) as choices:
-            if change is None or not self.cache.length <= change < end:
-                output = self._read(request, rows)
-            else:
-                output = self._read_over_change(request, rows, change)
+            output = self._read(request, rows)
         self.mark_read(request)
         experts = None if choices is None else choices.read()
         return ForwardOutput(self.fit(output.logits), output.hidden, experts)
@@ -287,26 +283,6 @@ class Scorer:
             part = ids[:, fed.start - first : fed.stop - first]
             found.append(self.forward.run(part, wanted, request.layers, positions, mask))
         return found[0] if len(found) == 1 else join_passes(found, rows)
-
-    def _read_over_change(self, request: ForwardRequest, rows: int, change: int) -> ForwardOutput:
-        """Read a chain across the change of rotation.
-
-        If only the draft reaches beyond the change, its logits are computed without a cache. Once the context itself
-        does, the cache is filled again.
-        """
-        context, drafted = request.context, request.tokens
-        if len(context) > change:
-            self.cache.reset()
-            return self._read(request, rows)
-        beyond = len(context) + len(drafted) - change
-        forward = HFForward(self.model, NoKVCache(self.model.config))
-        uncached = forward.run(self._ids(context, drafted), min(rows, beyond), request.layers, None, None)
-        if rows <= beyond:
-            return uncached
-        before = self._read(request._replace(tokens=drafted[: change - len(context)]), rows - beyond)
-        if uncached.hidden is not None:
-            uncached = uncached._replace(hidden=uncached.hidden[-beyond:])
-        return join_passes([before, uncached], rows)
 
     def _ids(self, context: Sequence[int], drafted: Sequence[int]) -> Tensor:
         """Return these tokens as a model reads them, [1, tokens]; draft tokens stay on their device."""

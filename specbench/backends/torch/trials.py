@@ -21,7 +21,6 @@ from specbench.backends.torch.caches import (
     PreallocatedKVCache,
     StaticKVCache,
     make_cache,
-    rotates_by_length,
 )
 from specbench.backends.torch.forward import Forward, HFForward, NativeForward, RaggedForward
 from specbench.backends.torch.graph_forward import GraphForward, compiled, cuda_capture
@@ -108,7 +107,7 @@ def _static_is_right(model: PreTrainedModel) -> bool:
     # In bfloat16 rounding alone may be as large as a mistake, with tokens that make no text.
     sample = float32_sample(model) or model
     ids = _trial_ids(sample)
-    expected = HFForward(sample, NoKVCache(sample.config))(ids, len(_TOKENS))
+    expected = HFForward(sample, NoKVCache())(ids, len(_TOKENS))
     forward = GraphForward(sample, StaticKVCache(sample.config))
     try:
         parts = [forward(part, part.shape[1]) for part in ids.split([4, 1, 1], dim=1)]
@@ -229,8 +228,6 @@ def why_not_batchable(model: PreTrainedModel, forward_type: type[Forward]) -> st
     context are made.
     """
     config = model.config.get_text_config(decoder=True)
-    if rotates_by_length(model.config):
-        return "Its position rotation depends on the longest context of the batch."
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "Some of its layers attend within chunks of the context."
     attends = any(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
@@ -272,7 +269,7 @@ def _ragged_is_right(model: PreTrainedModel, limit: float, forward_type: type[Fo
     caches = [PooledCache(pool) for _ in contexts]
     if not caches[0].takes_trees:
         nodes, parents, branches = nodes[:2], parents[:2], branches[:1]
-    forward, alone = RaggedForward(model, forward_type), HFForward(model, NoKVCache(model.config))
+    forward, alone = RaggedForward(model, forward_type), HFForward(model, NoKVCache())
     device = _embeddings(model).device
     recurrent = caches[0].recurrent is not None
 
