@@ -268,37 +268,6 @@ def test_a_hostile_format_ends_within_the_librarys_limits(target, format_):
     assert "\n" not in message
 
 
-def tower(height: int) -> str:
-    """A schema of a few hundred characters that names its innermost part 2 ** height times."""
-    parts: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(height)}
-    return json.dumps(
-        {"$defs": parts | {f"d{height}": {"type": "string", "pattern": "^a+$"}}, "$ref": "#/$defs/d0"}
-    )
-
-
-def test_a_format_that_takes_too_much_to_compile_is_refused_before_it_is(target, monkeypatch):
-    """Too much memory, and too much time."""
-    intersected = " & ".join(f"/.*a.{{{n}}}b.*/" for n in range(1, 40))
-    monkeypatch.setattr(grammars, "SECONDS", 1.0)
-    for options in (
-        {"format": "json-schema=" + tower(40)},
-        {"format": f"grammar=start: A\nA: {intersected}"},
-    ):
-        with pytest.raises(UsageError, match="takes more than 1 seconds or 512 MiB to compile") as error:
-            speculative_generate(PROMPT, target, "none", **options)
-        assert len(str(error.value)) < 200
-    assert speculative_generate(PROMPT, target, "none", format="regex=ab", max_new_tokens=8).text == "ab"
-
-
-def test_masks_that_take_too_long_end_an_output(target, monkeypatch):
-    ambiguous = "start: s\ns: s s | /a+/ | /b*/"
-    target.language_model.formats.compile(Format("grammar", ambiguous))
-    monkeypatch.setattr(formats, "_OUTPUT_S", 0.0)
-    monkeypatch.setattr(formats, "_TOKEN_S", 1e-9)
-    with pytest.raises(RunError, match="The grammar takes too long: masks took"):
-        speculative_generate(PROMPT, target, "none", format=f"grammar={ambiguous}", max_new_tokens=20)
-
-
 def test_one_output_cannot_use_up_the_states_of_a_format_for_others(target, monkeypatch):
     monkeypatch.setattr(grammars, "_LEXER_STATES", 1500)
     compiled = FormatCompiler(target.tokenizer, 300, target.end_ids).compile(
