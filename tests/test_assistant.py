@@ -262,22 +262,6 @@ def test_it_drafts_nothing_where_the_target_has_to_read_again(pair):
     assert not found.any(), "a draft that had begun goes on with tokens that are alike"
 
 
-def test_it_is_recognized_before_its_weights_are_read(pair):
-    made = pair("gemma4")
-    files: Any = find_head(parse_model(str(made.own_folder)))
-    assert files.training.kind == "assistant"
-    with pytest.raises(UsageError, match="Gemma 4's assistant is not exported"):
-        load_engine("vllm").export(
-            Setting(
-                Recipe(
-                    parse_model(str(made.folder)), parse_drafter(str(made.own_folder)), parse_policy("fixed")
-                ),
-                2,
-                head=files.training,
-            )
-        )
-
-
 def refused(pair: Pair, target: str | None = None, kind: type[SpecbenchError] = UsageError) -> str:
     spec = parse_drafter(str(pair.own_folder))
     return refusal(check_drafter, spec, parse_model(target or str(pair.folder)), kind=kind)
@@ -329,18 +313,20 @@ def test_damaged_files_are_refused_in_a_sentence(pair, tmp_path):
     )
 
 
-def test_without_a_cache_of_the_target_it_is_refused(pair):
-    made = pair("gemma4")
-    message = refusal(loaded, made, "none", kind=UsageError)
-    assert "attends to the target's keys and values, which --cache none does not keep" in message
-
-
-def test_mtp_says_that_the_assistant_is_to_be_named(pair):
-    made = pair("gemma4_unified")
-    message = refusal(check_drafter, parse_drafter("mtp"), parse_model(str(made.folder)), kind=UsageError)
-    assert "Name the folder of its assistant" in message
-
-
-def test_as_a_target_it_is_refused(pair):
-    message = refusal(load_config, parse_model(str(pair("gemma4").own_folder)), kind=UsageError)
-    assert "it drafts from the keys and values of a Gemma 4 target, so it can only be its drafter" in message
+def test_what_it_does_not_go_with_is_refused_in_a_sentence(pair):
+    made, unified = pair("gemma4"), pair("gemma4_unified")
+    assert "keys and values, which --cache none does not keep" in refusal(
+        loaded, made, "none", kind=UsageError
+    )
+    mtp = parse_drafter("mtp"), parse_model(str(unified.folder))
+    assert "Name the folder of its assistant" in refusal(check_drafter, *mtp, kind=UsageError)
+    alone = refusal(load_config, parse_model(str(made.own_folder)), kind=UsageError)
+    assert "it drafts from the keys and values of a Gemma 4 target" in alone
+    setting = Setting(
+        Recipe(parse_model(str(made.folder)), parse_drafter(str(made.own_folder)), parse_policy("fixed")),
+        2,
+        head=find_head(parse_model(str(made.own_folder))).training,  # type: ignore[union-attr]
+    )
+    assert "Gemma 4's assistant is not exported" in refusal(
+        load_engine("vllm").export, setting, kind=UsageError
+    )

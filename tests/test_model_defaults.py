@@ -100,6 +100,19 @@ def test_greedy_outputs_are_those_of_generate(name, drafter):
         assert list(without.token_ids) == USUAL
 
 
+@pytest.mark.parametrize("own", [{}, {"min_new_tokens": 2}, {"min_length": len(PROMPT) + 3}])
+def test_no_end_token_before_so_many_new_tokens(own):
+    model = model_with({"eos_token_id": [USUAL[4], 3], **own})
+    expected = answer(model, PROMPT, min_new_tokens=12)
+    assert len(expected) >= 12
+    target = wrap_target(model, pack=False)
+    for drafter in ("none", "lookup", "self:int8"):
+        result = speculative_generate(PROMPT, target, drafter, gamma=4, max_new_tokens=NEW, min_new_tokens=12)
+        assert list(result.token_ids) == expected
+    with pytest.raises(UsageError, match="min_new_tokens is -1"):
+        DecodingOptions(min_new_tokens=-1)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["none", "self:int8"])
 def test_settings_that_leave_no_token_are_named(temperature, drafter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from specbench.base.errors import UsageError
@@ -68,11 +67,6 @@ def _grammar(given: Format) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError("it is no JSON object")
     return str(matcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON))
-
-
-def one_line_json(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema, as part of a grammar, of JSON on one line like that of ``--format json-schema``."""
-    return {**schema, "x-guidance": {**_JSON, **schema.get("x-guidance", {})}}
 
 
 def matcher_of(tokens: Any, grammar: str) -> Any:
