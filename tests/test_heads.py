@@ -613,8 +613,8 @@ def test_a_shared_pass_that_fails_fails_nobody_who_can_be_read_alone(tmp_path, k
     assert all(True for each in alone for _ in each)
     made, fit, calls = type(head.scorer).compute, Scorer.fit, []
 
-    def failing(scorer: Any, wanted: Sequence[Any]) -> Any:
-        given = made(scorer, wanted)
+    def failing(scorer: Any, part: Any, wanted: Sequence[Any]) -> Any:
+        given = made(scorer, part, wanted)
         calls.append(len(wanted))
         if len(wanted) > 1 and len(calls) % 3 == 0:
             raise RuntimeError("made in vain")

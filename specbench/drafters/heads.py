@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specbench.drafters.model import ModelDrafter
 
 if TYPE_CHECKING:
-    from specbench.backends.torch.head_scorers import AnyHeadScorer
+    from specbench.backends.torch.head_scorers import HeadScorer
     from specbench.decoding.clocks import Clock
     from specbench.decoding.drafts import StepOutcome
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class HeadDrafter(ModelDrafter):
     """Drafts with a trained head, see ``ModelDrafter``. It drafts nothing before the target's first forward pass."""
 
-    scorer: AnyHeadScorer  # type: ignore[assignment]
+    scorer: HeadScorer  # type: ignore[assignment]
     takes_guesses = False  # after a token the head reads its own hidden state, which is not known of guesses
 
-    def __init__(self, scorer: AnyHeadScorer, name: str, clock: Clock | None = None) -> None:
+    def __init__(self, scorer: HeadScorer, name: str, clock: Clock | None = None) -> None:
         super().__init__(scorer, name, clock)  # type: ignore[arg-type]
         self.traits = replace(
             self.traits, layers=scorer.layers, predicts_acceptance=scorer.predicts_acceptance

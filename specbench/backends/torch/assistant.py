@@ -8,7 +8,7 @@ to, and the tokens of a tree see what those of a chain see.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +18,8 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from specbench.backends.torch.forward import concat
-from specbench.backends.torch.head_forward import HeadForward, HeadInput, HeadOutput
-from specbench.backends.torch.head_scorers import EagleScorer, HeadSteps, OfTarget
+from specbench.backends.torch.head_forward import HeadForward, HeadInput
+from specbench.backends.torch.head_scorers import EagleScorer, HeadSteps, OfTarget, Reading
 from specbench.backends.torch.heads import Attend, EagleShape, RecurrentHead
 from specbench.backends.torch.mtp import PASSED, passed_attention
 from specbench.decoding.protocols import ForwardRequest
@@ -188,13 +188,13 @@ class AssistantScorer(EagleScorer):
         assert self.target_cache is not None
         return self.target_cache.length == len(context) - 1
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[HeadInput, HeadOutput]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         """Run a forward pass; all tokens are alike if the target's cache was freed after the draft began."""
         if not self._is_cached(request.context):
             return torch.zeros(rows, self.head.shape.vocab, device=self.device)
         return (yield from super().steps(request, rows))
 
-    def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
+    def _read_context(self, context: Sequence[int]) -> Reading:
         """Read the last token, with the target's state before it."""
         assert self.target_cache is not None
         _, states = self._new_tokens(context)
@@ -204,7 +204,7 @@ class AssistantScorer(EagleScorer):
             for kind, layer in self._layers_of.items()
         }
         last = torch.tensor(context[-1:], device=self.device)
-        found = yield self._at(len(context) - 1, last, self.head.fuse(state))
+        found = yield None, self._at(len(context) - 1, last, self.head.fuse(state))
         self._mark_read(context, state)
         self._features, self._rows = [found.features[0]], [found.logits[0]]
 

@@ -15,7 +15,7 @@ import torch
 from specbench.backends.torch.blocks import PoolUsage
 from specbench.backends.torch.caches import KVCache, make_cache
 from specbench.backends.torch.forward import RaggedForward, join_passes
-from specbench.backends.torch.head_scorers import AnyHeadScorer, HeadBatch, HeadScorer
+from specbench.backends.torch.head_scorers import HeadBatch, HeadScorer
 from specbench.backends.torch.pools import (
     PAGE,
     BatchedCache,
@@ -143,7 +143,7 @@ def _feed(scorer: Scorer, request: ForwardRequest) -> tuple[list[int], RequestTo
     return tokens, RequestTokens(cache, positions, np.concatenate([seen, tree])), rows
 
 
-_AnyScorer = TypeVar("_AnyScorer", Scorer, AnyHeadScorer)
+_AnyScorer = TypeVar("_AnyScorer", Scorer, HeadScorer)
 
 
 class RequestFactory:
@@ -161,7 +161,7 @@ class RequestFactory:
     def __init__(self, target: Scorer, tokens: int | None, page: int = PAGE) -> None:
         self._target, self._page = target, page
         self._models: dict[Scorer, BatchedModel | None] = {}
-        self._heads: dict[AnyHeadScorer, HeadBatch] = {}
+        self._heads: dict[HeadScorer, HeadBatch] = {}
         self._pool: KVPool | None = None  # of the target, and of models that share its keys and values
         preallocated = target.cache.kind == "preallocated"
         unpooled = not target.cache.reads_in_parts or (preallocated and target.rounding != torch.int8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,11 +33,7 @@ class PathsInput(NamedTuple):
     paths: Sequence[Sequence[int]]  # each the context's last token, and a branch of the draft
 
 
-BlockStep: TypeAlias = BlockInput | PathsInput
-BlockFound: TypeAlias = Block | Conditioned
-
-
-class BlockScorer(HeadScorer[BlockStep, BlockFound]):
+class BlockScorer(HeadScorer):
     """A block drafter with keys and values of the context.
 
     The logits of DFlash depend on the depth in the draft alone; those of others also on the draft tokens before. The
@@ -71,24 +67,17 @@ class BlockScorer(HeadScorer[BlockStep, BlockFound]):
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._block = None
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[BlockStep, BlockFound]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._block is None:
-            found = yield BlockInput(request.context[-1], self._known, self._caches)
-            assert isinstance(found, Block)
-            self._block = found
+            self._block = yield "block", BlockInput(request.context[-1], self._known, self._caches)
+        assert self._block is not None
         if not self.head.conditional:
             return self._block.logits[node_depths(request)[-rows:]]
-        conditioned = yield PathsInput(self._block, _paths(request)[-rows:])
-        assert not isinstance(conditioned, Block)
-        logits, self.acceptance = conditioned
-        return logits
+        logits, self.acceptance = yield "rows", PathsInput(self._block, _paths(request)[-rows:])
+        return cast("Tensor", logits)
 
-    def compute(self, inputs: Sequence[BlockStep]) -> list[BlockFound]:
-        blocks = [each for each in inputs if isinstance(each, BlockInput)]
-        paths = [each for each in inputs if isinstance(each, PathsInput)]
-        found_blocks = iter(self._blocks(blocks) if blocks else ())
-        found_rows = iter(self._rows(paths) if paths else ())
-        return [next(found_blocks) if isinstance(each, BlockInput) else next(found_rows) for each in inputs]
+    def compute(self, part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        return self._blocks(inputs) if part == "block" else self._rows(inputs)
 
     def _blocks(self, inputs: Sequence[BlockInput]) -> list[Block]:
         shape = self.head.block

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from specbench.decoding.protocols import Batch, ForwardOutput, ForwardRequest
 from specbench.decoding.records import depths_of
 from specbench.decoding.tree import tree_mask, tree_positions
 
-Input = TypeVar("Input")
-Output = TypeVar("Output")
+HeadSteps: TypeAlias = Generator[tuple[Hashable, Any], Any, Tensor]
+"""A forward pass in progress: yields a part of the head and inputs for it, is sent the outputs, returns logits,
+[rows, vocab]."""
 
-HeadSteps: TypeAlias = Generator[Input, Output, Tensor]
-"""A forward pass in progress: yields inputs of the head, is sent their outputs, returns logits, [rows, vocab]."""
+Reading: TypeAlias = Generator[tuple[None, HeadInput], HeadOutput]
 
 Embed = Callable[[Tensor], Tensor]
 """From token ids to their embeddings."""
@@ -52,7 +52,7 @@ class OfTarget(NamedTuple):
     cache: KVCache | None = None
 
 
-class HeadScorer(Generic[Input, Output]):
+class HeadScorer:
     """Scorer that returns a head's logits as if the head were a model with the context as input.
 
     A forward pass is a generator that yields the inputs of the head one by one, so that the inputs of several requests
@@ -145,12 +145,12 @@ class HeadScorer(Generic[Input, Output]):
         """Run a forward pass over the context and a draft, whose first nodes may have been read before."""
         return HeadBatch(self).score([request])[0]
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[Input, Output]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         """Run a forward pass step by step, to the last logits over the tokens that the head drafts, [rows, vocab]."""
         raise NotImplementedError
 
-    def compute(self, inputs: Sequence[Input]) -> Sequence[Output]:
-        """Compute the head's outputs for inputs of several requests in one call."""
+    def compute(self, part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Compute the outputs of a part of the head for inputs of several requests in one call."""
         raise NotImplementedError
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:
@@ -158,19 +158,16 @@ class HeadScorer(Generic[Input, Output]):
         raise NotImplementedError
 
 
-AnyHeadScorer: TypeAlias = HeadScorer[Any, Any]
-
-
 class HeadBatch:
     """Runs forward passes of a head for several requests together."""
 
-    def __init__(self, loaded: AnyHeadScorer) -> None:
+    def __init__(self, loaded: HeadScorer) -> None:
         self.loaded = loaded
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ForwardRequest]) -> list[ForwardOutput]:
         """Run forward passes, see ``decoding.protocols.Batch``."""
-        scorers = [cast("AnyHeadScorer", each.scorer) for each in requests]
+        scorers = [cast("HeadScorer", each.scorer) for each in requests]
         running = {
             i: scorer.steps(each, len(each.tokens) + 1 if each.rows is None else each.rows)
             for i, (scorer, each) in enumerate(zip(scorers, requests, strict=True))
@@ -185,10 +182,11 @@ class HeadBatch:
                         inputs[i] = steps.send(outputs.get(i))
                     except StopIteration as end:
                         logits[i] = end.value
-                running = {i: running[i] for i in inputs}
-                outputs = (
-                    dict(zip(inputs, self.loaded.compute([*inputs.values()]), strict=True)) if inputs else {}
-                )
+                running, outputs = {i: running[i] for i in inputs}, {}
+                for part in {part for part, _ in inputs.values()}:
+                    same = [i for i, (own, _) in inputs.items() if own == part]
+                    made = self.loaded.compute(part, [inputs[i][1] for i in same])
+                    outputs |= zip(same, made, strict=True)
             return [ForwardOutput(scorer.fitted(logits[i])) for i, scorer in enumerate(scorers)]
         except BaseException:
             for scorer in scorers:  # drafts were read in part, and are read again
@@ -196,7 +194,7 @@ class HeadBatch:
             raise
 
 
-class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
+class EagleScorer(HeadScorer):
     """An EAGLE head with keys and values of its own.
 
     It has an entry for every token of the context but the first: token t + 1 with the target's state at t. Drafts come
@@ -245,21 +243,21 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
             cache.rollback(self._read)
         self._features, self._rows = self._features[:1], self._rows[:1]
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[HeadInput, HeadOutput]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._read < len(request.context) - 1:
             yield from self._read_context(request.context)
         parents = range(-1, len(request.tokens) - 1) if request.parents is None else request.parents
         yield from self._read_draft(request.tokens, parents, chain=request.parents is None)
         return concat([row[None] for row in self._rows[-rows:]])
 
-    def compute(self, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
+    def compute(self, part: Any, inputs: Sequence[HeadInput]) -> list[HeadOutput]:  # noqa: ARG002
         return self._forward(inputs)
 
-    def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
+    def _read_context(self, context: Sequence[int]) -> Reading:
         """Read new tokens, each with the target's state at the one before it."""
         past = self._read
         ids, states = self._new_tokens(context)
-        found = yield self._input(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)
+        found = yield None, self._input(ids, self.head.fuse(states), range(past, past + len(ids)), None, 1)
         self._mark_read(context, states)
         self._features, self._rows = [found.features[-1]], [found.logits[0]]
 
@@ -272,9 +270,7 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
     def _mark_read(self, context: Sequence[int], states: Tensor) -> None:
         self._states, self._last, self._read = [], states[-1:], len(context) - 1
 
-    def _read_draft(
-        self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool
-    ) -> Generator[HeadInput, HeadOutput]:
+    def _read_draft(self, tokens: Sequence[int], parents: Sequence[int], *, chain: bool) -> Reading:
         """Read the nodes that were not read yet, those of one depth together."""
         while (first := len(self._rows) - 1) < len(tokens):
             end = next((i for i in range(first, len(tokens)) if parents[i] >= first), len(tokens))
@@ -287,7 +283,7 @@ class EagleScorer(HeadScorer[HeadInput, HeadOutput]):
                 last = self._read - 1
                 positions = tree_positions(last, parents[:end], self.device)[0, first + 1 :]
                 mask = tree_mask(last, parents[:end], self._read + end, self.device)[..., first + 1 :, :]
-            found = yield self._input(ids.to(self.device), features, positions, mask, end - first)
+            found = yield None, self._input(ids.to(self.device), features, positions, mask, end - first)
             self._features += found.features
             self._rows += found.logits
 
@@ -307,18 +303,18 @@ class ParallelScorer(EagleScorer):
         self.longest = head.ahead
         self._masks = head.mask_features().detach()
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[HeadInput, HeadOutput]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._read < len(request.context) - 1:
             yield from self._read_context(request.context)
         return torch.stack([self._rows[depth] for depth in node_depths(request)[-rows:]])
 
-    def _read_context(self, context: Sequence[int]) -> Generator[HeadInput, HeadOutput]:
+    def _read_context(self, context: Sequence[int]) -> Reading:
         """Run the head over new tokens and masks after them; the next forward pass drops the masks."""
         past = self._read
         ids, states = self._new_tokens(context)
         ids = torch.cat((ids, ids.new_full((len(self._masks),), self.head.mask)))
         features = torch.cat((self.head.fuse(states), self._masks))
-        found = yield self._input(ids, features, range(past, past + len(ids)), None, self.head.ahead)
+        found = yield None, self._input(ids, features, range(past, past + len(ids)), None, self.head.ahead)
         self._mark_read(context, states)
         self._rows = [*found.logits]
 
@@ -328,9 +324,9 @@ class ParallelScorer(EagleScorer):
             cache.rollback(self._read)
 
 
-class MedusaScorer(HeadScorer[tuple[Tensor, int], Tensor]):
+class MedusaScorer(HeadScorer):
     """Medusa heads, whose logits depend on the target's last hidden state and the depth in the draft, not on draft
-    tokens. An input is that state, [1, width], and the number of a head.
+    tokens. An input is that state, [1, width], for the head of a number.
     """
 
     def __init__(self, heads: MedusaHeads, target: OfTarget) -> None:
@@ -353,20 +349,16 @@ class MedusaScorer(HeadScorer[tuple[Tensor, int], Tensor]):
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._rows = []
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[tuple[Tensor, int], Tensor]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         depths = node_depths(request)[-rows:]
         assert self._state is not None
         while len(self._rows) <= max(depths):
-            self._rows.append((yield self._state, len(self._rows)))
+            self._rows.append((yield len(self._rows), self._state))
         return torch.cat([self._rows[depth] for depth in depths])
 
-    def compute(self, inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for head in {head for _, head in inputs}:
-            same = [i for i, (_, each) in enumerate(inputs) if each == head]
-            logits = self.head.logits(concat([inputs[i][0] for i in same]), head)
-            found |= zip(same, logits.split(1), strict=True)
-        return [found[i] for i in range(len(inputs))]
+    def compute(self, part: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        logits: Sequence[Tensor] = self.head.logits(concat(inputs), part).split(1)
+        return logits
 
 
 def node_depths(request: ForwardRequest) -> list[int]:

@@ -22,8 +22,8 @@ from specbench.backends.torch.scorer import DeviceTokens
 from specbench.decoding.protocols import ForwardRequest
 
 
-class MtpScorer(HeadScorer[tuple[int, HeadInput], HeadOutput]):
-    """MTP layers, each with keys and values of its own. An input is a layer's number, and tokens of one request for it.
+class MtpScorer(HeadScorer):
+    """MTP layers, each with keys and values of its own. An input is tokens of one request for a layer.
 
     Entry i of layer k is the token k + 1 + i, with feature i of this layer: the target's state at i, or, if the
     layers are chained, the output of layer k - 1 at its entry i. Features are kept for the whole context.
@@ -85,7 +85,7 @@ class MtpScorer(HeadScorer[tuple[int, HeadInput], HeadOutput]):
     def _add_features(self, layer: int, features: Tensor) -> None:
         self._features(layer).update(features[None, None], features[None, None, :, :0])
 
-    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps[tuple[int, HeadInput], HeadOutput]:
+    def steps(self, request: ForwardRequest, rows: int) -> HeadSteps:
         if self._read[0] < len(request.context) - 1:
             self._rows = {}
         depths = node_depths(request)
@@ -158,12 +158,8 @@ class MtpScorer(HeadScorer[tuple[int, HeadInput], HeadOutput]):
             mask[row, [column[node] for node in branch]] = True
         return mask.to(self.device)[None, None]
 
-    def compute(self, inputs: Sequence[tuple[int, HeadInput]]) -> list[HeadOutput]:
-        found: dict[int, HeadOutput] = {}
-        for layer in {layer for layer, _ in inputs}:
-            same = [i for i, (each, _) in enumerate(inputs) if each == layer]
-            found |= zip(same, self._forwards[layer]([inputs[i][1] for i in same]), strict=True)
-        return [found[i] for i in range(len(inputs))]
+    def compute(self, part: int, inputs: Sequence[HeadInput]) -> list[HeadOutput]:
+        return self._forwards[part](inputs)
 
 
 def _branch(node: int, parents: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from torch import nn
 from transformers import PreTrainedConfig
 
-from specbench.backends.torch.head_scorers import AnyHeadScorer, OfTarget
+from specbench.backends.torch.head_scorers import HeadScorer, OfTarget
 from specbench.base.errors import RunError, UsageError
 from specbench.base.record import Count
 from specbench.models.checkpoints import check_memory, fingerprint, read_tensors, text_config, weight_files
@@ -47,7 +47,7 @@ class HeadFormat:
     """A format of trained heads. What ``register`` is not told is as in most formats."""
 
     kind: str  # name of its heads in messages and results
-    scorer: Callable[[Any, OfTarget], AnyHeadScorer] | None = None  # wraps the module
+    scorer: Callable[[Any, OfTarget], HeadScorer] | None = None  # wraps the module
     # Makes the module of a head, with its weights, for a target of some configuration.
     module: Callable[[TrainedHead, PreTrainedConfig, OwnHead], nn.Module] | None = None
     # For heads that are whole models, loaded as any other: makes the drafter of such a model with a name.
@@ -76,7 +76,7 @@ FORMATS: dict[str, HeadFormat] = {}
 
 
 def register(
-    kind: str, scorer: Callable[..., AnyHeadScorer] | None = None, *, makes: str = "module", **more: Any
+    kind: str, scorer: Callable[..., HeadScorer] | None = None, *, makes: str = "module", **more: Any
 ) -> Callable[[Any], Any]:
     """Register a format in ``FORMATS``; the decorated function is its field ``makes``. See ``HeadFormat``."""
 

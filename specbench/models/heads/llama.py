@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specbench.backends.torch.head_scorers import AnyHeadScorer
+from specbench.backends.torch.head_scorers import HeadScorer
 from specbench.backends.torch.heads import EagleShape
 from specbench.base.textsafe import excerpt
 from specbench.models.heads import base
@@ -68,7 +68,7 @@ def check_layers(
         raise unsupported(files.name, odd)
 
 
-def register(kind: str, scorer: Callable[..., AnyHeadScorer], **more: Any) -> Callable[[Make], Make]:
+def register(kind: str, scorer: Callable[..., HeadScorer], **more: Any) -> Callable[[Make], Make]:
     """Register a format of heads of such layers; the decorated function makes its module without weights."""
 
     def add(make: Make) -> Make:

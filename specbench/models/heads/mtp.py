@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specbench.backends.torch.head_scorers import AnyHeadScorer, EagleScorer, OfTarget
+from specbench.backends.torch.head_scorers import EagleScorer, HeadScorer, OfTarget
 from specbench.backends.torch.mtp import MtpLayers, build_mtp_layers
 from specbench.backends.torch.mtp_scorer import MtpScorer
 from specbench.base.errors import RunError, UsageError
@@ -73,7 +73,7 @@ def _read(files: HeadFiles, target_layers: int) -> Tensors:
     return {name: weights[name][...] for name in (*found.places, "d2t", "t2d") if name in weights}
 
 
-def _scorer(module: Any, target: OfTarget) -> AnyHeadScorer:
+def _scorer(module: Any, target: OfTarget) -> HeadScorer:
     return (MtpScorer if isinstance(module, MtpLayers) else EagleScorer)(module, target)
 
 
