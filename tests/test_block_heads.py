@@ -29,7 +29,7 @@ from head_files import (
     speculators_block_settings,
     write_head,
 )
-from test_heads import CONTEXT, DRAFT, rms, target_model, target_states
+from test_heads import CONTEXT, DRAFT, assert_rows_of_blocks, rms, target_model, target_states
 
 from specbench.base.errors import RunError, UsageError
 from specbench.decoding.drafts import StepOutcome
@@ -200,6 +200,21 @@ def spark_speculators(**more: Any) -> dict[str, Any]:
         "projector_type": None,
     }
     return speculators_block_settings(**{**named, "markov_rank": RANK, "sample_from_anchor": True, **more})
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafted", "layers"),
+    [(block_settings(), None, (1, 3)), (speculators_block_settings(), DRAFTED, (1, 2))],
+)
+def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, layers):
+    tensors = block_tensors(drafted=drafted)
+    drafter = drafter_of(tmp_path / "head", settings, tensors)
+    assert drafter.traits.layers == layers
+    rows = []
+    for context in (CONTEXT[:5], CONTEXT):
+        outs = hidden_of(tensors, layers, context)[1:] @ output_rows(tensors).T
+        rows.append(torch.stack([spread(tensors, row) for row in outs]))
+    assert_rows_of_blocks(drafter, *rows)
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from cli_runs import refusal
 from head_files import (
-    BLOCK,
     DRAFTED,
     HEADS,
     LAYER,
@@ -470,55 +469,6 @@ def test_rows_of_medusa_are_those_of_the_formula(tmp_path, shared):
     assert_rows(drafter.scorer, torch.stack([rows[1], rows[2]]), CONTEXT, DRAFT, [-1, -1, 1], rows=2)
     assert drafter.can_read(CONTEXT, DRAFT[:2])
     assert not drafter.can_read(CONTEXT, DRAFT)
-
-
-def rows_of_blocks(
-    tensors: Mapping[str, torch.Tensor], layers: Sequence[int], context: Sequence[int]
-) -> torch.Tensor:
-    """DFlash's formulas: logits at the masks behind a context, over the target's vocabulary."""
-    known = len(context) - 1
-    features = [
-        rms(tensors["fc.weight"] @ state.flatten(), tensors["hidden_norm.weight"])
-        for state in target_states(context[:-1], layers)
-    ]
-    embedding = target_model().get_input_embeddings().weight
-    xs = [embedding[token] for token in (context[-1], *[MASK] * (BLOCK - 1))]
-    for layer in range(2):
-        part = layer_of(tensors, layer)
-
-        def normed(
-            name: str, heads: int, read: torch.Tensor, part: Mapping[str, torch.Tensor] = part
-        ) -> torch.Tensor:
-            projected = (part[f"self_attn.{name}_proj.weight"] @ read).view(heads, SIZE)
-            return rms(projected, part[f"self_attn.{name}_norm.weight"])
-
-        inputs = [rms(x, part["input_layernorm.weight"]) for x in xs]
-        keys, values = [], []
-        for position, read in enumerate([*features, *inputs]):
-            keys.append(turned(normed("k", SHARED, read), position))
-            values.append((part["self_attn.v_proj.weight"] @ read).view(SHARED, SIZE))
-        for place, read in enumerate(inputs):
-            out = attended(turned(normed("q", HEADS, read), known + place), keys, values)
-            xs[place] = mlp(part, xs[place] + part["self_attn.o_proj.weight"] @ out)
-    outs = torch.stack([rms(x, tensors["norm.weight"]) for x in xs[1:]])
-    if "d2t" not in tensors:
-        return outs @ target_model().get_output_embeddings().weight.T
-    whole = torch.full((len(outs), VOCAB), float("-inf"))
-    whole[:, torch.arange(DRAFTED) + tensors["d2t"]] = outs @ tensors["lm_head.weight"].T
-    return whole
-
-
-@pytest.mark.parametrize(
-    ("settings", "drafted", "layers"),
-    [(block_settings(), None, (1, 3)), (speculators_block_settings(), DRAFTED, (1, 2))],
-)
-def test_rows_of_dflash_are_those_of_the_formulas(tmp_path, settings, drafted, layers):
-    tensors = block_tensors(drafted=drafted)
-    drafter = drafter_of(write_head(tmp_path / "head", settings, tensors), tiny_target())
-    assert drafter.traits.layers == layers
-    with torch.inference_mode():
-        first, second = (rows_of_blocks(tensors, layers, context) for context in (CONTEXT[:5], CONTEXT))
-    assert_rows_of_blocks(drafter, first, second)
 
 
 PROMPT = [1, 2, 0]
