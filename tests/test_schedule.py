@@ -96,7 +96,7 @@ class Member(ScriptedScorer):
         self.room.reserved[self.cache] = wanted
         return True
 
-    def begin(self) -> None:
+    def begin(self, cached_tokens: int = 0) -> None:
         super().begin()
         self.room.reserved.pop(self.cache, None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specbench.drafters.free import FreeDrafter, Guess, make_free
+from specbench.decoding.drafts import Guess
+from specbench.drafters.free import FreeDrafter, make_free
 
 if TYPE_CHECKING:
     from specbench.decoding.drafts import StepOutcome

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specbench.drafters.free import FreeDrafter, Guess
+from specbench.decoding.drafts import Guess
+from specbench.drafters.free import FreeDrafter
 from specbench.specs.drafters import Lookup
 
 if TYPE_CHECKING:

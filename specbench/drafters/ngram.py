@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from specbench.drafters.free import FreeDrafter, Guess
+from specbench.decoding.drafts import Guess
+from specbench.drafters.free import FreeDrafter
 from specbench.specs.drafters import NGram
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
-from specbench.decoding.drafts import StepOutcome
-from specbench.drafters.free import CandidateDrafter, FreeDrafter, Guess
+from specbench.decoding.drafts import Guess, StepOutcome
+from specbench.drafters.free import CandidateDrafter, FreeDrafter
 from specbench.specs.drafters import Outside
 from specbench.specs.own_code import told
 

@@ -132,7 +132,7 @@ def _native_is_right(model: PreTrainedModel, cache: KVCache) -> bool:
     if sample is None or not _native_equals_own(sample, cache):
         return False
     short = _with_short_windows(sample)
-    return short is None or _native_equals_own(short, type(cache)(short.config))
+    return short is None or _native_equals_own(short, make_cache(cache.kind, short.config))
 
 
 def _native_equals_own(sample: PreTrainedModel, cache: KVCache) -> bool:
