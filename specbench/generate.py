@@ -246,16 +246,15 @@ class GenerationRun:
     def _common_with(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a new prompt are in the caches; at least one token is left for the next forward.
 
-        It is 0 if a cache cannot be rolled back. A head reads each token together with the target's hidden state at
-        the token before it, so the target reads the last common token again to give the state for the next one.
+        It is 0 if a cache cannot be rolled back, and with a head, which needs the target's states of all tokens.
         """
         scorer, drafter = self.target.scorer, self.drafter
-        if self._begun != (scorer.epoch, drafter.epoch):
+        if self._begun != (scorer.epoch, drafter.epoch) or drafter.traits.layers:
             return 0
         cached = [*self.prompt, *self._tokens()][: scorer.cached_len]
         pairs = zip(cached, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return scorer.cache.most_kept(max(0, common - 1) if drafter.traits.layers else common)
+        return scorer.cache.most_kept(common)
 
     @property
     def request(self) -> Request:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from head_files import few_head, few_tokens
+from head_files import eagle_tensors, speculators_settings, write_head
+from test_heads import drafter_of, tiny_target
 from tiny import tiny_language_model, tiny_llama, tiny_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from specbench import GenerationRun, load_drafter, wrap_drafter, wrap_target
 from specbench.backends.torch.scorer import Scorer
 from specbench.decoding.protocols import Drafter, ForwardOutput, ForwardRequest
-from specbench.decoding.records import Step
 from specbench.models.drafters import join_cascade
 from specbench.models.load import wrap_model
 from specbench.models.target import Target, prepare_target
@@ -28,17 +28,6 @@ from specbench.specs.drafters import Cascade, Lookup, SmallModel
 DRAFTERS = (
     "none", "lookup", "suffix", "model", "self:int8", "self:layers=1", "lookup+model", "lookup|self:layers=1",
 )  # fmt: skip
-HEADS = (
-    "eagle",
-    "eagle-1",
-    "peagle",
-    "dflash",
-    "dspark",
-    "medusa",
-    "mtp",
-    "mtp-3",
-    "pard",
-)
 CACHES: tuple[CacheKind, ...] = ("dynamic", "preallocated", "static")
 NEW = 10
 
@@ -118,40 +107,6 @@ def test_the_output_is_that_of_a_fresh_start(name, fed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "unread"), [("eagle", True), *((kind, row % 2 > 0) for row, kind in enumerate(HEADS))]
-)
-def test_heads_draft_what_they_draft_after_a_fresh_start(kind, unread, tmp_path):
-    """Also where the head has the target's states of the context before, and has read nothing of it."""
-    own = wrap_target(few_tokens(), pack=False)
-    loaded_drafter = few_head(tmp_path, kind, own)
-
-    def decoded(prompt: list[int], new: int, after: Any = None) -> tuple[GenerationRun, list[Any]]:
-        policy = build_policy("fixed:gamma=3")
-        found = GenerationRun(prompt, own, loaded_drafter, policy=policy, max_new_tokens=new, after=after)
-        return found, [(step.drafted, step.accepted) for step in found if isinstance(step, Step)]
-
-    chosen = standard_random.Random(2)
-    begun = [chosen.randrange(9) for _ in range(20)]
-    last, _ = decoded(begun, 1 if unread else 20)
-    longer = [*begun, *last.result().token_ids, *(chosen.randrange(8) for _ in range(15))]
-    edited = [*longer[:-9], 8, *longer[:6]]
-    kept, seen, fresh = [], [], []
-    for prompt in (longer, edited, longer):
-        last, steps = decoded(prompt, 12, last)
-        kept.append(last.cached_tokens)
-        seen.append((last.result().token_ids, steps))
-    for prompt in (longer, edited):
-        again, steps = decoded(prompt, 12)
-        fresh.append((again.result().token_ids, steps))
-    parted = len(longer) - 9
-    # The last token that is alike is read again, for its state, if the head reads states.
-    kept_less = 1 if loaded_drafter.traits.layers else 0
-    assert kept == [len(longer) - 15 - 1 - kept_less, parted - kept_less, parted - kept_less]
-    assert seen == [*fresh, fresh[0]]
-    assert any(drafted for _, steps in seen for drafted, _ in steps)
-
-
-@pytest.mark.parametrize(
     ("kind", "word"), [(kind, "lookup+self:layers=1") for kind in CACHES] + [("dynamic", "model")]
 )
 @pytest.mark.parametrize("steps", [3, 99])
@@ -207,7 +162,7 @@ def test_another_generation_in_between_or_another_drafter_begins_anew():
     assert never_begun.cached_tokens == 0
 
 
-def test_windows_that_forget_and_no_cache_at_all_read_it_again():
+def test_windows_that_forget_heads_and_no_cache_at_all_read_it_again(tmp_path):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = MistralConfig(
@@ -218,8 +173,13 @@ def test_windows_that_forget_and_no_cache_at_all_read_it_again():
         model = MistralForCausalLM(config).eval()
     sliding = wrap_target(model, tiny_tokenizer())
     uncached = prepare_target(wrap_model(tiny_llama(), tiny_tokenizer(), name="tiny"), "none")
-    for own in (sliding, uncached):
-        loaded_drafter = load_drafter("lookup", own)
+    headed = tiny_target()
+    head = drafter_of(write_head(tmp_path / "head", speculators_settings(), eagle_tensors()), headed)
+    for own, loaded_drafter in (
+        (sliding, load_drafter("lookup", sliding)),
+        (uncached, load_drafter("lookup", uncached)),
+        (headed, head),
+    ):
         first = run(tokens(1, 60), own, loaded_drafter)
         output(first)
         assert continued(first, 60, own, loaded_drafter) == 0

@@ -49,12 +49,6 @@ class BlockScorer(HeadScorer):
         super()._reset()
         self._block: Block | None = None
 
-    def _resume(self, cached_tokens: int) -> None:
-        super()._resume(cached_tokens)
-        self._block = None
-        for cache in self._caches:
-            cache.rollback(cached_tokens)
-
     @torch.inference_mode()
     def take_states(self, length: int, states: Tensor) -> None:
         fresh = states[states.shape[0] + self._known - length :].to(self.device, self._dtype)

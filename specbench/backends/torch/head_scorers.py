@@ -113,19 +113,12 @@ class HeadScorer:
         clone._reset()
         return clone
 
-    def begin(self, cached_tokens: int = 0) -> None:
-        """Start a new context; states of the first ``cached_tokens`` positions of the last one hold for it too."""
+    def begin(self, cached_tokens: int = 0) -> None:  # noqa: ARG002
+        """Start a new context; nothing is kept of the last one."""
         self.epoch += 1
-        if cached_tokens:
-            self._resume(cached_tokens)
-            return
         for cache in self._caches:
             cache.reset()
         self._reset()
-
-    def _resume(self, cached_tokens: int) -> None:
-        """Keep what is known of the first positions, and forget what comes after them."""
-        self._known = cached_tokens
 
     def take_states(self, length: int, states: Tensor) -> None:
         """Receive the target's hidden states, [positions, layers, width], of consecutive positions up to ``length -
@@ -219,13 +212,6 @@ class EagleScorer(HeadScorer):
     @property
     def cached_len(self) -> int:
         return self._read + 1 if self._read else 0
-
-    def _resume(self, cached_tokens: int) -> None:
-        super()._resume(cached_tokens)
-        unread = [torch.cat(self._states)[: cached_tokens - self._read]] if cached_tokens > self._read else []
-        self._read, self._states = min(self._read, cached_tokens), unread
-        self._features, self._rows = [], []
-        self._drop_drafts()
 
     def take_states(self, length: int, states: Tensor) -> None:
         fresh = length - self._known
@@ -337,10 +323,6 @@ class MedusaScorer(HeadScorer):
         super()._reset()
         self._state: Tensor | None = None
         self._rows: list[Tensor] = []
-
-    def _resume(self, cached_tokens: int) -> None:
-        super()._resume(cached_tokens)
-        self._state, self._rows = None, []
 
     def take_states(self, length: int, states: Tensor) -> None:
         self._state, self._rows = states[-1:, 0].to(self.device, self._dtype), []

@@ -54,22 +54,14 @@ class MtpScorer(HeadScorer):
         # The last layer has no entry for the first tokens.
         return super().can_read(context, drafted) and len(context) >= len(self._read)
 
-    def _resume(self, cached_tokens: int) -> None:
-        super()._resume(cached_tokens)
-        self._features(0).rollback(cached_tokens)
-        self._keep(cached_tokens)
-        self._rows = {}
-
     def take_states(self, length: int, states: Tensor) -> None:
         fresh = states[self._known - length :].to(self.device, self._dtype)
         self._add_features(0, self.head.fuse(fresh))
         self._known = length
 
     def rollback(self, length: int, path: Sequence[int] = ()) -> None:  # noqa: ARG002
-        self._keep(max(0, length - 1))
-
-    def _keep(self, entries: int) -> None:
-        """Drop entries of drafts, and those of the context after the first ``entries`` of layer 0."""
+        """Drop entries of drafts, and those of the context after the first ``length`` tokens."""
+        entries = max(0, length - 1)  # of layer 0
         for layer, read in enumerate(self._read):
             self._read[layer] = min(read, max(0, entries - layer))
             self._caches[layer].rollback(self._read[layer])
