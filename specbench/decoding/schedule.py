@@ -34,38 +34,22 @@ Event: TypeAlias = Prefill | Step | Exception
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request with its state.
+    """A request with its state."""
 
-    Attributes:
-        number: Its place in the order of arrival.
-        start: Makes the request when its turn has come.
-        arrived: Its arrival by the scheduler's clock.
-        request, decoding: ``None`` until its turn.
-        pending: The forward request it waits for.
-        since: The number of the scheduler's pass after which it began to wait.
-        queued_s: Seconds it waited for its turn.
-        reading: Whether its last pass read only a part of its context.
-        passed_over: Whether the last pass of its model was too full for it.
-        states: The hidden states of these parts.
-        context: The target's context, which grows with the output.
-        verified: How many of its tokens were in the target's cache when the present draft began.
-        scorers: All scorers it has used.
-    """
-
-    number: int
-    start: Callable[[], Request]
-    arrived: float
-    request: Request | None = None
+    number: int  # its place in the order of arrival
+    start: Callable[[], Request]  # makes the request when its turn has come
+    arrived: float  # by the scheduler's clock
+    request: Request | None = None  # until its turn
     decoding: DecodingLoop | None = None
-    pending: ForwardRequest | None = None
-    since: int = 0
-    queued_s: float = 0.0
-    reading: bool = False
-    passed_over: bool = False
-    states: list[torch.Tensor] = field(default_factory=list)
-    context: Sequence[int] = ()
-    verified: int = 0
-    scorers: set[Scorer] = field(default_factory=set)
+    pending: ForwardRequest | None = None  # the forward request it waits for
+    since: int = 0  # number of the scheduler's pass after which it began to wait
+    queued_s: float = 0.0  # waited for its turn
+    reading: bool = False  # whether its last pass read only a part of its context
+    passed_over: bool = False  # whether the last pass of its model was too full for it
+    states: list[torch.Tensor] = field(default_factory=list)  # the hidden states of these parts
+    context: Sequence[int] = ()  # the target's, which grows with the output
+    verified: int = 0  # tokens of it in the target's cache when the present draft began
+    scorers: set[Scorer] = field(default_factory=set)  # all it has used
 
     def wait_for(self, request: ForwardRequest, now: int) -> None:
         """Wait for this forward pass."""

@@ -26,29 +26,20 @@ MOST_SPARE = 8
 
 @dataclass(slots=True)
 class History:
-    """The states of one recurrent layer since the last rollback.
+    """The states of one recurrent layer since the last rollback."""
 
-    Attributes:
-        length: Tokens read.
-        base: Tokens after which the earliest state is kept.
-        states: The recurrent states after ``base`` to ``length`` tokens; empty where there is only a convolution.
-        columns: Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
-        kernel: Inputs of the convolution that one output reads.
-        rows: Tokens of the pass that runs.
-        prompt: How many of the first tokens are the prompt; ``None`` for all.
-        kept: The states of this pass.
-        spare: States that are no longer kept, whose memory is used again; ``None`` where nothing asks for it.
-    """
-
-    length: int = 0
-    base: int = 0
-    states: list[torch.Tensor] = field(default_factory=list)
+    length: int = 0  # tokens read
+    base: int = 0  # tokens after which the earliest state is kept
+    states: list[torch.Tensor] = field(
+        default_factory=list
+    )  # after ``base`` to ``length``; none without a recurrence
+    # Inputs of the convolution, [batch, channels, kernel + length - base]; ``None`` before the first pass.
     columns: torch.Tensor | None = None
-    kernel: int = 0
-    rows: int = 0
-    prompt: int | None = None
-    kept: list[torch.Tensor] = field(default_factory=list)
-    spare: list[torch.Tensor] | None = None
+    kernel: int = 0  # inputs of the convolution that one output reads
+    rows: int = 0  # tokens of the pass that runs
+    prompt: int | None = None  # how many of the first tokens are the prompt; ``None`` for all
+    kept: list[torch.Tensor] = field(default_factory=list)  # the states of this pass
+    spare: list[torch.Tensor] | None = None  # no longer kept; memory that is used again, if anything asks
 
     @property
     def begins(self) -> bool:
