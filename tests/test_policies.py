@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -476,10 +476,11 @@ V_JUMP = [0.0, *[1.0] * 4, *[1.5] * 4, *[2.2] * 32]
 V_STEEP = [0.0, *(1.0 + 0.3 * n for n in range(40))]
 
 
-class Sure(NamedTuple):
+class Sure(Logits):
     """Logits of a drafter that gives its token this probability."""
 
-    probability: float
+    def __init__(self, probability: float) -> None:
+        self.probability = probability
 
     def log_chance(self, token: int) -> float:
         return math.log(self.probability)
