@@ -44,7 +44,6 @@ from specbench.results.lines import CostLine, Generation
 from specbench.results.results import load_results
 from specbench.results.stats import ratio_text, verdict
 from specbench.results.store import RunStore
-from specbench.results.turns import conversation_warnings
 from specbench.rows import Condition, LoadedName, Row
 from specbench.specs.drafters import DrafterSpec, SmallModel, parse_drafter
 from specbench.specs.models import ModelSpec, parse_model
@@ -170,8 +169,7 @@ def run_one(
         judged: Configurations that are compared with X.
 
     Returns:
-        For each of these: ``ratio, low, high, verdict``; the number of ``failed`` generations, ``warnings``, and what
-        conversations say of servers in ``named``.
+        For each of these: ``ratio, low, high, verdict``; the number of ``failed`` generations, and ``warnings``.
 
     Raises:
         TimeUpError: It has to stop.
@@ -199,7 +197,6 @@ def run_one(
             "high": row.ratio.high,
             "verdict": verdict(row.ratio),  # the interval's, also on a machine too busy for a verdict
         }
-    part["named"] = [each.id for each in conversation_warnings(results) if each.severity != "info"]
     part["warnings"] = sorted({warning for each in results.generations["warnings"] for warning in each})
     return part
 
@@ -211,7 +208,7 @@ def line_of(number: int, part: Mapping[str, Any]) -> str:
     line = f"{number + 1:3}  itself {ratio_text(itself):26} {covers:9}"
     if SLOWED in part:
         line += f" slowed {ratio_text(_estimate(part[SLOWED])):26} {part[SLOWED]['verdict']:12}"
-    return (line + " ".join([*part["named"], *part["warnings"]])).rstrip()
+    return (line + " ".join(part["warnings"])).rstrip()
 
 
 def _estimate(judged: Mapping[str, Any]) -> Estimate:

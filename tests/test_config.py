@@ -168,9 +168,7 @@ def test_config_none_ignores_it(tiny, cli):
 
 
 def test_sweep_takes_it(tiny, cli):
-    result = cli(
-        *("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--warmup", 0, "--out", "run", "--temperature", 0)
-    )
+    result = cli(*("sweep", "--limit", 1, "-n", 4, "--repeats", 1, "--out", "run", "--temperature", 0))
     assert result.code == 0, result.err
     stored = read_run(tiny / "run")
     assert stored.options["target"] == "tiny"

@@ -144,7 +144,7 @@ def small(arguments: list[str], out: Path) -> list[str] | None:
     if arguments[0] == "check":
         return [*arguments, "--limit", "1", "--max-new-tokens", "6"]
     if arguments[0] == "sweep":
-        limits = shlex.split("--gamma 1,2 --limit 2 --max-new-tokens 6 --repeats 1 --warmup 0")
+        limits = shlex.split("--gamma 1,2 --limit 2 --max-new-tokens 6 --repeats 1")
         return [*arguments, *limits, *([] if "--out" in arguments else ["--out", str(out)])]
     return arguments
 
@@ -218,7 +218,7 @@ def test_the_options_for_two_gpus_are_taken(tmp_path, monkeypatch, capsys):
 def _short(arguments: list[str]) -> list[str]:
     more = {
         "generate": ["--raw"],
-        "sweep": ["--limit", "1", "--repeats", "1", "--warmup", "0", "--gamma", "1"],
+        "sweep": ["--limit", "1", "--repeats", "1", "--gamma", "1"],
     }
     return arguments + ([*more[arguments[0]], "-n", "4"] if arguments[0] in more else [])
 

@@ -207,7 +207,7 @@ def call(cli, tmp_path, monkeypatch, models) -> Cli:
     def run_it(command: str, *arguments: object) -> Result:
         shared: list[object] = ["--target", models / "target", "--dtype", "float32", "-n", 16]
         if command == "sweep":
-            shared += ["-p", "./mine.jsonl", "-r", 1, "--warmup", 0, "--quiet", "--ignore-eos"]
+            shared += ["-p", "./mine.jsonl", "-r", 1, "--quiet", "--ignore-eos"]
         return cli(command, *shared, *arguments)
 
     return run_it

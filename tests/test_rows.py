@@ -62,7 +62,7 @@ def test_a_row_is_decoded_again_as_it_was_measured(case, cli, folder, tmp_path, 
     run = tmp_path / "run"
     made = cli(
         "sweep", "--target", "./target", "--drafter", drafter, "--prompts", "./prompts.jsonl", "--out", run,
-        "-n", TOKENS, "--repeats", 1, "--warmup", 0, *options,
+        "-n", TOKENS, "--repeats", 1, *options,
     )  # fmt: skip
     assert made.code == 0, made.err
     labels = {row.id: row.label for row in read_run(run).configs}
@@ -88,7 +88,7 @@ def test_python_reads_and_loads_a_row(cli, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     run = tmp_path / "run"
     asked = ("--target", "./target", "--gamma", 2, "--draft-policy", "fixed", "-n", 6, "--dtype", "float32")
-    cli("sweep", *asked, "--prompts", "./prompts.jsonl", "--out", run, "--repeats", 1, "--warmup", 0)
+    cli("sweep", *asked, "--prompts", "./prompts.jsonl", "--out", run, "--repeats", 1)
     line = read_lines(run)[-1]
     loaded = load_recipe(read_recipe(run, line["config"]).found_in(Path()))
     assert loaded.target.tokenizer is not None
@@ -109,7 +109,7 @@ def test_other_weights_are_named(cli, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     run = tmp_path / "run"
     asked = ("--target", "./target", "--drafter", "./small", "--gamma", 2, "--draft-policy", "fixed", "-n", 4)
-    cli("sweep", *asked, "--prompts", "./prompts.jsonl", "--out", run, "--repeats", 1, "--warmup", 0)
+    cli("sweep", *asked, "--prompts", "./prompts.jsonl", "--out", run, "--repeats", 1)
     row = f"{run}:{read_lines(run)[-1]['config']}"
     said = "small (int8) has other weights than in the run"
     assert said not in cli("generate", "--recipe", row, PROMPT).err

@@ -79,11 +79,11 @@ def wait_until(condition: Callable[[], Any]) -> Any:
 class Running:
     """A server in a thread of this process, closed at the end of a ``with``."""
 
-    def __init__(self, engine: Engine, recipe: Recipe = RECIPE, seed: int | None = None) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe = RECIPE) -> None:
         self.engine = engine
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.server = Server(engine, recipe, listening, seed)
+        self.server = Server(engine, recipe, listening)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
@@ -256,8 +256,8 @@ def test_the_servers_own_setting_holds_where_a_request_says_nothing():
         sampling=SamplingOptions(temperature=2.0),
         decoding=DecodingOptions(max_new_tokens=5, stop=("zzz",)),
     )
-    with Running(engine_of(max_batch=1, pool_tokens=None), recipe, seed=7) as running:
-        first, second = (running.text(prompt="the thing") for _ in range(2))
+    with Running(engine_of(max_batch=1, pool_tokens=None), recipe) as running:
+        first, second = (running.text(prompt="the thing", seed=7) for _ in range(2))
         assert first["usage"]["completion_tokens"] == 5
         assert first["choices"] == second["choices"]
         greedy = running.text(prompt="the thing", temperature=0, max_tokens=8)

@@ -185,8 +185,8 @@ def test_a_prompt_goes_out_as_it_is_and_caches_are_off(sweep, plain, tmp_path):
 
 
 def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, models, tmp_path):
-    asked = ("--context", "32,64", "--api", "completions")
-    sweep(*asked, base=plain).refused(2, "--context and --trace need the tokenizer", "--target MODEL")
+    asked = ("--context", "32,64")
+    sweep(*asked, base=plain).refused(2, "--context needs the tokenizer", "--target MODEL")
     before = len(plain.asked)
     result = sweep(*asked, "--target", models / "target", "--repeats", 1, base=plain, drafting=fast)
     assert result.code == 0, result.err

@@ -232,24 +232,6 @@ def generate(cli, thinker) -> Cli:
     return call
 
 
-def test_thinking_that_does_not_end_leaves_no_answer(generate):
-    cut = generate("Hi", "--answer-only", "--format", "regex=<think>h{99}</think>a")
-    assert cut.out.strip() == ""
-    assert "ends in the thinking" in cut.err
-
-
-def test_an_answer_alone_has_no_thinking(generate, thinker, tmp_path):
-    whole = generate("Hi", "--format", SAYS, "--quiet").out
-    alone = generate("Hi", "--format", SAYS, "--quiet", "--answer-only").out
-    assert whole.startswith("<think>hm")
-    assert whole.endswith(f"</think>{alone}")
-    assert len(alone.strip()) == 6
-    assert generate("Hi", "--format", SAYS, "--json", "--answer-only").json()["text"] == alone.strip()
-    (file := tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["Hi"]}) + "\n")
-    many = generate("--prompts", file, "--format", SAYS, "--json", "--answer-only")
-    assert many.json()["text"] == alone.strip()
-
-
 def test_a_switch_reaches_the_prompt_and_an_unknown_one_is_refused(generate):
     plain = generate("Hi", "--json").json()
     without = generate("Hi", "--no-thinking", "--json").json()

@@ -51,8 +51,7 @@ class SweepOptions:
         context_text: Name and hash of the text in front of longer prompts.
         template: What chat templates are told of all prompts.
         servers: Servers to measure in place of models, each as its name and its model's name.
-        salt: How prompt caches of servers are avoided; if they are kept, how earlier conversations are.
-        prompt_cache: Whether servers may find earlier turns of a conversation in their prompt caches.
+        salt: How prompt caches of servers are avoided.
         until: When to stop; ``None`` to measure everything.
 
     Raises:
@@ -71,9 +70,7 @@ class SweepOptions:
     context_text: str | None = None
     template: TemplateOptions = NO_OPTIONS
     servers: tuple[str, ...] = ()
-    api: Literal["chat", "completions"] = "chat"
     salt: Salt = "none"
-    prompt_cache: Literal["avoid", "keep"] = "avoid"
     until: Until | None = None
 
     def __post_init__(self) -> None:
@@ -343,8 +340,6 @@ class Sweep:
             order.sort(key=at.__getitem__)
         if reverse:
             order.reverse()
-        if options.prompt_cache == "keep":
-            end = name  # one seed for a conversation, which its first line is made of
         seed = random.Random(f"sampling/{begin} {repeat}/{end}").getrandbits(31)
         for number, config in enumerate(order):
             yield Cell(config, name, turn, repeat, number, warmup, seed, group)

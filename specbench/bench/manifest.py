@@ -58,7 +58,6 @@ def describe_run(
                 category=prompt.category,
                 turns=num_turns(prompt, options),
                 fingerprint=prompt_fingerprint(prompt),
-                expects=prompt.expects,
             )
             for prompt in sweep.prompts
         ],

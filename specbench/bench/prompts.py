@@ -27,10 +27,6 @@ from specbench.options import NO_OPTIONS, TemplateOptions
 ALL_SETS = "all"
 TRAINING_SET = "training"
 """The set to train heads on; never measured on, and not part of all."""
-AGENT_SET = "agent"
-"""Long conversations with results of tools, for servers with a prompt cache; not part of all."""
-Expected = Literal["json", "tool call"]
-"""What an answer has to be: any JSON, or a JSON object with a name and arguments."""
 _SUFFIX = ".jsonl"
 _FORM = 'Each line holds an object such as {"id": "a-1", "category": "chat", "turns": ["Hello"]}.'
 
@@ -44,7 +40,6 @@ class Prompt:
         category: Kind of prompt, by which results are broken down.
         turns: The user's messages; at least one, none of them blank.
         system: The system message; ``None`` without one.
-        expects: What every answer has to be; ``None`` for any text.
         template: What the chat template is told.
     """
 
@@ -52,7 +47,6 @@ class Prompt:
     category: str
     turns: tuple[str, ...]
     system: str | None = None
-    expects: Expected | None = None
     template: TemplateOptions = NO_OPTIONS
 
     def told(self, template: TemplateOptions) -> Prompt:
@@ -61,15 +55,15 @@ class Prompt:
 
 
 def set_names() -> list[str]:
-    """Return the names of built-in prompts: the sets, ``"all"`` of them, and those that are not part of all."""
-    return [*_built_in(), ALL_SETS, TRAINING_SET, AGENT_SET]
+    """Return the names of built-in prompts: the sets, ``"all"`` of them, and ``"training"``."""
+    return [*_built_in(), ALL_SETS, TRAINING_SET]
 
 
 def load_prompts(sources: Sequence[str | Path], limit: int | None = None) -> list[Prompt]:
     """Read prompts from built-in sets and files.
 
     Args:
-        sources: Names of built-in sets, ``"all"`` for all of them, ``"training"`` and ``"agent"`` for two that are not
+        sources: Names of built-in sets, ``"all"`` for all of them, ``"training"``, which is not
             part of all, or JSON Lines files; ``./chat`` or a ``Path`` is a file even if a set has its name. Each is
             read once.
         limit: Number of prompts, interleaved by category; a smaller limit gives the first prompts of a larger one.
@@ -157,8 +151,8 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
     for source in sources:
         if source == ALL_SETS:
             files.update({file: name for name, file in built_in.items()})
-        elif source in (TRAINING_SET, AGENT_SET):
-            files[sets_folder() / str(source) / f"prompts{_SUFFIX}"] = str(source)
+        elif source == TRAINING_SET:
+            files[sets_folder() / TRAINING_SET / f"prompts{_SUFFIX}"] = TRAINING_SET
         elif isinstance(source, str) and source in built_in:
             files[built_in[source]] = source
         else:
@@ -213,7 +207,6 @@ class _Line(msgspec.Struct):
     turns: list[str] = msgspec.field(default_factory=list)
     messages: list[_Message] = msgspec.field(default_factory=list)
     system: str | None = None
-    expects: Expected | None = None
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
 
@@ -264,7 +257,6 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", error.hint) from None
     return Prompt(
-        expects=found.expects,
         template=template,
         id=encodable(str(found.id)),
         category=encodable(found.category),

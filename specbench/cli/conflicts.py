@@ -22,7 +22,6 @@ EXCLUDE: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
      "server", "it is for models"),
     ("sweep", ("engine",), "server", "it starts its own servers"),
     ("sweep", ("context",), "engine", "start its server and measure it with --server"),
-    ("sweep", ("batch", "context"), "prompt_cache", "a conversation is one request after the other"),
     ("sweep", ("until",), "engine", "its servers may have to be measured one after the other"),
     ("sweep", ("baseline", "cache", ModelOptions, "format"), "engine", "it is for specbench's own decoding"),
     ("tune", (ModelOptions, "cache", "out", "overwrite", "format"), "engine", "it is for specbench's own decoding"),
@@ -36,10 +35,8 @@ NEED: tuple[tuple[str, tuple[str | type, ...], str, str], ...] = (
     ("generate", ("repeats",), "compare", ""),
     ("generate", ("batch",), "prompts", ""),
     ("sweep", ("minutes",), "until", ""),
-    ("sweep", ("api", "timeout"), "server engine", "it is for servers"),
-    ("sweep", ("prompt_cache",), "server", "it is for servers"),
     ("sweep", ("engine_command", "arguments"), "engine", ""),
-    ("tune", ("engine_command", "arguments", "api", "batch"), "engine", ""),
+    ("tune", ("engine_command", "arguments", "batch"), "engine", ""),
 )
 """The same for options that have a meaning only with another one; of several others one is enough."""
 

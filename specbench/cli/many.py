@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbench.base.errors import RunError, UsageError
@@ -50,7 +49,6 @@ def decode_prompts(
         KeyboardInterrupt: Ctrl-C; finished results are printed.
     """
     from specbench.cli.summary import show_many
-    from specbench.generate import GenerationRun
     from specbench.generate_many import GenerationRuns
 
     def begun(prompt: Prompt) -> GenerationRun | Exception:
@@ -62,12 +60,6 @@ def decode_prompts(
     as_json, quiet = show.json_output, show.quiet
     begun_runs = [begun(prompt) for prompt in prompts]
 
-    def print_result(index: int) -> None:
-        run, result = begun_runs[index], results[index]
-        if show.answer_only and isinstance(run, GenerationRun) and not isinstance(result, Exception):
-            result = replace(result, text=run.answer())
-        _print(prompts[index], result, more, as_json=as_json)
-
     runs = GenerationRuns(begun_runs, max_batch=batch)
     results: dict[int, Generation | Exception] = {}
     printed = 0  # results so far: each waits for all before it
@@ -78,12 +70,12 @@ def decode_prompts(
                 if isinstance(event, Exception) or event.finish_reason is not None:
                     results[index] = runs.result(index)
                     while printed in results:
-                        print_result(printed)
+                        _print(prompts[printed], results[printed], more, as_json=as_json)
                         printed += 1
                     progress.update("decoding", len(results), len(prompts))
     except KeyboardInterrupt:
         for index in sorted(index for index in results if index >= printed):
-            print_result(index)
+            _print(prompts[index], results[index], more, as_json=as_json)
         raise
     finally:
         failed = sum(isinstance(result, Exception) for result in results.values())

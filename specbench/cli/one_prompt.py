@@ -196,10 +196,7 @@ def decode(
         trace_to.begin(_trace_header(loaded, prompt, text), partial(_piece, loaded.target))
         watchers.append(trace_to)
     if not show.json_output:
-        shown = TextOutput(
-            run, paint, streamed=show.streamed, after_trace=on_screen, answer_only=show.answer_only
-        )
-        watchers.append(shown)
+        watchers.append(TextOutput(run, paint, streamed=show.streamed, after_trace=on_screen))
     max_new_tokens = loaded.recipe.decoding.max_new_tokens
 
     def decode_once(plain: bool) -> Generation:
@@ -222,7 +219,6 @@ def decode(
         finished = False
     result = run.result()
     figures = summary(result) | {
-        **({"text": run.answer()} if show.answer_only else {}),
         "options": deciding_options(loaded),
         "device": str(loaded.target.scorer.device),
         "draftable_share": _draftable_share(loaded.drafter, result.token_ids),

@@ -14,7 +14,6 @@ import typer
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import counted
 from specbench.cli import options as opt
-from specbench.cli.conflicts import given
 from specbench.cli.policy import parse_recipe
 from specbench.cli.progress import starting
 from specbench.options import (
@@ -27,7 +26,8 @@ from specbench.options import (
 if TYPE_CHECKING:
     from specbench.models.target import Target
 
-_MOST_TOKENS = 1024
+_MOST_TOKENS, _QUEUE = 1024, 64
+"""Default length of an output, and how many requests may wait."""
 
 _server = group("Server")
 
@@ -43,7 +43,6 @@ class _ServerOptions:
     )
     port: int = _server(8000, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
     batch: int = _server(8, "--batch N", "Requests decoded at a time.", min=1)
-    queue: int = _server(64, "--queue N", "Requests that may wait; more are refused.", min=0)
     kv_memory: int = _server(1024, "--kv-memory MB", "Most memory for the target's KV cache.", min=1)
 
 
@@ -52,11 +51,9 @@ def serve(
     *,
     server: _ServerOptions,
     drafting: opt.DraftingOptions,
-    decoding: Annotated[
-        DecodingOptions, opt.Fields("max_new_tokens", "model_defaults", max_new_tokens=_MOST_TOKENS)
-    ],
+    decoding: Annotated[DecodingOptions, opt.Fields("max_new_tokens", max_new_tokens=_MOST_TOKENS)],
     caching: CacheOptions,
-    sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],
+    sampling: Annotated[SamplingOptions, opt.Fields("temperature")],
     quiet: Annotated[bool, opt.output("--quiet -q", "No progress, no notes.")] = False,
 ) -> None:
     """Serve a model by the OpenAI protocol, by default to this machine only.
@@ -88,7 +85,7 @@ def serve(
                 setting.target,
                 setting.drafter,
                 max_batch=server.batch,
-                max_waiting=server.queue,
+                max_waiting=_QUEUE,
                 pool_tokens=None if server.batch == 1 else _pool_tokens(setting.target, server),
             )
         listening = stack.enter_context(_listening(server.host, server.port))
@@ -96,7 +93,6 @@ def serve(
         url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         if not any((drafting.recipe, drafting.draft_policy, drafting.gamma)):
             recipe = replace(recipe, policy=None)  # each request has that of its own temperature
-        seed = recipe.sampling.seed if given(ctx, "seed") else None
         if not quiet:
             notes = [*setting.target.language_model.notes, *facts(setting)]
             if server.batch > 1 and engine.factory.why_not_batched is not None:
@@ -107,7 +103,7 @@ def serve(
                 )
             notes.append(f"{setting.models}, is served on {url}/v1 (Ctrl-C ends it).")
             show_notes(notes, spaced=False)
-        Server(engine, recipe, listening, seed).run()
+        Server(engine, recipe, listening).run()
 
 
 def _require_extra() -> None:

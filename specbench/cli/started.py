@@ -161,7 +161,6 @@ class EngineServers:
             decoding=self.decoding,
             warmup=0,  # every server warms up when it starts
             servers=tuple(each.name for each in self.settings),
-            api=self.options.api,
             **measured,
         )
 
@@ -203,8 +202,6 @@ class EngineServers:
         return ServerEngine(
             [spec],
             keys={} if key is None else {spec.name: key},
-            api=self.options.api,
-            timeout_s=self.options.timeout,
             decoding=self.decoding,
             temperature=self.temperature,
         )

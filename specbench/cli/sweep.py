@@ -147,7 +147,6 @@ def _compared_models(
         gammas=tuple(gammas),
         policies=policies,
         decoding=base.decoding,
-        warmup=compared.warmup,
         others=parse_baselines(compared.baseline),
         **axes,
     )

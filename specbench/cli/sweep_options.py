@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,7 +72,6 @@ class ComparedOptions:
         min=1,
     )
     repeats: int = _experiment(2, "--repeats -r N", "Repeats of each generation.")
-    warmup: int = _experiment(1, "--warmup N", "Warm-ups of each configuration, not counted.")
     seed: int = _experiment(0, "--seed N", "Seed of the random order and of sampling.", min=0)
     until: str | None = _experiment(
         None,
@@ -121,15 +120,6 @@ class ServerOptions:
         "--server NAME=URL",
         "OpenAI server; repeatable, the first is the baseline. #MODEL behind the URL is one of its models, --target"
         " names its tokenizer, SPECBENCH_KEY_NAME in the environment its key.",
-    )
-    api: Literal["chat", "completions"] = _servers(
-        "chat", "--api WHAT", "chat (with the server's template) or completions."
-    )
-    timeout: float = _servers(300.0, "--timeout SECONDS", "Timeout of a chunk.", min=0.1)
-    prompt_cache: Literal["avoid", "keep"] = _servers(
-        "avoid",
-        "--prompt-cache WHAT",
-        "avoid or keep (all turns are sent).",
     )
     engine: str | None = _servers(
         None,

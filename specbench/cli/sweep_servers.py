@@ -45,16 +45,13 @@ def sweep_servers(
     specs = parse_servers(servers.server)
     known = bool(given(ctx, "target"))
     axes = compared.axes(template, served=True)
-    if axes["turns"] is None and servers.prompt_cache != "keep":
+    if axes["turns"] is None:
         axes["turns"] = 1
     options = SweepOptions(
         gammas=(),
         policies=(),
         decoding=decoding,
-        warmup=compared.warmup,
         servers=tuple(spec.name for spec in specs),
-        api=servers.api,
-        prompt_cache=servers.prompt_cache,
         **axes,
     )
     with StageProgress(results.quiet) as progress:
@@ -67,13 +64,10 @@ def sweep_servers(
     engine = ServerEngine(
         specs,
         keys=keys,
-        api=servers.api,
         tokenizer=tokenizer,
-        timeout_s=servers.timeout,
         decoding=decoding,
         temperature=max(at.temperature for at in options.conditions),
         template=template,
-        prompt_cache=servers.prompt_cache,
     )
     try:
         options = replace(
@@ -118,7 +112,5 @@ def _server_notes(engine: ServerEngine) -> list[str]:
     if engine.salt != "none":
         whose = ", so outputs cannot be compared" if engine.salt == "each" else ""
         why = "a server has a prompt cache that cannot be switched off"
-        if engine.keeps_cache:
-            why = "earlier conversations may be in a prompt cache"
         notes.append(f"Every prompt gets a unique first line, because {why}{whose}.")
     return notes

@@ -20,7 +20,7 @@ def tune(
     *,
     target: opt.TargetOption = opt.DEFAULT_TARGET,
     template: TemplateOptions,
-    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command", "api")],
+    servers: Annotated[ServerOptions, opt.Fields("engine", "engine_command")],
     models: ModelOptions,
     decoding: Annotated[
         DecodingOptions, opt.Fields("max_new_tokens", "ignore_eos", "format", max_new_tokens=48)

@@ -57,7 +57,6 @@ class ShownOptions:
     )
     verbose: bool = _output(False, "--verbose -v", "Print all numbers and notes.")
     quiet: bool = _output(False, "--quiet -q", "No progress, no summary.")
-    answer_only: bool = _output(False, "--answer-only", "Leave thinking out of the text.")
 
     @property
     def streamed(self) -> bool:
@@ -164,7 +163,6 @@ class TextOutput:
         paint: Styles text by its origin.
         streamed: Whether text is written before the end.
         after_trace: Whether a trace is on screen, from which an empty line separates the text.
-        answer_only: Whether to leave out what is thought before the answer.
     """
 
     def __init__(
@@ -174,7 +172,6 @@ class TextOutput:
         *,
         streamed: bool = True,
         after_trace: bool = False,
-        answer_only: bool = False,
     ) -> None:
         stream, tokenizer = run.text_stream(), run.target.tokenizer
         assert stream is not None
@@ -182,7 +179,6 @@ class TextOutput:
         self._stream, self._paint, self._streamed, self._after_trace = stream, paint, streamed, after_trace
         self._split = ThinkingSplit(tokenizer, run.prompt)
         self._origins: deque[Origin] = deque()  # of the tokens that it holds
-        self._answer_only, self._blank = answer_only, True
         self._pieces: list[tuple[tuple[Origin, bool], str]] = []
 
     def record(self, record: Prefill | Step) -> None:
@@ -203,10 +199,6 @@ class TextOutput:
         self._write()
         if result.text and not result.text.endswith("\n"):
             write_out("\n")
-        if self._answer_only and self._split.thinks:
-            sys.stderr.write(
-                "note    the output ends in the thinking, before an answer: raise --max-new-tokens\n"
-            )
 
     def _label(self, labeled: Labeled) -> None:
         for token, part in labeled:
@@ -215,9 +207,6 @@ class TextOutput:
     def _write(self) -> None:
         pieces, self._pieces = self._pieces, []
         for (origin, thinking), text in pieces:
-            if self._answer_only:
-                text = "" if thinking else text.lstrip() if self._blank else text
-                self._blank = self._blank and not text
             if self._paint is not None:
                 sys.stdout.write(self._paint(text, origin))
             elif thinking and text and has_styles():

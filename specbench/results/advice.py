@@ -218,7 +218,6 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
     done = results.done[["drafter", "new_tokens", "token_ids"]]
     answers = results.answers.join(done, how="inner")
     started = results.run.options.get("engine") is not None  # whose counts are of one kind
-    keeps_cache = results.run.options.get("prompt_cache") == "keep"
     for name, rows in answers.groupby("drafter", sort=False):
         wrong = rows[rows["problem"].notna()]
         if len(wrong):
@@ -245,7 +244,7 @@ def server_warnings(results: Results, summary: Summary) -> Iterator[RunWarning]:
                 "Make it stream its answers; results that include TTFT are right either way.",
             )
     for row in summary.rows:
-        if row.cached_share > CACHED and not keeps_cache:
+        if row.cached_share > CACHED:
             yield RunWarning(
                 "prompt-cache",
                 "warning",
@@ -316,7 +315,5 @@ def review(results: Results, summary: Summary | None = None) -> list[RunWarning]
     found += tokens_differ(differences, prompts, rounded=quantized(run.target.dtype or ""), over=summary.over)
     found += blind_drafters(summary)
     if summary.over != PLAIN:
-        from specbench.results.turns import conversation_warnings
-
-        found += [*server_warnings(results, summary), *conversation_warnings(results)]
+        found += server_warnings(results, summary)
     return [warning for warning in found if warning is not None] + list(failures(generations))

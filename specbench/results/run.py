@@ -75,7 +75,6 @@ class PromptInfo(Record):
     category: str = ""
     turns: Annotated[Count, doc("how many were run")] = 1
     fingerprint: Annotated[str | None, doc("hash of the text")] = None
-    expects: Annotated[str | None, doc("what its answers have to be: `json` or `tool call`")] = None
 
 
 class StoredSuite(Record):

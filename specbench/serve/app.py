@@ -46,22 +46,19 @@ _T = TypeVar("_T")
 _MAX_BODY_BYTES = 4 * 2**20
 
 
-def application(
-    engine: Engine, recipe: Recipe, *, seed: int | None = None, hosts: Sequence[str] = ("*",)
-) -> Starlette:
+def application(engine: Engine, recipe: Recipe, *, hosts: Sequence[str] = ("*",)) -> Starlette:
     """Return the application of an engine, which the caller must stop.
 
     Args:
         engine: The engine.
         recipe: What a request leaves open; without a draft policy, that is the default of the request's sampling.
-        seed: The seed of requests without one; ``None`` draws one for each.
         hosts: Allowed host names of requests. They stop DNS rebinding: a web page can make its own host name resolve to
             this machine, but the browser still sends that name, not ``localhost``.
 
     Raises:
         UsageError: The target has no tokenizer.
     """
-    api = _Api(engine, recipe, seed)
+    api = _Api(engine, recipe)
     model = {
         "id": engine.target.name,
         "object": "model",
@@ -88,11 +85,11 @@ def application(
 class _Api:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, seed: int | None) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe) -> None:
         target = engine.target
         if target.tokenizer is None:
             raise UsageError("The target has no tokenizer.", "Choose a model folder that holds one.")
-        self._engine, self._recipe, self._seed = engine, recipe, seed
+        self._engine, self._recipe = engine, recipe
         self._policy = None if recipe.policy is None else build_policy(recipe.policy)
         self._tokenizer: PreTrainedTokenizerBase = target.tokenizer
 
@@ -143,14 +140,13 @@ class _Api:
         decoding = recipe.decoding.with_changes(**parsed.decoding)
         if limit is not None:
             decoding = decoding.with_changes(max_new_tokens=min(decoding.max_new_tokens, limit - len(prompt)))
-        seed = self._seed if parsed.seed is None else parsed.seed
         run = GenerationRun(
             prompt,
             self._engine.target,
             NoDraft() if parsed.speculation == "off" else self._engine.drafter,
             policy=self._policy,
             sampling=Sampling(**{**recipe.sampling.transforms, **parsed.transforms}),
-            seed=secrets.randbits(63) if seed is None else seed,
+            seed=secrets.randbits(63) if parsed.seed is None else parsed.seed,
             decoding=decoding,
         )
         return parsed, run

@@ -27,16 +27,14 @@ class Server(uvicorn.Server):
     """Server that runs until SIGINT or SIGTERM, which end running requests with an error.
 
     Args:
-        engine, recipe, seed: See ``application``; the engine has stopped when ``run`` returns.
+        engine, recipe: See ``application``; the engine has stopped when ``run`` returns.
         listening: A bound socket.
     """
 
-    def __init__(
-        self, engine: Engine, recipe: Recipe, listening: socket.socket, seed: int | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe, listening: socket.socket) -> None:
         self._engine, self._listening = engine, listening
         configuration = uvicorn.Config(
-            application(engine, recipe, seed=seed, hosts=_host_names(listening)),
+            application(engine, recipe, hosts=_host_names(listening)),
             http="h11",  # the one that slow and broken clients are tested with
             loop="asyncio",
             limit_concurrency=engine.max_requests + _MORE_CONNECTIONS,

@@ -252,8 +252,6 @@ def _suite_text(suite: StoredSuite) -> str:
 
 
 def _caches_of_servers(run: Run) -> str:
-    if run.options.get("prompt_cache") == "keep":
-        return "Later turns of a conversation may find earlier ones in the prompt cache, but no other conversation."
     salted = {"shared": "the same for all servers", "each": "different for each server"}
     if same := salted.get(str(run.options.get("salt"))):
         return f"Every prompt begins with a unique line, {same}, so that no prompt cache has it."

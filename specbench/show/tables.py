@@ -19,7 +19,6 @@ from specbench.results.results import Results
 from specbench.results.run import OTHER_ANSWERS, PLAIN
 from specbench.results.summary import Summary, SummaryRow
 from specbench.results.thinking import part_rows
-from specbench.results.turns import turn_rows
 from specbench.show.document import Sheet
 
 _FOR_P95, _FOR_P99 = 20, 100
@@ -250,22 +249,6 @@ _REQUESTS = (
     Column("pool_peak_blocks", "blocks", _count, 10, "of the target's KV cache, at the peak"),
     Column("pool_peak_bytes", "pool", _bytes, 10, "their memory"),
 )
-_TURNS = (
-    _CONFIGURATION,
-    Column("turn", "turn", _count),
-    Column("answers", "answers", _count, 4),
-    Column("prompt_tokens", "prompt", _count, 2, "mean tokens"),
-    Column("cached_tokens", "cached", _count, 1, "those from the prompt cache"),
-    Column("reused", "reused", _percent, 0, "cached tokens over those of the turn before, prompt and answer"),
-    Column("ttft_s", "TTFT ms", _thousand),
-    _TOKENS_PER_S,
-    _ACCEPTED,
-    Column("tokens_per_step", "tokens/step", rank=3),
-    Column(
-        "broken", "broken", _count, 0,
-        "answers that are empty, repeat a phrase over and over, or are not the JSON that was asked for",
-    ),
-)  # fmt: skip
 _PARTS = (
     _CONFIGURATION,
     Column(
@@ -407,7 +390,7 @@ def _cell_text(row: SummaryRow | None) -> str:
 
 
 def service_sheets(results: Results, summary: Summary, limits: Mapping[str, float]) -> dict[str, Sheet]:
-    """Return the tables of batches, goodput within ``limits`` (in seconds, by name), thinking and conversations.
+    """Return the tables of batches, goodput within ``limits`` (in seconds, by name), and thinking.
 
     They are by title, and without those that have no rows.
     """
@@ -427,7 +410,6 @@ def service_sheets(results: Results, summary: Summary, limits: Mapping[str, floa
             "Batches of requests": table(requests, _REQUESTS, [too_few] * few),
             "Goodput": table(goodput_rows(results, limits), _GOODPUT, said),
             "Thinking and answer": table(part_rows(results), _PARTS),
-            "Conversations by turn": table(turn_rows(results), _TURNS),
         }
     )
 

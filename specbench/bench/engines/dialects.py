@@ -16,7 +16,7 @@ class Dialect:
 
     Attributes:
         always: Fields of every request.
-        cold, warm: Fields that switch the prompt cache off, and on.
+        cold: Fields that switch the prompt cache off.
         salt: Name of a field; with a new value in it, the server's prompt cache finds nothing.
         sampled: Fields that switch off the server's default truncation of the distribution (such as top-k).
         plain: Fields that switch speculation off for a request; empty if none do.
@@ -28,7 +28,6 @@ class Dialect:
 
     always: Mapping[str, Any] = field(default_factory=dict)
     cold: Mapping[str, Any] = field(default_factory=dict)
-    warm: Mapping[str, Any] = field(default_factory=dict)
     salt: str | None = None
     sampled: Mapping[str, Any] = field(default_factory=dict)
     plain: Mapping[str, Any] = field(default_factory=dict)
@@ -41,19 +40,13 @@ class Dialect:
         """Return the fields with which a request finds nothing in the prompt cache."""
         return {**self.cold, **({self.salt: secrets.token_hex(16)} if self.salt else {})}
 
-    def with_cache(self, conversation: str) -> Json:
-        """Return the fields with which a request finds earlier ones of the same conversation in the prompt cache."""
-        return {**self.warm, **({self.salt: conversation} if self.salt and conversation else {})}
-
 
 _WHOLE_DISTRIBUTION = {"top_k": -1, "min_p": 0.0}
 _DIALECTS = {
     "specbench": Dialect(  # it caches no prompts
         sampled=_WHOLE_DISTRIBUTION, plain={"speculation": "off"}, reports_drafts=True, about="/v1/models"
     ),
-    "llamacpp": Dialect(
-        cold={"cache_prompt": False}, warm={"cache_prompt": True}, sampled=_WHOLE_DISTRIBUTION, about="/props"
-    ),
+    "llamacpp": Dialect(cold={"cache_prompt": False}, sampled=_WHOLE_DISTRIBUTION, about="/props"),
     "vllm": Dialect(
         always={"return_token_ids": True}, salt="cache_salt", sampled=_WHOLE_DISTRIBUTION, counts_if_on=True
     ),

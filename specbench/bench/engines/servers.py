@@ -2,7 +2,7 @@
 
 Nothing is known about a server except what it sends. All servers get the same prompts, one request at a time or as many
 as there are clients. Prompt caches are avoided, by a field of the request or by a first line of the prompt that is
-always new; or they are kept within a conversation, which begins with such a field or line.
+always new.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle, islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import httpx2
 
@@ -45,15 +45,13 @@ if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.specs.servers import ServerSpec
 
-Api = Literal["chat", "completions"]
-
 Messages: TypeAlias = tuple[Mapping[str, str], ...]
 
 
 class ServerPrompt(NamedTuple):
-    """A text to continue, or the messages of a conversation; with the fields of a request that tell a template."""
+    """The messages of a conversation, with the fields of a request that tell a template."""
 
-    said: str | Messages
+    said: Messages
     template: Json
 
 
@@ -125,15 +123,13 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         specs: The servers; the first one is the baseline.
         keys: API keys by server.
         tokenizer: The target's tokenizer; ``None`` relies on the servers' token counts.
-        timeout_s, transport: See ``ServerClient``.
+        transport: See ``ServerClient``.
         decoding, temperature, template: Options that the first request to each server tests.
-        prompt_cache: Whether later turns of a conversation may find earlier ones in the prompt cache.
         clock, pause: Functions that return the time, and that wait, in seconds.
 
     Attributes:
         servers: The connected servers, in the order of ``specs``.
-        salt: How their prompt caches, or earlier conversations in them, are avoided.
-        keeps_cache: Whether later turns of a conversation may find earlier ones.
+        salt: How their prompt caches are avoided.
 
     Raises:
         RunError: A server cannot be reached, or does not speak the OpenAI protocol.
@@ -146,20 +142,17 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         specs: Sequence[ServerSpec],
         *,
         keys: Mapping[str, str],
-        api: Api = "chat",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        timeout_s: float = 300.0,
         decoding: DecodingOptions | None = None,
         temperature: float = 0.0,
         template: TemplateOptions = NO_OPTIONS,
-        prompt_cache: Literal["avoid", "keep"] = "avoid",
         transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.perf_counter,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self._api, self._tokenizer, self._template = api, tokenizer, template
+        self._tokenizer, self._template = tokenizer, template
         self.decoding, self.temperature = decoding or DecodingOptions(), temperature
-        self._clock, self._pause, self.keeps_cache = clock, pause, prompt_cache == "keep"
+        self._clock, self._pause = clock, pause
         self._keys = dict(keys)
         self._loop = asyncio.Runner()
         self._clients = {
@@ -167,7 +160,6 @@ class ServerEngine(BenchEngine[ServerPrompt]):
                 spec.name,
                 spec.url,
                 key=keys.get(spec.name),
-                timeout_s=timeout_s,
                 transport=transport,
                 clock=clock,
             )
@@ -179,7 +171,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             self.close()
             raise
         self._by_name = {server.spec.name: server for server in self.servers}
-        self.salt = _salt_for(self.servers, keep=self.keeps_cache)
+        self.salt = _salt_for(self.servers)
 
     def close(self) -> None:
         """Close all connections."""
@@ -202,8 +194,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             owner = listed.get(model, next(iter(listed.values()), ""))
             has_counters = await client.counters() is not None
             server = MeasuredServer(spec, model, owner, has_counters)
-            said = _PROBE if self._api == "completions" else _messages(None, _PROBE)
-            prompt = ServerPrompt(said, self._template.for_server())
+            prompt = ServerPrompt(_messages(None, _PROBE), self._template.for_server())
             decoding = self.decoding.with_changes(max_new_tokens=_PROBE_TOKENS)
             settings = self._settings(server, self.temperature, decoding, 0)
             answer, _ = await self._ask(server, prompt, settings)
@@ -231,22 +222,17 @@ class ServerEngine(BenchEngine[ServerPrompt]):
 
     def encode(self, prompt: Prompt, answers: Sequence[str]) -> ServerPrompt:
         turns = [text for pair in zip(prompt.turns, [*answers, ""], strict=False) for text in pair][:-1]
-        if self._api == "chat":
-            return ServerPrompt(_messages(prompt.system, *turns), prompt.template.for_server())
-        return ServerPrompt("\n\n".join(part for part in (prompt.system, *turns) if part), {})
+        return ServerPrompt(_messages(prompt.system, *turns), prompt.template.for_server())
 
     def count_tokens(self, prompt: Prompt) -> int:
         if self._tokenizer is None:
             raise UsageError(
-                "--context and --trace need the tokenizer of the servers' model.",
+                "--context needs the tokenizer of the servers' model.",
                 "Add --target MODEL, which names it.",
             )
-        from specbench.generate import encode_messages, encode_prompt
+        from specbench.generate import encode_messages
 
-        said = self.encode(prompt, []).said
-        if isinstance(said, str):
-            return len(encode_prompt(self._tokenizer, said, chat=False))
-        messages = [dict(each) for each in said]
+        messages = [dict(each) for each in self.encode(prompt, []).said]
         return len(encode_messages(self._tokenizer, messages, template=prompt.template))
 
     def generate(
@@ -333,8 +319,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         self, config: Row, request: BenchRequest[ServerPrompt], decoding: DecodingOptions
     ) -> tuple[StreamedAnswer, int]:
         server = self._by_name[config.drafter]
-        mark = _mark(config, request, "each")
-        settings = self._settings(server, config.condition.temperature, decoding, request.seed, mark)
+        settings = self._settings(server, config.condition.temperature, decoding, request.seed)
         return await self._ask(server, self._salted(config, request), settings)
 
     async def _ask(
@@ -352,12 +337,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             attempt += 1
 
     def _settings(
-        self,
-        server: MeasuredServer,
-        temperature: float,
-        decoding: DecodingOptions,
-        seed: int,
-        conversation: str = "",
+        self, server: MeasuredServer, temperature: float, decoding: DecodingOptions, seed: int
     ) -> Json:
         dialect = server.dialect
         return {
@@ -366,7 +346,7 @@ class ServerEngine(BenchEngine[ServerPrompt]):
             **({"seed": seed, "top_p": 1.0, **dialect.sampled} if temperature else {}),
             **({"ignore_eos": True} if decoding.ignore_eos else {}),
             **dialect.always,
-            **(dialect.with_cache(conversation) if self.keeps_cache else dialect.without_cache()),
+            **dialect.without_cache(),
         }
 
     def _salted(self, config: Row, request: BenchRequest[ServerPrompt]) -> ServerPrompt:
@@ -375,10 +355,9 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         """
         if self.salt == "none":
             return request.prompt
-        line, said = f"[{_mark(config, request, self.salt)}]\n", request.prompt.said
-        if isinstance(said, str):
-            return request.prompt._replace(said=line + said)
-        first, *rest = said
+        whose = config.drafter if self.salt == "each" else ""
+        line = f"[{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}]\n"
+        first, *rest = request.prompt.said
         return request.prompt._replace(said=({**first, "content": line + first["content"]}, *rest))
 
     async def _counters(self, server: MeasuredServer) -> SpeculationCounters | None:
@@ -505,17 +484,9 @@ def _names(listed: Iterable[str]) -> str:
     return ", ".join(map(one_line, islice(listed, _MAX_LISTED)))
 
 
-def _mark(config: Row, request: BenchRequest[ServerPrompt], salt: Salt) -> str:
-    """Return a text that no prompt cache has seen: the same one for all servers, or one for each."""
-    whose = config.drafter if salt == "each" else ""
-    return f"{zlib.crc32(f'{request.seed}/{whose}'.encode()):08x}"
-
-
-def _salt_for(servers: Sequence[MeasuredServer], *, keep: bool) -> Salt:
-    """Return how to avoid the prompt caches of all servers, or earlier conversations in them, where no field does that;
-    if possible, all servers get the same prompts.
-    """
-    caching = [server for server in servers if (not server.dialect.salt if keep else server.dialect.caches)]
+def _salt_for(servers: Sequence[MeasuredServer]) -> Salt:
+    """Return how to avoid the prompt caches that no field switches off; if possible, with the same prompts for all."""
+    caching = [server for server in servers if server.dialect.caches]
     if not caching:
         return "none"
     places = Counter((server.spec.url, server.model) for server in caching)
