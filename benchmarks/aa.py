@@ -35,7 +35,7 @@ from specbench.bench.engines.own import ModelEngine, load_engine
 from specbench.bench.grid import Sweep, SweepOptions
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.runner import SweepRun
+from specbench.bench.session import Session
 from specbench.models.prepare import LoadedDrafter
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
@@ -181,11 +181,10 @@ def run_one(
         run = describe_run(sweep, target, {})
         store = RunStore.create(folder, run)
     with store:
-        measuring = SweepRun(sweep, store, WithoutCosts(engine))
-        for _ in measuring.cells():
+        measuring = Session(sweep, store, WithoutCosts(engine))
+        for _ in measuring.run():
             if time.monotonic() > until:
                 raise TimeUpError
-        measuring.finish()
     results = load_results(folder)
     part: dict[str, Any] = {"failed": int((results.generations["status"] == "failed").sum())}
     ids = {config.drafter: config.id for config in sweep.configs}

@@ -38,8 +38,7 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import describe_run, open_run
 from specbench.bench.prompts import Prompt, load_prompts
-from specbench.bench.runner import run_sweep
-from specbench.cli.started import engine_drafters, placed, started_engine
+from specbench.bench.session import Session
 from specbench.export.start import EngineSetting, StartedEngine, settings_of
 from specbench.models.load import load_tokenizer
 from specbench.options import DecodingOptions
@@ -51,6 +50,7 @@ from specbench.results.summary import summarize
 from specbench.rows import conditions_of
 from specbench.specs.models import ModelSpec, parse_model
 from specbench.specs.policies import parse_policy
+from specbench.started import engine_drafters, placed, started_engine
 
 CommandLine = Callable[[int], Sequence[str]]
 OURS = "specbench"
@@ -183,12 +183,11 @@ def measure(
             "limit": None,
         }
         with open_run(folder, describe_run(sweep, target, sources), "Give another --out.") as store:
-            run_sweep(sweep, store, launched)
+            Session(sweep, store, launched).run_all()
         for name, start in launched.starts.items():
             starts[name] = {"seconds": round(start.seconds, 1), "memory_gb": round(start.memory / 1e9, 2)}
     finally:
-        for left in launched.close():
-            print(left, file=sys.stderr)
+        launched.close()
     return load_results(folder)
 
 

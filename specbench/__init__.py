@@ -16,7 +16,6 @@ from specbench._version import __version__
 
 if TYPE_CHECKING:
     from specbench.base.errors import RunError, SpecbenchError, UsageError
-    from specbench.bench.sweeps import sweep
     from specbench.decoding.drafts import Guess
     from specbench.decoding.loop import decode_steps
     from specbench.decoding.metrics import summary
@@ -32,12 +31,13 @@ if TYPE_CHECKING:
     from specbench.policies import FixedLength
     from specbench.results.results import load_results
     from specbench.results.store import read_recipe
+    from specbench.sweeps import sweep
 
 _HOMES = {
     "decoding.drafts": ("Guess",),
     "decoding.loop": ("decode_steps",),
     "base.errors": ("RunError", "SpecbenchError", "UsageError"),
-    "bench.sweeps": ("sweep",),
+    "sweeps": ("sweep",),
     "drafters.free": ("FreeDrafter",),
     "generate": ("GenerationRun", "autoregressive_generate", "encode_prompt", "speculative_generate"),
     "generate_many": ("GenerationRuns", "speculative_generate_many"),

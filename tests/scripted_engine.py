@@ -16,8 +16,8 @@ from specbench.base.load import LoadSnapshot
 from specbench.bench.grid import Sweep, SweepOptions, build_rows
 from specbench.bench.manifest import describe_run
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import SweepRun, run_sweep
 from specbench.bench.serving import BenchRequest, Workload
+from specbench.bench.session import Session
 from specbench.decoding.records import Step, StepTimes
 from specbench.options import DecodingOptions
 from specbench.recipe import Recipe
@@ -272,7 +272,7 @@ def quiet() -> LoadSnapshot:
     return LoadSnapshot(2, 0.1, 0.0, 0.0, 0.0, 0.0, None, 100, 90, 0)
 
 
-def measure(path: Path, sweep: Sweep, engine: ScriptedEngine | None = None, **options: Any) -> SweepRun:
+def measure(path: Path, sweep: Sweep, engine: ScriptedEngine | None = None, **options: Any) -> Session:
     """Run a sweep into a folder, which may hold a part of it, on a quiet machine."""
     with RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep) as store:
-        return run_sweep(sweep, store, engine or ScriptedEngine(), **{"snapshot": quiet, **options})
+        return Session(sweep, store, engine or ScriptedEngine(), **{"snapshot": quiet, **options}).run_all()

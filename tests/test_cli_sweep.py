@@ -20,9 +20,8 @@ import specbench.bench.engines.own
 import specbench.bench.environment
 from specbench.base.errors import RunError
 from specbench.bench.grid import Sweep
-from specbench.bench.runner import SweepRun
+from specbench.bench.session import Session
 from specbench.cli.sweep_display import show_cell
-from specbench.cli.sweep_run import SweepJob
 from specbench.results.results import load_results
 from specbench.results.summary import summarize
 
@@ -119,15 +118,28 @@ def test_a_stopped_sweep_goes_on(sweep, tmp_path, monkeypatch):
     assert len(list((tmp_path / "results").iterdir())) == 2
 
 
-def test_resuming_without_a_run_of_this_sweep_is_refused(sweep, tmp_path, monkeypatch):
+def test_resuming_without_a_run_is_refused(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr(specbench.bench.engines.own, "load_engine", lambda *_: pytest.fail("loaded"))
-    sweep("--resume").refused(2, "no run of this sweep in results/. Name", "--out")
-    with new_store(tmp_path / "results" / "other", make_sweep()):
-        pass
-    sweep("--resume").refused(
-        2, "results/other is unfinished, but of another sweep (option ", "gammas: 1, 2 → 2"
-    )
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["other"]
+    sweep("--resume").refused(2, "no run in results/. Leave --resume out")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_run_goes_on_with_its_own_options(sweep, cli, models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "target")  # a run keeps no paths
+    assert sweep("--out", "run").code == 0
+    lines = (tmp_path / "run" / "generations.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "generations.jsonl").write_text("".join(lines[:-3]))
+    again = cli("sweep", "--out", "run", "--resume")
+    assert again.code == 0, again.err
+    assert "3 of 6 generations are there" in again.err
+    assert cli("sweep", "--out", "run", "--resume", "--gamma", "2,3").code == 0
+    assert load_results("run").generations["config"].nunique() == 3
+    described = run_json(tmp_path / "run")
+    for word, value in (("--engine-command", "rm"), ("--drafter", "./mine.py:Mine")):
+        (tmp_path / "run" / "run.json").write_text(
+            json.dumps({**described, "command": ["sweep", word, value]})
+        )
+        cli("sweep", "--out", "run", "--resume").refused(2, f"made with {word} {value}", "Give it again")
 
 
 def test_a_run_may_grow_but_not_on_another_machine(sweep, tmp_path, monkeypatch):
@@ -251,7 +263,9 @@ def planned(cli, models, tmp_path, monkeypatch) -> Callable[..., Sweep]:
     """What a sweep with a default target would measure."""
     found: list[Sweep] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SweepJob, "run", lambda self, *_: found.append(self.sweep))
+    monkeypatch.setattr(
+        "specbench.cli.sweep_run.run_session", lambda session, *_: found.append(session.sweep)
+    )
 
     def plan(*arguments: object) -> Sweep:
         result = cli("sweep", "--target", models / "target", *arguments)
@@ -295,7 +309,7 @@ def test_progress_is_shown_with_the_time_left(tmp_path):
     sweep = make_sweep(prompts(2, conversations=1), repeats=2)
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
-        for at in SweepRun(sweep, store, engine).cells():
+        for at in Session(sweep, store, engine).run():
             show_cell(at, None, progress, said.append)  # type: ignore[arg-type]
     assert any("warming up: d γ=1" in text for text, _ in shown)
     assert shown[0][1] is None

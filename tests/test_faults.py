@@ -32,7 +32,7 @@ from test_builtin import left_in, write_gguf
 from tiny import save_tiny, tiny_llama, tiny_tokenizer
 
 from specbench.base.errors import RunError, SpecbenchError, UsageError
-from specbench.bench.runner import run_sweep
+from specbench.bench.session import Session
 from specbench.models.builtin import prepare_gguf
 from specbench.models.load import load_model
 from specbench.options import LoadOptions
@@ -269,7 +269,7 @@ def test_results_whose_folder_vanishes(tmp_path):
         new_store(tmp_path / "run", sweep) as store,
         pytest.raises(RunError, match="can no longer be written"),
     ):
-        run_sweep(sweep, store, ScriptedEngine(fails=vanish))
+        Session(sweep, store, ScriptedEngine(fails=vanish)).run_all()
 
 
 # -- the cache of prepared models ------------------------------------------------------------------

@@ -25,7 +25,7 @@ from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.record import to_dict
 from specbench.bench.manifest import changes, merge_runs
 from specbench.bench.passes import pass_costs
-from specbench.bench.runner import run_sweep
+from specbench.bench.session import Session
 from specbench.generate import autoregressive_generate
 from specbench.models.target import load_target
 from specbench.results.compare import compare_configs, compare_runs
@@ -107,7 +107,7 @@ def stored(tmp_path, monkeypatch) -> Stored:
     """The folder of a run with everything that a run can hold."""
     monkeypatch.setattr(content, "_figures", lambda df, folder: ([], ""))
     with new_store(tmp_path / "run", SWEEP) as store:
-        run_sweep(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False))
+        Session(SWEEP, store, ScriptedEngine(spoils=lambda config: config.gamma == 2, tie=False)).run_all()
     return Stored(tmp_path / "run")
 
 

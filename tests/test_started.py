@@ -24,13 +24,12 @@ from scripted_engine import ScriptedEngine, in_group, quiet
 from specbench.base.record import Estimate
 from specbench.bench.engines import guard
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.engines.processes import EngineProcess, StartError, end_left, free_port, records_folder
+from specbench.bench.engines.processes import EngineProcess, StartError, free_port
 from specbench.bench.engines.servers import ServerEngine
-from specbench.bench.grid import Sweep, SweepOptions
+from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.bench.prompts import load_prompts
 from specbench.bench.serving import Workload
-from specbench.cli.started import engine_configs, engine_drafters, started_engine
 from specbench.export.start import EngineDrafter, EngineSetting, StartedEngine, settings_of
 from specbench.options import DecodingOptions
 from specbench.results.lines import Generation, Group, ServerAnswer, Speculation
@@ -38,6 +37,7 @@ from specbench.results.run import TargetModel
 from specbench.rows import Row, conditions_of
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import ModelSpec
+from specbench.started import engine_drafters, started_engine
 from specbench.tune.answer import batch_lines, schedule, start_command
 from specbench.tune.engine_search import EngineSearch
 
@@ -60,27 +60,17 @@ def models(tmp_path, monkeypatch) -> tuple[Path, Path]:
 
 
 def marked() -> list[int]:
-    """Processes of servers that were started with records in the cache folder of this test."""
-    return [
-        each.pid
-        for each in psutil.process_iter()
-        if any(str(records_folder()) in word for word in words_of(each)) or is_ours(each)
-    ]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    """Guards and processes of servers that were started with the cache folder of this test."""
+    return [each.pid for each in psutil.process_iter() if is_ours(each)]
 
 
 def is_ours(process: psutil.Process) -> bool:
     try:
-        environment = process.environ()
+        words, environment = process.cmdline(), process.environ()
     except (psutil.Error, OSError):
         return False
-    return guard.MARK in environment and environment.get("SPECBENCH_CACHE") == os.environ["SPECBENCH_CACHE"]
+    started = guard.MARK in environment or guard.__file__ in words
+    return started and environment.get("SPECBENCH_CACHE") == os.environ["SPECBENCH_CACHE"]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -93,7 +83,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 def start(name: str, *more: str) -> EngineProcess:
     port = free_port()
     command = [*shlex.split(STUB), "--model", "x", *more, "--port", str(port)]
-    process = EngineProcess(name, command, port, records_folder().parent / f"{name}.log")
+    process = EngineProcess(name, command, port, Path(f"{name}.log"))
     process.wait_until_ready(20.0)
     return process
 
@@ -103,39 +93,21 @@ def start(name: str, *more: str) -> EngineProcess:
 
 @pytest.mark.smoke
 def test_a_server_ends_with_its_children(models):
-    records_folder().mkdir(parents=True)
     process = start("one")
     wait_until(lambda: len(marked()) == 3)  # guard, server and its child
     assert process.memory() > 0
     process.stop()
-    assert (process.left, marked(), [*records_folder().iterdir()]) == ("", [], [])
-
-
-def test_a_server_that_does_not_start_says_why(models):
-    records_folder().mkdir(parents=True)
-    with pytest.raises(StartError, match="ended with code 1: error: this kind of drafts is not supported"):
-        start("broken", "--spec-type", "x", "--broken", "x")
-    port = free_port()
-    missing = EngineProcess("missing", ["no-such-program"], port, records_folder().parent / "missing.log")
-    with pytest.raises(StartError, match="code 127: no-such-program: No such file"):
-        missing.wait_until_ready(20.0)
     assert marked() == []
 
 
-def test_servers_whose_guard_was_killed_are_ended_at_the_next_start(models):
-    records_folder().mkdir(parents=True)
-    kept, lost = start("kept"), start("lost")
-    lost._guard.kill()
-    lost._guard.wait()
-    assert len(marked()) == 5
-    (sentence,) = end_left()
-    assert "was ended" in sentence
-    assert len(marked()) == 3  # that of a specbench that runs stays
-    assert end_left() == []
-    kept.stop()
-    (records_folder() / "server-0123456789abcdef").write_text("{")
-    assert end_left() == []
-    assert [*records_folder().iterdir()] == []
+def test_a_server_that_does_not_start_says_why(models):
+    with pytest.raises(StartError, match="ended with code 1: error: this kind of drafts is not supported"):
+        start("broken", "--spec-type", "x", "--broken", "x")
+    port = free_port()
+    missing = EngineProcess("missing", ["no-such-program"], port, Path("missing.log"))
+    with pytest.raises(StartError, match="code 127: no-such-program: No such file"):
+        missing.wait_until_ready(20.0)
+    assert marked() == []
 
 
 def limited(lock: Path | None, *names: str, limit: int | None = None, **more: str) -> LaunchedEngine:
@@ -168,7 +140,7 @@ def test_a_server_that_does_not_fit_beside_another_is_tried_alone(models, tmp_pa
         assert [*engine.running] == ["a"]
         assert engine.starts["a"].seconds > 0
     finally:
-        assert engine.close() == []
+        engine.close()
     assert marked() == []
 
 
@@ -186,7 +158,7 @@ def test_the_server_that_was_not_used_for_longest_makes_room(models):
         wait_until(lambda: engine._running["a"].process.exit_code is not None)
         assert engine.server("a").servers[0].owner == "llamacpp"  # it has crashed, and was started again
     finally:
-        assert engine.close() == []
+        engine.close()
 
 
 # -- command lines -----------------------------------------------------------------------------------
@@ -346,9 +318,10 @@ def search(
         "gammas": (), "policies": (), "decoding": DecodingOptions(max_new_tokens=48), "repeats": 2, "warmup": 0,
         "turns": 1, "seed": seed, "servers": tuple(each.name for each in made),
     }  # fmt: skip
-    configs = engine_configs(SweepOptions(**base), made)
+    names = [(each.name, each.gamma or None) for each in made]
+    configs = server_rows(SweepOptions(**base), names)
     options = SweepOptions(conditions_of(batch=batches), **base)
-    sweep = Sweep(options, prompts, tuple(configs + (engine_configs(options, made) if batches else [])))
+    sweep = Sweep(options, prompts, tuple(configs + (server_rows(options, names) if batches else [])))
     settings = {each.name: each for each in made}
     clock = FakeClock()
 

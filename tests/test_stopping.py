@@ -16,7 +16,7 @@ from stored_runs import read_lines, run_json
 
 from specbench.base.errors import UsageError
 from specbench.bench.prompts import Prompt, shuffled
-from specbench.bench.runner import SweepRun, run_sweep
+from specbench.bench.session import Session
 from specbench.bench.stopping import looks
 from specbench.results.results import load_results
 from specbench.results.stats import AT_EVERY_LOOK, CONFIDENCE, geometric_mean
@@ -45,11 +45,11 @@ class Scattered(ScriptedEngine):
         return taking(outcome, seconds)
 
 
-def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> SweepRun:
+def measure(path: Path, until: str, factor: float, scatter: float, **options: Any) -> Session:
     sweep = make_sweep(PROMPTS, gammas=(2,), repeats=1, warmup=0, until=until)
     store = RunStore.open(path) if RunStore.exists(path) else new_store(path, sweep)
     with store:
-        return run_sweep(sweep, store, Scattered(factor, scatter), snapshot=quiet, **options)
+        return Session(sweep, store, Scattered(factor, scatter), snapshot=quiet, **options).run_all()
 
 
 @pytest.mark.smoke

@@ -30,8 +30,7 @@ from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
 from specbench.bench.manifest import changes, command_line, merge_runs
-from specbench.bench.runner import SweepRun, run_sweep
-from specbench.bench.sweeps import sweep
+from specbench.bench.session import Session
 from specbench.options import CacheOptions, DecodingOptions
 from specbench.results.lines import CostLine
 from specbench.results.results import load_results
@@ -39,6 +38,7 @@ from specbench.results.store import RunStore, read_run
 from specbench.results.summary import summarize
 from specbench.rows import OtherLibrary, conditions_of
 from specbench.specs.sweeps import Closed
+from specbench.sweeps import sweep
 
 # -- γ, options, grid ------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ def test_other_answers_of_beam_search_are_no_differences(tmp_path):
     sweep = make_sweep(prompts(8), repeats=1, others=parse_baselines(["beam:4"]))
     engine = ScriptedEngine(spoils=lambda config: config.kind == "beam", reference_s=0.005)
     with new_store(tmp_path, sweep) as store:
-        result = run_sweep(sweep, store, engine, snapshot=quiet)
+        result = Session(sweep, store, engine, snapshot=quiet).run_all()
         assert store.run.differences == []
     assert not result.warnings  # nor is a faster one a reason to mistrust plain decoding
     summary = summarize(load_results(tmp_path)).frame.set_index("config")
@@ -213,9 +213,8 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
     sweep = make_sweep(warmup=1)
     engine = ScriptedEngine()
     with new_store(tmp_path, sweep) as store:
-        run = SweepRun(sweep, store, engine, snapshot=quiet)
-        told = list(run.cells())
-        run.finish()
+        run = Session(sweep, store, engine, snapshot=quiet)
+        told = list(run.run())
     assert (run.measured, run.failed, run.found) == (18, 0, 0)
     assert [row["config"] for row in read_lines(tmp_path)] == [cell.config for cell in sweep.plan()]
     assert [row["order"] for row in read_lines(tmp_path)] == [cell.order for cell in sweep.plan()]
@@ -237,7 +236,7 @@ def test_a_sweep_measures_everything_and_tells_of_it(tmp_path):
 def test_whoever_stops_iterating_stops_the_sweep_and_the_next_one_goes_on(tmp_path):
     sweep = make_sweep(warmup=0)
     with new_store(tmp_path, sweep) as store:
-        for at in SweepRun(sweep, store, ScriptedEngine(), snapshot=quiet).cells():
+        for at in Session(sweep, store, ScriptedEngine(), snapshot=quiet).run():
             if at.done == 7:
                 break
     assert run_json(tmp_path)["finished"] is None
@@ -292,7 +291,7 @@ def test_resuming_measures_what_is_missing_on_the_same_history(tmp_path):
         engine = ScriptedEngine()
         with RunStore.open(folder) as store:
             found = len(store.done_keys())
-            result = run_sweep(sweep, store, engine)
+            result = Session(sweep, store, engine).run_all()
         assert [
             (r["config"], r["prompt"], r["turn"], r["repeat"], r["token_ids"]) for r in read_lines(folder)
         ] == expected
@@ -318,7 +317,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, e
     assert (frame.generations["status"] == "failed").sum() == 6
 
     with RunStore.open(tmp_path) as store:
-        again = run_sweep(sweep, store, ScriptedEngine())
+        again = Session(sweep, store, ScriptedEngine()).run_all()
     assert (again.measured, again.failed, again.found) == (6, 0, 12)
     frame = load_results(tmp_path)
     assert (frame.generations["status"] == "ok").all()
@@ -347,7 +346,7 @@ def test_costs_that_cannot_be_measured_stop_nothing(tmp_path):
 
     sweep = make_sweep(prompts(1), repeats=1)
     with new_store(tmp_path, sweep) as store:
-        told = list(SweepRun(sweep, store, NoCosts(), snapshot=quiet).cells())
+        told = list(Session(sweep, store, NoCosts(), snapshot=quiet).run())
     assert [each.problem for each in told if each.problem] == ["no room"]
     assert len(read_lines(tmp_path)) == 6
     assert run_json(tmp_path)["costs"] is None
@@ -415,7 +414,7 @@ def test_a_resumed_run_grows(tmp_path):
         new = describe(more)
         assert "option repeats: 1 → 2" in changes(store.run, new)
         store.replace(merge_runs(store.run, new))
-        result = run_sweep(more, store, ScriptedEngine())
+        result = Session(more, store, ScriptedEngine()).run_all()
     assert (result.found, result.measured) == (4, 14)
     frame = load_results(tmp_path)
     assert Counter(frame.generations["config"]) == {"plain": 6, "d@1": 2, "d@2": 6, "d@3": 6}

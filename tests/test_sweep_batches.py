@@ -21,8 +21,8 @@ from specbench import GenerationRun, speculative_generate, wrap_target
 from specbench.base.errors import UsageError
 from specbench.bench.grid import Sweep, make_groups
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import run_sweep
 from specbench.bench.serving import BenchRequest, BenchResult, Workload, run_workload
+from specbench.bench.session import Session
 from specbench.decoding.clocks import ShiftedClock
 from specbench.generate_many import GenerationRuns
 from specbench.results import stats
@@ -255,7 +255,7 @@ def test_going_on_in_the_middle_of_a_batch(tmp_path):
 
     sweep = batched(5, repeats=2)
     with new_store(tmp_path, sweep) as store, pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, store, Stopped())
+        Session(sweep, store, Stopped()).run_all()
     begun = (tmp_path / "generations.jsonl").read_text()
     assert len(begun.splitlines()) == 17
     with (tmp_path / "generations.jsonl").open("a") as file:  # and a line that was cut short

@@ -24,7 +24,7 @@ from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
-from specbench.bench.runner import run_sweep
+from specbench.bench.session import Session
 from specbench.options import DecodingOptions
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
@@ -474,7 +474,7 @@ def measured(path: Path, timed: Timed, *names: str, prompts: int = 8) -> Any:
         target = engine.describe_target(decoding)
         run = describe_run(sweep, target, {}, environment=ENVIRONMENT)
         with RunStore.create(path, run) as store:
-            run_sweep(sweep, store, engine)
+            Session(sweep, store, engine).run_all()
     return load_results(path)
 
 

@@ -25,7 +25,6 @@ KINDS = {
     LAYERS_FOLDER: "packed and quantized layers, for quicker starts",
     "texts": "what targets have written to train heads on",
     SUITES_FOLDER: "prompts of public benchmarks",
-    "engines": "servers that were started, until they end",
 }
 MANIFEST = "manifest.json"
 _LONGEST = 1 << 24  # bytes of a line

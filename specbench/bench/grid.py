@@ -19,6 +19,7 @@ from specbench.specs.sweeps import Arrivals, Closed, Until
 if TYPE_CHECKING:
     from specbench.bench.prompts import Prompt
     from specbench.recipe import Recipe
+    from specbench.specs.drafters import DrafterSpec
 
 WARMUP_TOKENS = 16
 """Tokens of a warm-up: enough for every shape of forward pass."""
@@ -163,6 +164,26 @@ def build_rows(
         for decoder, name in decoders
         if not (isinstance(decoder, OtherLibrary) and decoder.beams and at.temperature)
     ]
+
+
+def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
+    """Return a sentence for each policy that does not apply to a drafter.
+
+    Raises:
+        UsageError: One applies to none of them.
+    """
+    notes = []
+    for policy in policies:
+        blind = [drafter for drafter in drafters if not policy.applies(drafter)]
+        if blind and len(blind) == len(drafters):
+            policy.check(blind[0])
+        if blind:
+            names = ", ".join(map(str, blind))
+            why = "it reads the drafter's distribution, and there is none"
+            if policy.tree:
+                why = "it drafts trees, and only chains can be drafted"
+            notes.append(f"{policy} is left out with {names}: {why}.")
+    return notes
 
 
 def server_rows(options: SweepOptions, servers: Sequence[tuple[str, int | None]]) -> list[Row]:

@@ -10,7 +10,6 @@ import typer
 
 from specbench.cli import options as opt
 from specbench.cli.policy import (
-    left_out,
     recipes_of,
     requested_policies,
     row_recipe,
@@ -115,6 +114,7 @@ def _requested(
 ) -> tuple[list[Recipe], list[str]]:
     """Return each drafter with each draft policy, and notes on policies that do not apply."""
     from specbench.bench.axes import parse_gammas
+    from specbench.bench.grid import left_out
 
     drafters = [*map(parse_drafter, dict.fromkeys(checked.drafter))] or [default_drafter(base)]
     policies = requested_policies(

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from specbench.cli.config import defaults_from_config
+from specbench.cli.config import RUN_OPTIONS, defaults_from_config, options_of_run
 from specbench.cli.conflicts import refuse_conflicts
 from specbench.options import OUTPUT
 
@@ -70,6 +70,8 @@ class GroupedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, with the defaults of a configuration."""
         names = {str(parameter.name): parameter for parameter in self.get_params(ctx)}
+        if "--resume" in args and ctx.info_name in RUN_OPTIONS:
+            args = [*options_of_run(self, ctx, args), *args]
         if "config" in names and not ctx.resilient_parsing:
             given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
             if not (given.get("help") or given.get("recipe")):

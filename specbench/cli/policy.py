@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from specbench.cli.conflicts import given
 from specbench.cli.progress import without_collector
 from specbench.models.default import default_drafter
-from specbench.options import CacheOptions, quantized
 from specbench.specs.drafters import parse_drafter
 from specbench.specs.models import split_options
 from specbench.specs.policies import TakesGamma, default_policy, parse_policy
@@ -47,14 +46,15 @@ def parse_recipe(ctx: typer.Context, drafting: DraftingOptions, *groups: Any) ->
 
 
 def with_cache(ctx: typer.Context, recipe: Recipe) -> Recipe:
-    """Return a recipe with the default KV cache of an int8 or int4 target, whose configuration is read."""
-    chosen = given(ctx, "cache") or (ctx.default_map or {}).get("cache")
-    if chosen or quantized(recipe.models.dtype) is None:
-        return recipe
-    from specbench.models.load import load_config
-    from specbench.models.target import default_cache
+    """Return a recipe with the default KV cache of an int8 or int4 target, unless one was chosen."""
+    from specbench.loaded import with_default_cache
 
-    return recipe.with_groups(CacheOptions(default_cache(load_config(recipe.target), quantized=True)))
+    return recipe if is_chosen(ctx, "cache") else with_default_cache(recipe)
+
+
+def is_chosen(ctx: typer.Context, name: str) -> bool:
+    """Return whether an option is on the command line or in a configuration."""
+    return bool(given(ctx, name) or name in (ctx.default_map or {}))
 
 
 def row_recipe(ctx: typer.Context, row: str, asked: Recipe) -> Recipe:
@@ -108,23 +108,3 @@ def recipes_of(base: Recipe, drafters: Sequence[DrafterSpec], policies: Sequence
         for policy in (policies[:1] if drafter.is_plain else policies)
         if drafter.is_plain or policy.applies(drafter)
     ]
-
-
-def left_out(policies: Sequence[PolicySpec], drafters: Sequence[DrafterSpec]) -> list[str]:
-    """Return a sentence for each policy that does not apply to a drafter.
-
-    Raises:
-        UsageError: One applies to none of them.
-    """
-    notes = []
-    for policy in policies:
-        blind = [drafter for drafter in drafters if not policy.applies(drafter)]
-        if blind and len(blind) == len(drafters):
-            policy.check(blind[0])
-        if blind:
-            names = ", ".join(map(str, blind))
-            why = "it reads the drafter's distribution, and there is none"
-            if policy.tree:
-                why = "it drafts trees, and only chains can be drafted"
-            notes.append(f"{policy} is left out with {names}: {why}.")
-    return notes

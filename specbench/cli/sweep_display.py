@@ -6,19 +6,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from specbench.base.errors import SpecbenchError
 from specbench.base.record import NO_FIGURE, Estimate
 from specbench.base.textsafe import counted, one_line
+from specbench.bench.passes import pass_costs
+from specbench.decoding.clocks import WallClock
 from specbench.results import stats
 from specbench.results.lines import Generation
-from specbench.show.document import Sheet, table_of
+from specbench.show.document import Paragraph, Sheet, show, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from specbench.bench.runner import SweepProgress
+    from specbench.bench.session import Session, SweepProgress
     from specbench.cli.progress import StageProgress
     from specbench.results.lines import Measurement
     from specbench.rows import Row
@@ -27,6 +30,9 @@ _PREDICTED = "predicted"
 
 _BESIDE = 6
 """Lines of a terminal that the table leaves free."""
+
+_ANSWERS, _SECONDS = 6, 8.0
+"""Plain outputs that predictions rest on, at most, and seconds after which no further one is begun."""
 
 
 class RunningTable:
@@ -94,6 +100,42 @@ class RunningTable:
         sheet = self.sheet()
         most = max(1, console.height - _BESIDE)
         return table_of(replace(sheet, rows=sheet.rows[:most]), console.width)[0]
+
+
+def predicted(
+    session: Session[Any], progress: StageProgress, say: Callable[[str], None]
+) -> RunningTable | None:
+    """Predict the rows of a sweep of models under each condition, from plain outputs of its first prompts.
+
+    ``None`` where nothing is predicted.
+    """
+    options = session.sweep.options
+    if options.servers or options.batches:
+        return None
+    from specbench.predict.here import Predictions, predict_rows
+
+    found, clock, report = Predictions(), WallClock(), progress.update
+    report("timing passes", 0, 1)
+    try:
+        if session.measure_costs(context=min(options.contexts, default=None)):
+            return None  # a sweep says so when it times them again
+        costs = pass_costs(session.store.costs())
+        for plain in (each for each in session.sweep.configs if each.kind == "plain"):
+            began, outputs = clock.now(), dict[str, Sequence[int]]()
+            for prompt in session.sweep.prompts[:_ANSWERS]:
+                if outputs and clock.now() - began > _SECONDS:
+                    break
+                report("decoding plainly", len(outputs), _ANSWERS)
+                outputs[prompt.id] = session.output(plain, prompt.id)
+            each = predict_rows(session.engine, session.sweep, plain, outputs, costs, report=report)
+            found.rows |= each.rows
+    except (SpecbenchError, MemoryError) as error:  # measuring tells more
+        say(f"Nothing is predicted: {error}")
+        return None
+    table = RunningTable(session.sweep.configs, found.rows)
+    if not progress.console.is_terminal and found.rows:
+        show(progress.console, Paragraph("Predicted; measured now:"), table.sheet())
+    return table
 
 
 def show_cell(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +14,12 @@ from specbench.options import DECODING, MODELS, OUTPUT, CacheKind, SamplingOptio
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.bench.grid import SweepOptions
     from specbench.bench.prompts import Prompt
-    from specbench.options import TemplateOptions
     from specbench.results.run import StoredSuite
 
 
-_DEFAULT_PROMPTS, _DEFAULT_LIMIT = "all", 12
-_GROUPS = 3  # of prompts side by side that an interval takes at least
+_DEFAULT_PROMPTS = "all"
+_SAME = ("prompts", "limit", "turns", "repeats", "seed", "until", "minutes")
 COMPARED = "What is compared"
 EXPERIMENT = "Experiment"
 _what, _experiment, _results = group(COMPARED), group(EXPERIMENT), group(OUTPUT)
@@ -62,7 +60,7 @@ class ComparedOptions:
     limit: int | None = _experiment(
         None,
         "--limit N",
-        f"Number of prompts. Default: all, or {_DEFAULT_LIMIT} if no set is named.",
+        "Number of prompts. Default: all, or 12 if no set is named.",
         min=1,
     )
     turns: int | None = _experiment(
@@ -80,34 +78,25 @@ class ComparedOptions:
     )
     minutes: float = _experiment(60.0, "--minutes X", "Time limit of --until, without loading.", min=0.0)
 
-    def axes(self, template: TemplateOptions, *, served: bool = False) -> dict[str, Any]:
-        """Return the fields of ``SweepOptions`` that models and servers (``served``) share.
+    def values(self) -> dict[str, Any]:
+        """Return the options by the keywords of ``specbench.sweeps.experiment``.
 
         Raises:
             UsageError: A value is none.
         """
         from specbench.bench.axes import parse_batches, parse_contexts, parse_thinking
-        from specbench.rows import conditions_of
-        from specbench.specs.sweeps import parse_arrivals, parse_until
 
         for value in self.temperature:
             SamplingOptions(value)
-        unlimited = [0] if served and self.arrivals else []
-        conditions = conditions_of(
-            temperature=self.temperature,
-            batch=unlimited if self.batch is None else parse_batches(self.batch),
-            arrivals=map(parse_arrivals, self.arrivals),
-            context=[] if self.context is None else parse_contexts(self.context),
-            thinking=[] if self.thinking is None else parse_thinking(self.thinking),
-        )
-        one_turn = self.turns is None and (conditions[0].batch, self.context) != (None, None)
         return {
-            "conditions": conditions,
-            "repeats": self.repeats,
-            "turns": 1 if one_turn else self.turns,
-            "seed": self.seed,
-            "template": template,
-            "until": None if self.until is None else parse_until(self.until),
+            "drafters": self.drafter or None,
+            "temperatures": self.temperature,
+            "baselines": self.baseline,
+            "batches": [] if self.batch is None else parse_batches(self.batch),
+            "arrivals": self.arrivals,
+            "contexts": [] if self.context is None else parse_contexts(self.context),
+            "thinking": [] if self.thinking is None else parse_thinking(self.thinking),
+            **{name: getattr(self, name) for name in _SAME},
         }
 
 
@@ -147,7 +136,7 @@ class ResultsOptions:
     resume: bool = _results(
         False,
         "--resume",
-        "Continue the run in --out, also with more rows, or the newest of this sweep; repeat what failed.",
+        "Continue the run in --out, or the newest in results/, with its own options; others add rows.",
     )
     slo: str | None = _output(
         None,
@@ -248,28 +237,3 @@ def chosen_prompts(
     prompts, suites = choose_prompts(named, limit, seed=options.seed, progress=progress)
     sources = {"prompts": [Path(name).name for name in named], "limit": limit}
     return ChosenPrompts(tuple(prompts), sources, tuple(suites))
-
-
-def prompts_of_sweep(
-    compared: ComparedOptions, options: SweepOptions, progress: Progress | None = None
-) -> ChosenPrompts:
-    """Return the prompts of a sweep, in an order in which it can stop early with ``--until``."""
-    from specbench.bench.grid import check_batches
-    from specbench.bench.prompts import interleave, shuffled
-    from specbench.bench.suites import SUITES
-
-    limit, named = compared.limit, compared.prompts
-    if limit is None and compared.until is None and (not named or not SUITES.keys().isdisjoint(named)):
-        limit = max(_DEFAULT_LIMIT, _GROUPS * max(options.batches, default=1))
-    chosen = chosen_prompts(compared, limit, progress)
-    if compared.until is not None:  # the first ones have to stand for all
-        chosen = replace(chosen, prompts=tuple(interleave(shuffled(chosen.prompts, compared.seed))))
-    check_batches(options, len(chosen.prompts))
-    return chosen
-
-
-def context_text(compared: ComparedOptions) -> str | None:
-    """Return the text in front of prompts; ``None`` without --context."""
-    from specbench.bench.contexts import load_context_text
-
-    return None if compared.context is None else load_context_text()

@@ -1,12 +1,10 @@
-"""Running a sweep: the folder of its results, what would run, and measuring."""
+"""Running a sweep and a search: what is said before, and what is shown and written afterwards."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,78 +12,37 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specbench.base.errors import RunError, UsageError
+from specbench.base.errors import RunError
 from specbench.base.files import write_text
 from specbench.base.textsafe import terminal_safe
-from specbench.bench.manifest import command_line, describe_run, open_run, option_changes, stored_options
+from specbench.bench.engines.launched import LaunchedEngine
+from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_options import ResultsOptions
+from specbench.cli.sweep_display import predicted, show_cell
 from specbench.config import FILE_NAME
 from specbench.results import advice
-from specbench.results.store import RunStore, stored_runs, write_csv
+from specbench.results.results import load_results
+from specbench.results.store import write_csv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from specbench.base.load import LoadSnapshot
     from specbench.bench.engines.engine import BenchEngine
-    from specbench.bench.grid import Sweep, SweepOptions
-    from specbench.bench.runner import SweepRun
-    from specbench.cli.sweep_display import RunningTable
+    from specbench.bench.grid import Sweep
+    from specbench.bench.session import Session
+    from specbench.cli.sweep_options import ResultsOptions
     from specbench.results.results import Results
     from specbench.results.run import RunWarning
+    from specbench.results.store import RunStore
     from specbench.results.summary import Summary
-
-
-FOLDER = Path("results")
-
-
-def run_folder(results: ResultsOptions, sources: dict[str, Any], options: SweepOptions) -> Path:
-    """Return the folder of the run: the given one, with ``--resume`` the newest run of this sweep, or a new one.
-
-    Raises:
-        UsageError: There is no run of this sweep, or the folder holds results that are not to be continued.
-    """
-    if results.out is not None:
-        if not results.resume:
-            RunStore.check_empty(results.out)
-        elif not RunStore.exists(results.out):
-            raise UsageError(f"There is no run in {results.out}.", "Leave --resume out to begin one there.")
-        return results.out
-    if results.resume:
-        return _begun(sources, options)
-    return new_folder(sources["target"])
-
-
-def new_folder(target: str, ending: str = "") -> Path:
-    """Return a folder in results/ that holds no run, named after the day and the target."""
-    target = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
-    name = f"{datetime.now(UTC).astimezone():%Y-%m-%d}-{target}{ending}"
-    numbers = ("", *(f"-{number}" for number in range(2, 10_000)))
-    return next(FOLDER / (name + end) for end in numbers if not RunStore.exists(FOLDER / (name + end)))
-
-
-def _begun(sources: dict[str, Any], options: SweepOptions) -> Path:
-    """Return the newest run of this sweep."""
-    wanted = {**sources, **stored_options(options)}
-    other = ""
-    for path, run in stored_runs(FOLDER):
-        differing = option_changes(run.options, wanted)
-        if not differing:
-            return path
-        if not run.finished:
-            other = other or f": {path} is unfinished, but of another sweep ({'; '.join(differing)})"
-    raise UsageError(
-        f"There is no run of this sweep in {FOLDER}/{other}.",
-        "Name a run with --out, or leave --resume out to begin one.",
-    )
 
 
 class RunJob:
     """A measurement into the folder of a run, with its models loaded, or its servers reached."""
 
-    advice: str
+    advice = "Give another --out."
     """What to do if the folder holds a run with other options."""
 
     def __init__(self, sweep: Sweep, engine: BenchEngine[Any], folder: Path, quiet: bool) -> None:
@@ -94,12 +51,12 @@ class RunJob:
         self.recipes = {each.id: each.recipe for each in sweep.configs if each.recipe is not None}
         """The recipes of configurations, with models as they were named."""
 
-    def open_store(self, sources: dict[str, Any], *, may_grow: bool = False) -> RunStore:
+    def open_store(self, sources: dict[str, Any]) -> RunStore:
         """Return a new run, or the stored one if it is the same as this."""
         target = self.engine.describe_target(self.sweep.options.decoding)
         command = command_line(sys.argv[1:])
         run = describe_run(self.sweep, target, sources, command=command, heads=self.engine.heads)
-        return open_run(self.folder, run, self.advice, may_grow=may_grow)
+        return open_run(self.folder, run, self.advice)
 
     def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""
@@ -131,102 +88,84 @@ class RunJob:
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
-class SweepJob(RunJob):
-    """A sweep, which ends after ``minutes`` if it has a rule to end early; ``predict`` predicts its rows before."""
+def run_session(session: Session[Any], start: LoadSnapshot, asked: ResultsOptions) -> None:
+    """Measure, then print and write the results so far, even if the sweep was interrupted.
 
-    advice = "Give another --out."
+    Raises:
+        typer.Exit: Something failed, or Ctrl-C.
+    """
+    folder, store = session.store.path, session.store
+    job = RunJob(session.sweep, session.engine, folder, asked.quiet)
+    cells, total = "batches" if session.sweep.options.batches else "generations", len(session.planned)
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        engine: BenchEngine[Any],
-        folder: Path,
-        results: ResultsOptions,
-        *,
-        minutes: float | None = None,
-        predict: Callable[[SweepJob, RunStore, StageProgress], RunningTable | None] | None = None,
-    ) -> None:
-        super().__init__(sweep, engine, folder, results.quiet)
-        self._results, self._minutes, self._predict = results, minutes, predict
-        self._cells = "batches" if sweep.options.batches else "generations"
+    def stored() -> str:
+        count = total - len(session.left)
+        return f"{count} of {total} {cells} are" if count else ""
 
-    def run(self, sources: dict[str, Any], start: LoadSnapshot, notes: Sequence[str]) -> None:
-        """Measure, then print and write the results so far, even if the sweep was interrupted.
-
-        Raises:
-            typer.Exit: Something failed, or Ctrl-C.
-        """
-        from specbench.bench.runner import SweepRun
-        from specbench.cli.sweep_display import show_cell
-        from specbench.results.results import load_results
-
-        with self.open_store(sources, may_grow=True) as store:
-            found = self._stored(store)
-            self.say_at_start(start, notes, f": {found} there" if found else None)
-            interrupted = False
-            for problem in store.problems:
-                self.say(problem)
-            with StageProgress(self.quiet, animated=False) as progress:
-                self.console = progress.console
-                run = SweepRun(self.sweep, store, self.engine, minutes=self._minutes)
-                try:
-                    table = self._predict(self, store, progress) if self._predict and run.is_missing else None
-                    for at in run.cells():
-                        show_cell(at, table, progress, self.say)
-                    run.finish()
-                except KeyboardInterrupt:
-                    interrupted = True
-            results = load_results(self.folder)
-            try:
-                if len(results.done):
-                    self._show(results)
-            finally:  # also when nobody takes the table
-                self._say_at_end(run, self._stored(store) if interrupted else None)
-        if interrupted or run.failed:
-            raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
-
-    def _stored(self, store: RunStore) -> str:
-        """Return how many of the generations to measure are stored; empty if none is."""
-        wanted = {cell.key for cell in self.sweep.plan() if not cell.warmup}
-        count = len(wanted & store.done_keys())
-        return f"{count} of {len(wanted)} {self._cells} are" if count else ""
-
-    def _say_at_end(self, run: SweepRun[Any], interrupted_at: str | None) -> None:
-        for warning in run.warnings:
-            self.warn(warning)
-        if interrupted_at is None:
-            self.say(f"Results: {self.folder}; specbench report {shlex.quote(str(self.folder))} shows them.")
-        else:
-            self.say(
-                f"Interrupted. {interrupted_at or f'No {self._cells} are'} in {self.folder}; to continue, run the same"
-                f" command with --out {shlex.quote(str(self.folder))} --resume."
-            )
-        if run.failed:
-            self.say(f"{run.failed} {self._cells} failed; to measure them again, add --resume.")
-
-    def _show(self, results: Results) -> None:
-        """Write the answer and the table into two files, then print them; stdout may be closed."""
-        from specbench.results.summary import categorize, summarize
-        from specbench.show import tables
-        from specbench.show.answer import answer_parts, find_answers
-        from specbench.show.document import show, to_markdown
-
-        summary, categories = summarize(results), categorize(results)
-        more_sheets = tables.service_sheets(results, summary, self._results.limits())
-        sheets = [tables.summary_sheet(summary), *more_sheets.values()]
-        answers = find_answers(results, summary, categories)
-        said = [part for each in answers for part in answer_parts(each)]
+    found = stored()
+    job.say_at_start(start, [*session.notes, *_model_notes(session)], f": {found} there" if found else None)
+    interrupted = False
+    for problem in store.problems:
+        job.say(problem)
+    with StageProgress(asked.quiet, animated=False) as progress:
+        job.console = progress.console
         try:
-            self.write_summary(summary, to_markdown(*said, *sheets))
-        finally:
-            console = Console(highlight=False)
-            more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
-            answers = find_answers(results, summary, categories, self.recipes, more)
-            said = [part for each in answers for part in answer_parts(each)]
-            show(
-                console,
-                *said,
-                *(each if self._results.verbose else replace(each, notes=[]) for each in sheets),
+            table = predicted(session, progress, job.say) if session.left and not asked.quiet else None
+            for at in session.run():
+                show_cell(at, table, progress, job.say)
+        except KeyboardInterrupt:
+            interrupted = True
+    results = load_results(folder)
+    try:
+        if len(results.done):
+            _show(job, results, asked)
+    finally:  # also when nobody takes the table
+        for warning in session.warnings:
+            job.warn(warning)
+        if interrupted:
+            job.say(
+                f"Interrupted. {stored() or f'No {cells} are'} in {folder}; to continue:"
+                f" specbench sweep --out {shlex.quote(str(folder))} --resume."
             )
-            if summary.stopping:
-                self.say(f"note: {summary.stopping}")
+        else:
+            job.say(f"Results: {folder}; specbench report {shlex.quote(str(folder))} shows them.")
+        if session.failed:
+            job.say(f"{session.failed} {cells} failed; to measure them again, add --resume.")
+        if isinstance(session.engine, LaunchedEngine):
+            job.say(session.engine.summary())
+    if interrupted or session.failed:
+        raise typer.Exit(exit_code_of_interrupt() if interrupted else 1)
+
+
+def _model_notes(session: Session[Any]) -> list[str]:
+    """Return notes on loaded models; none on servers."""
+    if session.sweep.options.servers:
+        return []
+    from specbench.cli.setting import model_notes
+
+    target, drafters = session.engine.target, [each.outcome for each in session.engine.drafters]
+    return [*target.language_model.notes, *model_notes(target, drafters, session.sweep.options.decoding)]
+
+
+def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:
+    """Write the answer and the table into two files, then print them; stdout may be closed."""
+    from specbench.results.summary import categorize, summarize
+    from specbench.show import tables
+    from specbench.show.answer import answer_parts, find_answers
+    from specbench.show.document import show, to_markdown
+
+    summary, categories = summarize(results), categorize(results)
+    more_sheets = tables.service_sheets(results, summary, asked.limits())
+    sheets = [tables.summary_sheet(summary), *more_sheets.values()]
+    answers = find_answers(results, summary, categories)
+    said = [part for each in answers for part in answer_parts(each)]
+    try:
+        job.write_summary(summary, to_markdown(*said, *sheets))
+    finally:
+        more = ["--config", "none"] if Path(FILE_NAME).is_file() else []
+        answers = find_answers(results, summary, categories, job.recipes, more)
+        said = [part for each in answers for part in answer_parts(each)]
+        shown = [each if asked.verbose else replace(each, notes=[]) for each in sheets]
+        show(Console(highlight=False), *said, *shown)
+        if summary.stopping:
+            job.say(f"note: {summary.stopping}")

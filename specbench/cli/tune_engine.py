@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,17 +13,17 @@ from specbench.base.load import load_snapshot
 from specbench.base.progress import quiet_transformers
 from specbench.base.textsafe import terminal_safe
 from specbench.bench.axes import parse_batches
-from specbench.bench.grid import Sweep, check_batches
+from specbench.bench.grid import Sweep, SweepOptions, check_batches
 from specbench.bench.prompts import interleave
 from specbench.cli.console import write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.started import EngineServers, engine_configs
 from specbench.cli.sweep_options import chosen_prompts
 from specbench.cli.tune_run import TuneJob, tune_folder
 from specbench.decoding.clocks import WallClock
 from specbench.results.store import RunStore
 from specbench.rows import conditions_of
+from specbench.started import Started
 
 if TYPE_CHECKING:
     from specbench.cli.sweep_options import SearchOptions, ServerOptions
@@ -53,33 +53,39 @@ def tune_engine(
     with starting(quiet) as progress, quiet_transformers():
         chosen = chosen_prompts(search, None, progress)
         prompts = tuple(interleave(chosen.prompts))
-        planned = EngineServers.of(
-            target, search.drafter, servers, arguments, decoding, search.temperature, usual=True
+        assert servers.engine is not None
+        planned = Started.of(
+            servers.engine, target, search.drafter, decoding, search.temperature,
+            command=servers.engine_command, arguments=arguments, usual=True,
+        )  # fmt: skip
+    planned = replace(planned, at_once=False)
+    options = planned.options(
+        SweepOptions(
+            conditions_of(temperature=[search.temperature]),
+            repeats=_REPEATS,
+            turns=1,
+            seed=search.seed,
+            template=template,
         )
-    options = planned.sweep_options(
-        conditions=conditions_of(temperature=[search.temperature]),
-        repeats=_REPEATS,
-        turns=1,
-        seed=search.seed,
-        template=template,
     )
-    configs = engine_configs(options, planned.settings)
+    configs = planned.rows(options)
     batches = [batch for batch in parse_batches(search.batch or "1") if batch > 1]
     if batches:
         options = replace(options, conditions=conditions_of(temperature=[search.temperature], batch=batches))
         check_batches(options, len(prompts))
-        configs += engine_configs(options, planned.settings)
+        configs += planned.rows(options)
     sweep = Sweep(options, prompts, tuple(configs), suites=chosen.suites)
     folder = tune_folder(search, planned.name)
     RunStore.check_writable(folder)
     with (
         StageProgress(quiet, animated=False) as progress,
-        planned.launched(folder / "servers", progress) as made,
+        planned.opened(options, lambda _: folder, progress) as ready,
     ):
+        made: Any = ready.engine
         job = TuneJob(sweep, made, folder, quiet)
         alone = [config.id for config in configs if config.condition.batch is None]
         settings = dict(zip(alone, planned.settings, strict=True))
-        with job.open_store({**planned.sources(chosen), "tune": True}) as store:
+        with job.open_store({**ready.sources, **chosen.sources, "tune": True}) as store:
             job.say_at_start(start, (), "" if search.resume else None)
             from specbench.tune.engine_search import EngineSearch
 
@@ -109,7 +115,7 @@ def tune_engine(
 
 def _show(
     job: TuneJob,
-    planned: EngineServers,
+    planned: Started,
     settings: Mapping[str, EngineSetting],
     answer: TuningAnswer,
     search: EngineSearch,
@@ -125,7 +131,7 @@ def _show(
         settings[answer.choice],
         search.batches,
         planned.arguments,
-        planned.options.engine_command,
+        planned.command,
     )
     lines = [*batch_lines(search.batches), *needs, f"Start:  {shlex.join(command)}"]
     job.write_answer(answer, search, *lines)

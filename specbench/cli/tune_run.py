@@ -24,9 +24,10 @@ from specbench.cli.console import broken, duration, write_json, write_out
 from specbench.cli.progress import StageProgress, starting
 from specbench.cli.signals import exit_code_of_interrupt
 from specbench.cli.sweep_options import MINUTES, chosen_prompts
-from specbench.cli.sweep_run import FOLDER, RunJob, new_folder
+from specbench.cli.sweep_run import RunJob
 from specbench.config import config_from_recipe, write_config
 from specbench.decoding.clocks import WallClock
+from specbench.experiment import FOLDER, new_folder
 from specbench.export.registry import ENGINES, load_engine, load_engines
 from specbench.options import quantized
 from specbench.recipe import Recipe

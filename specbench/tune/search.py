@@ -25,7 +25,7 @@ from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.bench.engines.engine import BenchEngine
 from specbench.bench.grid import Cell, Sweep
 from specbench.bench.passes import pass_costs
-from specbench.bench.runner import CellRunner, finish_run
+from specbench.bench.session import Session
 from specbench.decoding.theory import PassCosts
 from specbench.results.lines import Generation, Key, Measurement
 from specbench.results.run import Tuning
@@ -114,7 +114,7 @@ class StoredSearch(Generic[Raced]):
         self.errors: dict[str, str] = {}
         self.tokens: int | None = None
         self.rows = {each.id: each for each in sweep.configs}
-        self._runner = CellRunner(sweep, store, engine, snapshot)
+        self._session = Session(sweep, store, engine, snapshot=snapshot)
         self._stored: dict[Key, Measurement] = {each.key: each for each in store.measurements()}
         self._plain = sweep.configs[0].id
         self._plain_failures: list[str] = []
@@ -190,9 +190,8 @@ class StoredSearch(Generic[Raced]):
                     "Choose other prompts, or add --ignore-eos.",
                 )
             self._measure_more()
-            self.warnings = finish_run(
-                self._sweep, self._store, self._engine, in_time=lambda: self.left_s > 0
-            )
+            self._session.finish(in_time=lambda: self.left_s > 0)
+            self.warnings = self._session.warnings
         except KeyboardInterrupt:
             if not race.blocks:
                 raise
@@ -235,7 +234,7 @@ class StoredSearch(Generic[Raced]):
     def _measure(self, cell: Cell, tokens: int | None = None) -> Measurement:
         """Return the stored measurement of a cell, or measure and store it; ``tokens`` limits its output."""
         if cell.key not in self._stored:
-            self._stored[cell.key] = self._store.append(self._runner.measure(cell, tokens))
+            self._stored[cell.key] = self._store.append(self._session.measure(cell, tokens))
         return self._stored[cell.key]
 
     def _seed(self, prompt: str, what: str) -> int:
@@ -385,6 +384,6 @@ class Search(StoredSearch[BenchEngine[Sequence[int]]]):
                 if done and self._clock.now() - began > _TIMING * self._seconds:
                     break
                 self._report("timing passes", done, _COST_ROUNDS)
-                if problem := self._runner.measure_costs():
+                if problem := self._session.measure_costs():
                     raise RunError(f"Single passes could not be timed: {problem}")
         return pass_costs(self._store.costs())

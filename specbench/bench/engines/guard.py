@@ -1,16 +1,13 @@
 """Run a server, and end it with all its processes as soon as the program that wants it is gone, however that ended.
 
-A program of its own, which imports nothing of specbench: ``python guard.py RECORD LOG COMMAND...``. Its standard input
-is a pipe from its parent. At the end of that pipe, or when it is signaled, it ends the server's process group, and on
-Linux also processes that have left the group but have inherited ``MARK``.
-
-The file RECORD holds the server's process id and mark for as long as it may run, so that a later start finds servers
-whose guard was killed. Exit code: the server's own, 127 if it cannot be started.
+A program of its own, which imports nothing of specbench: ``python guard.py LOG COMMAND...``. Its standard input is a
+pipe from its parent. At the end of that pipe, or when it is signaled, it ends the server's process group, and on Linux
+also processes that have left the group but have inherited ``MARK``. Exit code: the server's own, 127 if it cannot be
+started, ``LEFT`` if some of it could not be ended.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -22,6 +19,8 @@ from contextlib import suppress
 
 MARK = "SPECBENCH_ENGINE"
 """Environment variable of the server, with a value of its own for each."""
+
+LEFT = 120
 
 GRACE_S = 10.0
 """Time to end by itself after SIGTERM."""
@@ -39,15 +38,14 @@ def marked(mark: str) -> Iterator[int]:
                     yield int(name)
 
 
-def end(group: int, mark: str, grace_s: float = GRACE_S) -> list[int]:
-    """End a process group (0 for none) and all processes with the mark; return those that are still there.
+def end(group: int, mark: str) -> list[int]:
+    """End a process group and all processes with the mark; return those that are still there.
 
-    They get SIGTERM, and SIGKILL after ``grace_s`` seconds.
+    They get SIGTERM, and SIGKILL after ``GRACE_S`` seconds.
     """
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
-        if group > 1:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 2.0)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
         for process in marked(mark):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, number)
@@ -62,7 +60,7 @@ def end(group: int, mark: str, grace_s: float = GRACE_S) -> list[int]:
 def _left(group: int, mark: str) -> list[int]:
     if found := list(marked(mark)):
         return found
-    if group <= 1 or os.path.isdir("/proc/self"):  # noqa: PTH112
+    if os.path.isdir("/proc/self"):  # noqa: PTH112
         return []
     try:
         os.killpg(group, 0)
@@ -73,12 +71,11 @@ def _left(group: int, mark: str) -> list[int]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the server until it ends or is not wanted any more."""
-    record, log, *command = arguments
+    log, *command = arguments
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: stopped.append(number))
-    mark = os.path.basename(record)  # noqa: PTH119
-    _write(record, 0, mark, command[0])
+    mark = os.urandom(8).hex()
     with open(log, "ab") as said:  # noqa: PTH123
         try:
             server = subprocess.Popen(
@@ -91,26 +88,13 @@ def main(arguments: Sequence[str]) -> int:
             )
         except OSError as error:
             said.write(f"{command[0]}: {error.strerror}\n".encode())
-            os.unlink(record)  # noqa: PTH108
             return 127
-    _write(record, server.pid, mark, command[0])
     while not stopped and server.poll() is None:
         ready, _, _ = select.select([0], [], [], _POLL_S)
         if ready and not os.read(0, 1024):
             break
     code = server.poll()
-    left = end(server.pid, mark)
-    if not left:
-        os.unlink(record)  # noqa: PTH108
-    return 0 if code is None else code
-
-
-def _write(record: str, pid: int, mark: str, command: str) -> None:
-    """Write the record, with process id 0 before the server runs."""
-    facts = {"pid": pid, "mark": mark, "command": os.path.basename(command)}  # noqa: PTH119
-    with open(f"{record}.new", "w", encoding="utf-8") as stream:  # noqa: PTH123
-        json.dump(facts, stream)
-    os.replace(f"{record}.new", record)  # noqa: PTH105
+    return LEFT if end(server.pid, mark) else code or 0
 
 
 if __name__ == "__main__":

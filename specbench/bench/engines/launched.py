@@ -9,7 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,17 +102,12 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
         self.starts: dict[str, Start] = {}
         self.capacity = 0
 
-    def close(self) -> list[str]:
-        """End all servers, and return a sentence on each that could not be ended."""
-        left = []
-        while self._running:
-            _, each = self._running.popitem()
-            try:
-                each.engine.close()
-            finally:
-                each.process.stop()
-                left += [each.process.left] if each.process.left else []
-        return left
+    def close(self) -> None:
+        """End all servers; raise ``RunError`` if one could not be ended, after the others."""
+        with ExitStack() as stack:
+            for each in self._running.values():
+                stack.callback(self._stop, each)
+            self._running.clear()
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -216,8 +211,6 @@ class LaunchedEngine(BenchEngine[ServerPrompt]):
             there.engine.close()
         finally:
             there.process.stop()
-        if there.process.left:
-            raise RunError(there.process.left)
 
     # -- the interface of engines --------------------------------------------------------------------
 

@@ -1,14 +1,11 @@
 """Servers that specbench starts: one process group each, which ends with specbench, however that ends.
 
-A guard (``guard.py``) between specbench and each server ends the server when specbench is gone. A record file for each
-server is for guards that were killed too: ``end_left`` finds their servers at the next start.
+A guard (``guard.py``) between specbench and each server ends the server when specbench is gone.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -21,7 +18,6 @@ from pathlib import Path
 import httpx2
 import psutil
 
-from specbench.base.cache import cache_folder
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines import guard
@@ -34,52 +30,6 @@ _SHOWN = 300
 
 class StartError(RunError):
     """A server ended or said nothing before it was ready."""
-
-
-def records_folder() -> Path:
-    """Return the folder of the records of servers that may run."""
-    return cache_folder() / "engines"
-
-
-def end_left() -> list[str]:
-    """End the servers that earlier runs have left, and return a sentence for each.
-
-    Servers whose guard is alive belong to a specbench that runs, and stay.
-    """
-    said = []
-    records = sorted(records_folder().glob("server-*[0-9a-f]"))
-    guarded = _words_of_processes() if records else set()
-    for path in records:
-        if str(path) in guarded:
-            continue
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            pid, mark, command = int(record["pid"]), str(record["mark"]), one_line(str(record["command"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            path.unlink(missing_ok=True)
-            continue
-        group = pid if pid > 1 and _is_marked(pid, mark) else 0
-        if group or any(guard.marked(mark)):
-            left = guard.end(group, mark)
-            what = f"A server that an earlier run left ({command}, process {pid})"
-            said.append(f"{what} {'could not be ended' if left else 'was ended'}.")
-            if left:
-                continue
-        path.unlink(missing_ok=True)
-    return said
-
-
-def _words_of_processes() -> set[str]:
-    """Return all parts of the command lines of all processes, guards among them."""
-    return {word for each in psutil.process_iter(["cmdline"]) for word in each.info["cmdline"] or ()}
-
-
-def _is_marked(pid: int, mark: str) -> bool:
-    """Return whether a process is the marked server and not a later one with its number."""
-    try:
-        return psutil.Process(pid).environ().get(guard.MARK) == mark
-    except (psutil.Error, OSError):
-        return False
 
 
 def free_port() -> int:
@@ -108,12 +58,8 @@ class EngineProcess:
                 "Start them yourself, and name them with --server.",
             )
         self.name, self.url, self._log = name, f"http://127.0.0.1:{port}", log
-        folder = records_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._record = folder / f"server-{secrets.token_hex(8)}"
-        words = [sys.executable, "-I", "-S", guard.__file__, str(self._record), str(log), *command]
         self._guard = subprocess.Popen(
-            words,
+            [sys.executable, "-I", "-S", guard.__file__, str(log), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -173,7 +119,11 @@ class EngineProcess:
         return total
 
     def stop(self) -> None:
-        """End the server, and wait until it is gone; afterwards ``left`` says whether it is."""
+        """End the server, and wait until it is gone.
+
+        Raises:
+            RunError: It could not be ended.
+        """
         if self._guard.stdin is not None:
             with suppress(OSError):
                 self._guard.stdin.close()
@@ -182,12 +132,5 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-
-    @property
-    def left(self) -> str:
-        """A sentence on a server that could not be ended; empty if it is gone."""
-        return (
-            f"The server {self.name} could not be ended (see {self._record})."
-            if self._record.exists()
-            else ""
-        )
+        if self._guard.returncode in (guard.LEFT, -9):
+            raise RunError(f"The server {self.name} could not be ended.")

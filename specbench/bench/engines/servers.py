@@ -180,6 +180,18 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         self._clients = {}
         self._loop.close()
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about the servers."""
+        found = [note for server in self.servers for note in server.notes]
+        if self.salt != "none":
+            whose = ", so outputs cannot be compared" if self.salt == "each" else ""
+            found.append(
+                "Every prompt gets a unique first line, because a server has a prompt cache that cannot be switched"
+                f" off{whose}."
+            )
+        return found
+
     def describe_target(self, decoding: DecodingOptions) -> TargetModel:
         return TargetModel(name=self.servers[0].model_name)
 

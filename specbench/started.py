@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from specbench.base.errors import UsageError
 from specbench.base.textsafe import one_line
 from specbench.bench.engines.launched import LaunchedEngine
-from specbench.bench.engines.processes import end_left
 from specbench.bench.engines.servers import ServerEngine
 from specbench.bench.grid import SweepOptions, server_rows
 from specbench.bench.manifest import command_line
-from specbench.cli.console import say
+from specbench.experiment import FolderOf, Opened
 from specbench.export.registry import load_engine
 from specbench.export.start import (
     PLAIN,
@@ -35,7 +34,6 @@ from specbench.specs.servers import EngineSpec, ServerSpec, parse_engine
 
 if TYPE_CHECKING:
     from specbench.base.progress import Progress
-    from specbench.cli.sweep_options import ChosenPrompts, ServerOptions
     from specbench.options import DecodingOptions
 
 _KEY = "--api-key"
@@ -100,20 +98,16 @@ def placed(engine: StartedEngine, spec: ModelSpec, *, is_head: bool = False) -> 
     return spec
 
 
-def engine_configs(options: SweepOptions, settings: Sequence[EngineSetting]) -> list[Row]:
-    """Return the configurations of settings: at every temperature and batch size of the options."""
-    return server_rows(options, [(each.name, each.gamma or None) for each in settings])
-
-
 @dataclass(frozen=True)
-class EngineServers:
-    """The servers of a run: what is started, and how it is started and asked.
+class Started:
+    """Servers of an engine that are started, one for each setting; see ``Systems``.
 
     Attributes:
         spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
-        options: The user's options for starting servers and for requests.
-        arguments: The user's own words for every server.
         decoding, temperature: Options that the first request to each server tests.
+        at_once: Whether all servers are started that fit into memory; otherwise each when it is needed.
+        command: Starts a server in place of the usual command.
+        arguments: The user's own words for every server.
     """
 
     spec: EngineSpec
@@ -122,80 +116,72 @@ class EngineServers:
     target: ModelSpec
     drafters: Sequence[EngineDrafter]
     settings: Sequence[EngineSetting]
-    options: ServerOptions
-    arguments: Sequence[str]
     decoding: DecodingOptions
     temperature: float
+    command: str = ""
+    arguments: Sequence[str] = ()
+    at_once: bool = True
 
     @classmethod
     def of(
         cls,
+        engine: str,
         target: str,
         drafters: Sequence[str],
-        options: ServerOptions,
-        arguments: Sequence[str],
         decoding: DecodingOptions,
-        temperature: float,
+        temperature: float = 0.0,
         *,
+        command: str = "",
+        arguments: Sequence[str] = (),
         usual: bool,
         **compared: Any,
-    ) -> EngineServers:
-        """Return the servers of a target with drafters, both as the command line has them; ``compared``: for
-        ``settings_of``.
+    ) -> Started:
+        """Return the servers of a target with drafters, all as the command line has them; if ``usual``, also with the
+        engine's usual n-grams; ``compared``: for ``settings_of``.
         """
-        assert options.engine is not None
-        spec, elsewhere = parse_engine(options.engine), bool(options.engine_command)
-        engine = started_engine(spec.name)
+        spec, elsewhere = parse_engine(engine), bool(command)
+        starts = started_engine(spec.name)
         named = _model(target, elsewhere=elsewhere)
-        model = placed(engine, named)
-        tried = engine_drafters(engine, drafters, usual=usual, elsewhere=elsewhere)
-        settings = settings_of(engine, model, tried, temperature=temperature, **compared)
-        made = spec, engine, one_line(named.name), model, tried, settings
-        return cls(*made, options, arguments, decoding, temperature)
+        model = placed(starts, named)
+        tried = engine_drafters(starts, drafters, usual=usual, elsewhere=elsewhere)
+        settings = settings_of(starts, model, tried, temperature=temperature, **compared)
+        made = spec, starts, one_line(named.name), model, tried, settings
+        return cls(*made, decoding, temperature, command, arguments)
 
-    def sweep_options(self, **measured: Any) -> SweepOptions:
-        """Return the options of a sweep over the settings; ``measured``: those that decide how they are measured."""
-        return SweepOptions(
-            gammas=(),
-            policies=(),
-            decoding=self.decoding,
-            warmup=0,  # every server warms up when it starts
-            servers=tuple(each.name for each in self.settings),
-            **measured,
-        )
+    def options(self, options: SweepOptions) -> SweepOptions:
+        """Return the options of a sweep over the settings; every server warms up when it starts."""
+        names = tuple(each.name for each in self.settings)
+        return replace(options, gammas=(), policies=(), decoding=self.decoding, warmup=0, servers=names)
 
-    def sources(self, chosen: ChosenPrompts) -> dict[str, Any]:
-        """Return what ``run.json`` says about the models, the engine and the prompts."""
-        return {
+    def rows(self, options: SweepOptions) -> list[Row]:
+        """Return the settings at every temperature and batch size of the options."""
+        return server_rows(options, [(each.name, each.gamma or None) for each in self.settings])
+
+    @contextmanager
+    def opened(
+        self, options: SweepOptions, folder_of: FolderOf, progress: Progress | None
+    ) -> Iterator[Opened]:
+        options, folder = self.options(options), folder_of(self.name)
+        sources = {
             "target": self.name,
             "engine": self.engine.name,
             "engine_options": command_line(self.arguments),
             "drafters": [str(each.spec) for each in self.drafters],
-            **chosen.sources,
         }
-
-    @contextmanager
-    def launched(self, logs: Path, progress: Progress | None) -> Iterator[LaunchedEngine]:
-        """Return the engine that starts and measures the servers, with plain decoding started; end them all afterwards.
-
-        What earlier runs have left is ended before. Sentences on both go to stderr.
-        """
-        for sentence in end_left():
-            say(sentence)
         made = LaunchedEngine(
             {each.name: partial(self._command, each) for each in self.settings},
-            logs,
+            folder / "servers",
             self._connect,
             limit=self.spec.servers,
             start_timeout_s=self.spec.start_timeout,
             progress=progress,
         )
-        try:
+        with closing(made):
             made.server(PLAIN)
-            yield made
-        finally:
-            for sentence in made.close():
-                say(sentence)
+            fits = not self.at_once or made.fits(options.servers)
+            together = None if fits else made.limit or made.capacity
+            notes = [] if fits else [f"{together} servers fit into memory at a time."]
+            yield Opened(made, options, self.rows(options), folder, sources, notes, together)
 
     def _connect(self, spec: ServerSpec) -> ServerEngine:
         key = next((key for word, key in pairwise(self.arguments) if word == _KEY), None)
@@ -208,5 +194,4 @@ class EngineServers:
 
     def _command(self, setting: EngineSetting, port: int) -> list[str]:
         """Return the command line that starts the server of a setting on a port."""
-        wrapper = self.options.engine_command
-        return self.engine.command_line(self.target, setting.options, port, self.arguments, wrapper)
+        return self.engine.command_line(self.target, setting.options, port, self.arguments, self.command)
