@@ -105,7 +105,7 @@ def test_ctrl_c_prints_what_has_come_to_its_end(many, folder, monkeypatch):
     [
         (("--prompts", "P", "--cache", "static"), "serve one prompt at a time"),
         (("--prompts", "P", "--drafter", "ngram:keep"), "Leave keep out"),
-        (("--prompts", "nothing.jsonl"), "no prompt file"),
+        (("--prompts", "nothing.jsonl"), "no prompt set or file"),
     ],
 )
 def test_what_goes_with_one_prompt_only_is_refused(many, folder, arguments, said):

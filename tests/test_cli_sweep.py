@@ -241,7 +241,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
     [
         (("--gamma", "8..1"), ("runs backwards",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
-        (("--prompts", "nowhere.jsonl"), ("no prompt file",)),
+        (("--prompts", "nowhere.jsonl"), ("no prompt set or file",)),
         (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),
         (("--drafter", "ngram:keep"), ("ngram:keep", "Leave keep out")),
         (

@@ -338,7 +338,7 @@ def test_what_cannot_be_is_said_in_a_sentence(target, tmp_path, case):
 
 def test_what_cannot_be_trained_is_refused(train, target, tmp_path, monkeypatch):
     train("--out", tmp_path / "x", "--dtype", "int8").refused(2, "int8 target")
-    train("--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt file")
+    train("--out", tmp_path / "x", "--prompts", tmp_path / "none.jsonl").refused(2, "no prompt set or file")
     few = refusal(train_head, target, PROMPTS[:2], QUICK, tmp_path / "x", kind=UsageError)
     assert "at least 3 prompts" in few
     full = OSError(28, "No space left on device")

@@ -21,7 +21,7 @@ import msgspec
 from specbench.base.errors import RunError, UsageError, unknown
 from specbench.base.files import reason
 from specbench.base.record import wrong_field
-from specbench.base.textsafe import encodable, excerpt
+from specbench.base.textsafe import encodable
 from specbench.options import NO_OPTIONS, TemplateOptions
 
 ALL_SETS = "all"
@@ -77,7 +77,7 @@ def load_prompts(sources: Sequence[str | Path], limit: int | None = None) -> lis
     if limit is not None and limit < 1:
         raise UsageError(f"The limit on prompts is {limit}.", "Give at least 1.")
     if not sources:
-        raise UsageError("No prompt set or file was named.", f"The sets are {_listed(set_names())}.")
+        raise UsageError("No prompt set or file was named.", f"The sets are {', '.join(set_names())}.")
     origins: dict[str, str] = {}
     prompts: list[Prompt] = []
     for file, name in _resolve(sources).items():
@@ -108,21 +108,12 @@ def read_prompt_text(prompt: str | None, stdin: TextIO | None) -> str:
     Raises:
         UsageError: There is no prompt, or the text is blank or not UTF-8.
     """
-    if prompt == "-":
-        where = "The prompt from standard input"
-        if stdin is None:
-            raise UsageError("Standard input is closed.", "Give the prompt as an argument.")
-        text = _without_last_break(_decoded(stdin.buffer.read(), where))
-    elif prompt is not None:
-        where, text = "The prompt", prompt
-    else:
-        where, text = "", ""
-        if stdin is not None and not stdin.isatty():
-            text = _without_last_break(_decoded(stdin.buffer.read(), "The prompt from standard input"))
-        if not text.strip():
-            raise UsageError("No prompt was given.", "Give it as an argument or on standard input.")
+    text = prompt or ""
+    if prompt == "-" or (prompt is None and stdin is not None and not stdin.isatty()):
+        text = "" if stdin is None else _decoded(stdin.buffer.read(), "The prompt from standard input")
+        text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
     if not text.strip():
-        raise UsageError(f"{where} is empty.", "Give at least one character that is not white space.")
+        raise UsageError("No prompt was given.", "Give it as an argument or on standard input.")
     return encodable(text)
 
 
@@ -156,23 +147,21 @@ def _resolve(sources: Sequence[str | Path]) -> dict[Traversable, str]:
         elif isinstance(source, str) and source in built_in:
             files[built_in[source]] = source
         else:
-            path = Path(source)
-            if isinstance(source, str) and source == path.name and not path.suffix and not _exists(path):
-                raise unknown("prompt set", source, [*set_names(), "or a file by its path"])
-            files[path] = _shown(str(path))
+            files[Path(source)] = str(source) if str(source).isprintable() else ascii(str(source))
     return files
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long a name, or a NUL in it
-        return False
 
 
 def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
     """Read the prompts of a file, each with its line number; ``name`` is for errors."""
-    lines = _decoded(_bytes_of(file, name), f"The prompt file {name}").split("\n")
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise unknown("prompt set or file", name, [*set_names(), "or a file by its path"]) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise UsageError(
+            f"The prompt file {name} cannot be read: {reason(error)}.", "Check its path."
+        ) from None
+    lines = _decoded(data, f"The prompt file {name}").split("\n")
     # Not splitlines(): a JSON string may hold U+2028 and the like. A byte order mark may begin a later line, too.
     numbered = enumerate((line.removeprefix("\ufeff") for line in lines), 1)
     stem = Path(name).stem
@@ -182,7 +171,7 @@ def _read(file: Traversable, name: str) -> list[tuple[int, Prompt]]:
 
 
 class _Part(msgspec.Struct):
-    type: str
+    type: Literal["text"]
     text: str = ""
 
 
@@ -192,13 +181,8 @@ class _Message(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """What it says; raise ``ValueError`` if part of it is no text."""
-        if isinstance(self.content, str):
-            return self.content
-        other = next((part.type for part in self.content if part.type != "text"), None)
-        if other is not None:
-            raise ValueError(other)
-        return "".join(part.text for part in self.content)
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class _Line(msgspec.Struct):
@@ -217,41 +201,23 @@ def _parsed(line: str, where: str, stem: str, number: int) -> Prompt:
     """
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        problem = error.msg.removesuffix(" at")
-        raise UsageError(f"{where} is not JSON: {problem} at column {error.colno}.", _FORM) from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of nested lists
-        raise UsageError(f"{where} is not JSON that can be read.", _FORM) from None
-    if not isinstance(fields, dict):
-        raise UsageError(f"{where} is not a JSON object.", _FORM)
-    if isinstance(fields.get("prompt"), str):
-        fields.setdefault("turns", [fields["prompt"]])
-    if "turns" in fields:
-        fields.pop("messages", None)
-    name = fields.get("question_id", f"{stem}-{number}")
-    try:
+        if isinstance(fields.get("prompt"), str):
+            fields.setdefault("turns", [fields["prompt"]])
+        if "turns" in fields:
+            fields.pop("messages", None)
+        name = fields.get("question_id", f"{stem}-{number}")
         found = msgspec.convert({"id": name, "category": stem, **fields}, _Line)
     except msgspec.ValidationError as error:
         raise UsageError(f'{where}: "{wrong_field(error)}" has the wrong form.', _FORM) from None
+    except (ValueError, AttributeError, RecursionError):
+        raise UsageError(f"{where} is not a JSON object.", _FORM) from None
     turns, system = found.turns, found.system
-    if "turns" not in fields:
-        try:
-            said = [message.text for message in found.messages if message.role == "system"]
-            turns = [message.text for message in found.messages if message.role == "user"]
-        except ValueError as error:
-            raise UsageError(
-                f"{where}: a message has a part of type {excerpt(error)!r}, and only text is read.",
-                "Take the part or the line out.",
-            ) from None
+    if found.messages:
+        said = [message.text for message in found.messages if message.role == "system"]
+        turns = [message.text for message in found.messages if message.role == "user"]
         system = "\n\n".join(said) if said else system
-    if not turns:
-        raise UsageError(f'{where} has no "turns", "prompt" or "messages".', _FORM)
-    for count, turn in enumerate(turns, 1):
-        if not turn.strip():
-            raise UsageError(f"{where}: turn {count} is empty.", "Write its text or take it out.")
-    for key, text in (("id", str(found.id)), ("category", found.category)):
-        if not text.strip():
-            raise UsageError(f'{where}: "{key}" is empty.', _FORM)
+    if not turns or not all(text.strip() for text in (str(found.id), found.category, *turns)):
+        raise UsageError(f"{where} has an empty field, or no turns.", _FORM)
     try:
         template = TemplateOptions.of(found.chat_template_kwargs, found.reasoning_effort)
     except UsageError as error:
@@ -283,35 +249,9 @@ def interleave(
     return list(islice((prompt for taken in rounds for prompt in taken if prompt is not None), limit))
 
 
-def _bytes_of(file: Traversable, name: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"There is no prompt file {name}.", "Check its path.") from None
-    except IsADirectoryError:
-        raise UsageError(f"The prompt file {name} is a folder.", "Name a file in it.") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise UsageError(
-            f"The prompt file {name} cannot be read: {reason(error)}.", "Check its path."
-        ) from None
-
-
 def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{where} is not UTF-8 (line {line}).", "Save it as UTF-8.") from None
-
-
-def _without_last_break(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def _shown(name: str) -> str:
-    """Return a name for messages, without anything that could control a terminal or break its encoding."""
-    return name if name.isprintable() and name else ascii(name)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(_shown(name) for name in names)
