@@ -182,7 +182,7 @@ def measure(
             "prompts": ["race"],
             "limit": None,
         }
-        with open_run(folder, describe_run(sweep, target, sources), "Give another --out.") as store:
+        with open_run(folder, describe_run(sweep, target, sources)) as store:
             Session(sweep, store, launched).run_all()
         for name, start in launched.starts.items():
             starts[name] = {"seconds": round(start.seconds, 1), "memory_gb": round(start.memory / 1e9, 2)}

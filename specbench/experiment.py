@@ -216,7 +216,7 @@ def opened(
         run = describe_run(
             sweep, engine.describe_target(options.decoding), sources, command=command, heads=engine.heads
         )
-        with open_run(ready.folder, run, "Give another folder.", may_grow=True) as store:
+        with open_run(ready.folder, run) as store:
             yield Session(sweep, store, engine, minutes=experiment.minutes, notes=[*ready.notes, *more])
 
 

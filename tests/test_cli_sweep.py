@@ -239,7 +239,7 @@ def test_several_baselines_are_rows_of_a_sweep(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--gamma", "8..1"), ("runs backwards",)),
+        (("--gamma", "8..1"), ("not a range of γ",)),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--prompts", "nowhere.jsonl"), ("no prompt set or file",)),
         (("--dtype", "int8", "--baseline", "transformers"), ("The target is int8",)),

@@ -23,7 +23,7 @@ from tiny import save_tiny
 
 from specbench.base.errors import SpecbenchError, UsageError
 from specbench.base.record import to_dict
-from specbench.bench.manifest import changes, merge_runs
+from specbench.bench.manifest import merge_runs, refuse_other
 from specbench.bench.passes import pass_costs
 from specbench.bench.session import Session
 from specbench.generate import autoregressive_generate
@@ -134,7 +134,7 @@ class Stored:
         load_results(self.folder)
         with RunStore.open(self.folder) as store:
             pass_costs(store.costs())
-            changes(store.run, describe(SWEEP))
+            refuse_other(store.run, describe(SWEEP))
             merge_runs(store.run, describe(SWEEP))
 
     def use(self) -> None:

@@ -327,7 +327,7 @@ def search(
 
     timed = TimedEngine(clock, settings, seed=seed, **more)
     run = describe_run(sweep, TargetModel(name="t"), {"engine": "x"})
-    with open_run(folder, run, "") as store:
+    with open_run(folder, run) as store:
         found = EngineSearch(
             sweep, settings, store, timed, clock=clock, seconds=60 * minutes, until=60 * minutes,  # type: ignore[arg-type]
             snapshot=quiet,

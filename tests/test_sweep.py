@@ -29,7 +29,7 @@ from specbench.base.errors import RunError, UsageError
 from specbench.base.load import LoadSnapshot, load_snapshot
 from specbench.bench.axes import parse_baselines, parse_gammas
 from specbench.bench.grid import SweepOptions
-from specbench.bench.manifest import changes, command_line, merge_runs
+from specbench.bench.manifest import command_line, merge_runs, refuse_other
 from specbench.bench.session import Session
 from specbench.options import CacheOptions, DecodingOptions
 from specbench.results.lines import CostLine
@@ -58,20 +58,25 @@ def test_ranges_of_gamma(text, gammas):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *(
-            (text, "range")
-            for text in ("", "a", "1,,2", "1..", "1...8", "-1", "1.5", "1..999999999999", "١..٣")
-        ),
-        ("8..1", "backwards"),
-        ("1..8..0", "step of 0"),
-        ("0..4", "γ is 0"),
-        ("1..257", "γ is 257"),
+        "",
+        "a",
+        "1,,2",
+        "1..",
+        "1...8",
+        "-1",
+        "1.5",
+        "1..999999999999",
+        "١..٣",
+        "8..1",
+        "1..8..0",
+        "0..4",
+        "1..257",
     ],
 )
-def test_ranges_of_gamma_that_are_none(text, message):
-    with pytest.raises(UsageError, match=message):
+def test_ranges_of_gamma_that_are_none(text):
+    with pytest.raises(UsageError, match="is not a range of γ"):
         parse_gammas(text)
 
 
@@ -412,7 +417,7 @@ def test_a_resumed_run_grows(tmp_path):
     measure(tmp_path, few)
     with RunStore.open(tmp_path) as store:
         new = describe(more)
-        assert "option repeats: 1 → 2" in changes(store.run, new)
+        refuse_other(store.run, new)
         store.replace(merge_runs(store.run, new))
         result = Session(more, store, ScriptedEngine()).run_all()
     assert (result.found, result.measured) == (4, 14)

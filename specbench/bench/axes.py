@@ -34,7 +34,7 @@ def parse_baselines(names: Sequence[str]) -> tuple[OtherLibrary, ...]:
     return (*words, *(OtherLibrary("beam", count) for count in sorted(beams)))
 
 
-def _parse_range(what: str, most: int, otherwise: str, text: str) -> list[int]:
+def _parse_range(what: str, most: int, text: str) -> list[int]:
     """Parse numbers: ``1..8``, ``1,2,4``, ``2..16..2`` (from, to, step) or a mixture; ascending.
 
     Raises:
@@ -43,35 +43,22 @@ def _parse_range(what: str, most: int, otherwise: str, text: str) -> list[int]:
     numbers: set[int] = set()
     for part in text.split(","):
         found = _RANGE.fullmatch(part)
-        if found is None:
-            wrong = f": {part.strip()!r} is neither a number nor a range." if part != text else "."
+        first, last, step = (
+            (int(found[1]), int(found[2] or found[1]), int(found[3] or 1)) if found else (0, 0, 0)
+        )
+        if not 1 <= first <= last <= most or step < 1:
             raise UsageError(
-                f"{text!r} is not a range of {what}{wrong}", "Write 1..8, 2..16..2 (with a step) or 1,2,4."
-            )
-        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        shown = f"The range of {what} {part.strip()!r}"
-        if last < first:
-            raise UsageError(f"{shown} runs backwards.", f"Write {last}..{first}.")
-        if step == 0:
-            raise UsageError(f"{shown} has a step of 0.", "Give a step of at least 1.")
-        if first < 1 or last > most:
-            raise UsageError(
-                f"{what} is {first if first < 1 else last} in {text!r}.", f"Give 1 to {most}; {otherwise}"
+                f"{text!r} is not a range of {what}.",
+                f"Write numbers from 1 to {most} as 1..8, 2..16..2 (with a step) or 1,2,4.",
             )
         numbers.update(range(first, last + 1, step))
     return sorted(numbers)
 
 
-parse_gammas = partial(_parse_range, "γ", LONGEST_DRAFT, "plain decoding is always measured.")
-"""Parses draft lengths."""
-
-parse_batches = partial(_parse_range, "--batch", MAX_BATCH, "without --batch, one prompt follows the other.")
-"""Parses batch sizes."""
-
-parse_contexts = partial(
-    _parse_range, "--context", MAX_CONTEXT, "without --context, prompts are taken as they are."
-)
-"""Parses lengths of context in tokens."""
+parse_gammas = partial(_parse_range, "γ", LONGEST_DRAFT)
+parse_batches = partial(_parse_range, "batch sizes", MAX_BATCH)
+parse_contexts = partial(_parse_range, "lengths of context", MAX_CONTEXT)
+"""Parse the values of these options."""
 
 
 def parse_thinking(text: str) -> list[bool]:

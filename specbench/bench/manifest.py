@@ -126,12 +126,12 @@ def _without_path(argument: str) -> str:
 _SAME_MACHINE = ("cpu", "cores", "threads", "devices", "python", "torch", "transformers")
 
 
-def changes(old: Run, new: Run) -> list[str]:
-    """Return what a run that would resume a stored one measures in addition, each as "what: then → now".
+def refuse_other(old: Run, new: Run) -> None:
+    """Refuse to continue a run whose measurements could not be compared.
 
     Raises:
-        UsageError: Measurements would not be comparable: the machine, a version, the target, the text of a prompt, a
-            decoding option or the configuration of an id has changed.
+        UsageError: The machine, a version, the target, the text of a prompt, a decoding option or the configuration of
+            an id has changed.
     """
     for what, stored, value in _same_in_a_run(old, new):
         if stored != value:
@@ -140,13 +140,6 @@ def changes(old: Run, new: Run) -> list[str]:
                 " compared.",
                 "Give another --out, or the same as then.",
             )
-    pairs = _options(old.options, new.options)
-    if not option_changes(old.options, new.options):
-        ids, known = ([config.id for config in run.configs] for run in (new, old))
-        pairs.append(("configurations", ids if {*known} >= {*ids} else known, ids))
-    prompts = [[prompt.id for prompt in run.prompts] for run in (old, new)]
-    pairs.append(("prompts", prompts[0], prompts[1]))
-    return _differing(pairs)
 
 
 def _same_in_a_run(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
@@ -172,28 +165,8 @@ def _same_in_a_run(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
         yield f"drafter of {config.label}", then.fingerprint, config.fingerprint
 
 
-def option_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the differences between the options of two runs, each as "option name: then → now"."""
-    return _differing(_options(old, new))
-
-
-def _options(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    defaults = stored_options(SweepOptions())  # for options that an older run does not have
-    return [
-        (f"option {name}", old.get(name, defaults.get(name)), new.get(name))
-        for name in dict.fromkeys([*old, *new])
-    ]
-
-
-def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
-    return [f"{name}: {_shown(then)} → {_shown(now)}" for name, then, now in pairs if then != now]
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        text = ", ".join(map(str, value)) or "none"
-        return text if len(text) < 60 else f"{len(value)} of them"
-    return "none" if value is None else str(value)
+    return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def merge_runs(old: Run, new: Run) -> Run:
@@ -213,29 +186,24 @@ def merge_runs(old: Run, new: Run) -> Run:
     )
 
 
-def open_run(folder: Path, run: Run, advice: str, *, may_grow: bool = False) -> RunStore:
-    """Open a run to measure into: a new one, or the stored one if it has the same options.
-
-    Args:
-        folder: A folder with or without a run.
-        run: What ``describe_run`` returns.
-        advice: Hint for a run with other options.
-        may_grow: Whether such a run is continued, if its measurements are comparable.
+def open_run(folder: Path, run: Run, *, may_grow: bool = True) -> RunStore:
+    """Open a run to measure into: a new one, or the stored one if its measurements are comparable.
 
     Raises:
-        UsageError: The run has other options and may not grow, or its measurements are not comparable.
+        UsageError: They are not, or the run has other options and may not grow.
     """
     if not RunStore.exists(folder):
         return RunStore.create(folder, run)
     store = RunStore.open(folder)
     try:
-        differing = changes(store.run, run)
-        if differing and not may_grow:
+        refuse_other(store.run, run)
+        merged = merge_runs(store.run, run)
+        if not may_grow and (merged.options, merged.configs) != (store.run.options, store.run.configs):
             raise UsageError(
-                f"The run in {str(folder)!r} has other options ({'; '.join(differing)}).", advice
+                f"The run in {str(folder)!r} has other options.", "Restore them, or name another folder."
             )
-        if differing:
-            store.replace(merge_runs(store.run, run))
+        if merged != msgspec.structs.replace(store.run, finished=None):
+            store.replace(merged)
     except BaseException:
         store.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,13 +74,12 @@ def split_row(text: str) -> tuple[Path, str | None]:
 
 
 def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
-    """Return the runs that are meant. A folder of several stands for the newest in which something was measured;
-    stderr says which one it is, and which newer ones were passed over.
+    """Return the runs that are meant. A folder of several stands for the newest in which something was measured; stderr
+    says which one it is.
 
     Args:
         paths: Runs, files in one, or folders with runs in them.
-        having: Ids or labels of configurations. A run in which all of them were measured goes before one that only
-            has them, and that before all others.
+        having: Ids or labels of configurations; a run in which all of them were measured goes before others.
 
     Raises:
         UsageError: A path does not exist, or no run is there.
@@ -91,41 +91,25 @@ def named_runs(paths: Sequence[Path], having: Sequence[str] = ()) -> list[Path]:
         runs = find_runs(path)
         readable = stored_runs(path) if len(runs) > 1 else []
         if readable:
-            runs = [_newest(path, readable, having)]
+            measured = (
+                folder for names in (having, ()) for folder, run in readable if _has(folder, run, names)
+            )
+            runs = [next(measured, readable[0][0])]
+            say(
+                f"{path}: {len(readable)} runs, taken is {runs[0]}. Name a folder of a run to take another one."
+            )
         found.update(dict.fromkeys(runs))
     return list(found)
 
 
-def _newest(path: Path, readable: Sequence[tuple[Path, Run]], having: Sequence[str]) -> Path:
+def _has(folder: Path, run: Run, names: Sequence[str]) -> bool:
+    """Return whether these configurations were measured; without names, whether any beside the baseline was."""
+    from specbench.results.run import find_config
     from specbench.results.store import measured_configs
 
-    named = [each for each in readable if _ids(each[1], having) is not None]
-    wanted = bool(having and named)
-    passed: list[Path] = []
-    chosen = (named or readable)[0][0]
-    for folder, run in named or readable:
-        measured = measured_configs(folder)
+    with suppress(UsageError):
+        wanted = {find_config(run, name, "").id for name in names}
         others = {config.id for config in run.configs if config.id != config.baseline}
-        if (_ids(run, having) or set()) <= measured if wanted else measured & others:
-            chosen = folder
-            break
-        passed.append(folder)
-    else:
-        passed = []
-    which = f"the newest with {' and '.join(having)}" if wanted else "the newest"
-    message = f"{path}: {len(readable)} runs, {which} is {chosen}."
-    if passed:
-        what = "of it" if wanted else "of more than the baseline"
-        message += f" Newer runs without a finished measurement {what}: {', '.join(map(str, passed))}."
-    say(f"{message} Name a folder of a run to take another one.")
-    return chosen
-
-
-def _ids(run: Run, having: Sequence[str]) -> set[str] | None:
-    """Return the ids of these configurations; ``None`` if the run does not have all of them."""
-    from specbench.results.run import find_config
-
-    try:
-        return {find_config(run, name, "").id for name in having}
-    except UsageError:
-        return None
+        measured = measured_configs(folder)
+        return wanted <= measured if wanted else bool(others & measured)
+    return False

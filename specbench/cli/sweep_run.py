@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 class RunJob:
     """A measurement into the folder of a run, with its models loaded, or its servers reached."""
 
-    advice = "Give another --out."
-    """What to do if the folder holds a run with other options."""
-
     def __init__(self, sweep: Sweep, engine: BenchEngine[Any], folder: Path, quiet: bool) -> None:
         self.sweep, self.engine, self.folder, self.quiet = sweep, engine, folder, quiet
         self.console = Console(stderr=True, highlight=False)
@@ -56,7 +53,7 @@ class RunJob:
         target = self.engine.describe_target(self.sweep.options.decoding)
         command = command_line(sys.argv[1:])
         run = describe_run(self.sweep, target, sources, command=command, heads=self.engine.heads)
-        return open_run(self.folder, run, self.advice)
+        return open_run(self.folder, run, may_grow=False)
 
     def say_at_start(self, start: LoadSnapshot, notes: Sequence[str], continued: str | None) -> None:
         """Print notes on models and the machine, and that a run is continued (``None``: it begins)."""

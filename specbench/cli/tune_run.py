@@ -177,8 +177,6 @@ def race_state(race: Race, labels: Mapping[str, str], left_s: float) -> str:
 class TuneJob(RunJob):
     """A search for the fastest configuration."""
 
-    advice = "Restore what changed, or give other --results."
-
     def watch(self, search: StoredSearch[Any], progress: StageProgress) -> None:
         """Run a search, and show its race. After an interrupt, one that has raced something gives the best so far."""
         labels = {config.id: config.label for config in self.sweep.configs}

@@ -411,22 +411,15 @@ class ServerClient:
         """Turn errors of the connection into a ``ServerError``."""
         try:
             yield
-        except httpx2.ConnectTimeout as error:
-            raise ServerError(f"The server {self.name} cannot be reached in time.", retry=True) from error
-        except httpx2.TimeoutException as error:
-            raise ServerError(f"The server {self.name} has not answered in time.") from error
-        except httpx2.ConnectError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, httpx2.SSEError) as error:
+            reason, unreached = (
+                excerpt(error).rstrip("."),
+                isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout),
+            )
+            what = "cannot be reached" if unreached else "gave no complete answer"
             raise ServerError(
-                f"The server {self.name} cannot be reached: {_reason(error)}.", retry=True
+                f"The server {self.name} {what}: {reason or type(error).__name__}.", retry=unreached
             ) from error
-        except httpx2.SSEError as error:
-            raise ServerError(f"The server {self.name} does not send its answer as a stream.") from error
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise ServerError(f"The connection to the server {self.name} broke: {_reason(error)}.") from error
-
-
-def _reason(error: Exception) -> str:
-    return excerpt(error).rstrip(".") or type(error).__name__
 
 
 def _object(text: str) -> Json:
