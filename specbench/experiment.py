@@ -102,8 +102,8 @@ class Models:
                 "Choose another cache, or leave --batch out.",
             )
         sources = describe_models(self.base, self.drafters)
-        folder = folder_of(sources["target"])
         check_engine(self.base, self.drafters, options, progress)
+        folder = folder_of(sources["target"])
         engine = load_engine(self.base, self.drafters, options, progress)
         check_contexts(options, engine.target.language_model.context_limit)
         yield Opened(engine, options, engine.configs(options, self.base), folder, sources, notes)

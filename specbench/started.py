@@ -105,7 +105,7 @@ class Started:
     Attributes:
         spec, engine, name, target, drafters, settings: What is started; ``name`` is the target's in results.
         decoding, temperature: Options that the first request to each server tests.
-        at_once: Whether all servers are started that fit into memory; otherwise each when it is needed.
+        eager: Whether all servers are started that fit into memory; otherwise each when it is needed.
         command: Starts a server in place of the usual command.
         arguments: The user's own words for every server.
     """
@@ -120,7 +120,7 @@ class Started:
     temperature: float
     command: str = ""
     arguments: Sequence[str] = ()
-    at_once: bool = True
+    eager: bool = True
 
     @classmethod
     def of(
@@ -178,7 +178,7 @@ class Started:
         )
         with closing(made):
             made.server(PLAIN)
-            fits = not self.at_once or made.fits(options.servers)
+            fits = not self.eager or made.fits(options.servers)
             together = None if fits else made.limit or made.capacity
             notes = [] if fits else [f"{together} servers fit into memory at a time."]
             yield Opened(made, options, self.rows(options), folder, sources, notes, together)

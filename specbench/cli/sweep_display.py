@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specbench.base.errors import SpecbenchError
 from specbench.base.record import NO_FIGURE, Estimate
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from specbench.bench.engines.own import ModelEngine
     from specbench.bench.session import Session, SweepProgress
     from specbench.cli.progress import StageProgress
     from specbench.results.lines import Measurement
@@ -127,7 +128,9 @@ def predicted(
                     break
                 report("decoding plainly", len(outputs), _ANSWERS)
                 outputs[prompt.id] = session.output(plain, prompt.id)
-            each = predict_rows(session.engine, session.sweep, plain, outputs, costs, report=report)
+            each = predict_rows(
+                cast("ModelEngine", session.engine), session.sweep, plain, outputs, costs, report=report
+            )
             found.rows |= each.rows
     except (SpecbenchError, MemoryError) as error:  # measuring tells more
         say(f"Nothing is predicted: {error}")

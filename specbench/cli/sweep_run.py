@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from specbench.base.load import LoadSnapshot
     from specbench.bench.engines.engine import BenchEngine
+    from specbench.bench.engines.own import ModelEngine
     from specbench.bench.grid import Sweep
     from specbench.bench.session import Session
     from specbench.cli.sweep_options import ResultsOptions
@@ -140,8 +141,11 @@ def _model_notes(session: Session[Any]) -> list[str]:
         return []
     from specbench.cli.setting import model_notes
 
-    target, drafters = session.engine.target, [each.outcome for each in session.engine.drafters]
-    return [*target.language_model.notes, *model_notes(target, drafters, session.sweep.options.decoding)]
+    engine = cast("ModelEngine", session.engine)
+    notes = model_notes(
+        engine.target, [each.outcome for each in engine.drafters], session.sweep.options.decoding
+    )
+    return [*engine.target.language_model.notes, *notes]
 
 
 def _show(job: RunJob, results: Results, asked: ResultsOptions) -> None:

@@ -58,7 +58,7 @@ def tune_engine(
             servers.engine, target, search.drafter, decoding, search.temperature,
             command=servers.engine_command, arguments=arguments, usual=True,
         )  # fmt: skip
-    planned = replace(planned, at_once=False)
+    planned = replace(planned, eager=False)
     options = planned.options(
         SweepOptions(
             conditions_of(temperature=[search.temperature]),
