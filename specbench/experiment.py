@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from specbench.base.errors import UsageError
 from specbench.bench.contexts import fitting, load_context_text, text_name
@@ -60,10 +60,8 @@ class Opened(NamedTuple):
     together: int | None = None
 
 
-class FolderOf(Protocol):
-    """Returns the folder of a run by its target's name, once it is known to be right and writable."""
-
-    def __call__(self, target: str) -> Path: ...
+FolderOf: TypeAlias = Callable[[str], Path]
+"""Returns the folder of a run by its target's name, once it is known to be right and writable."""
 
 
 class Systems(Protocol):

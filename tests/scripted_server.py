@@ -33,7 +33,6 @@ class Manner:
         wrong: What goes wrong with the answer to a body: an ``error`` in its middle, a ``cut`` there, or a status
             before it; ``None`` for nothing.
         another: Whether its answers are other texts than those of other servers.
-        garbled: Whether an answer to a body says one word over and over.
         metrics: What it counts; empty for a server that does not.
     """
 
@@ -48,7 +47,6 @@ class Manner:
     logprobs: Mapping[str, Any] | None = None
     wrong: Callable[[dict[str, Any]], str | int | None] = lambda body: None
     another: bool = False
-    garbled: Callable[[dict[str, Any]], bool] = lambda body: False
     metrics: str = ""
 
 
@@ -66,8 +64,6 @@ def answer_ids(body: Mapping[str, Any], manner: Manner) -> list[int]:
     """Tokens that the prompt alone decides."""
     turn = (zlib.crc32(prompt_of(body).encode()) + manner.another) % len(WORDS)
     text = " ".join([*WORDS[turn:], *WORDS[:turn]] * 8)
-    if manner.garbled(dict(body)):
-        text = "king " * 200
     return list(tokenizer()(text)["input_ids"])[: body["max_tokens"] + manner.beyond]
 
 

@@ -381,7 +381,7 @@ def test_drafters_lists_every_word_and_option_within_80_columns(cli, monkeypatch
         (("--target", "/no/such/model"), "There is no such file or folder: '/no/such/model'."),
         (
             ("--trace-file", "/no/such/folder/trace"),
-            "The trace file '/no/such/folder/trace' cannot be written: ",
+            "The trace file '/no/such/folder/trace' cannot be written.",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_all_lengths_have_the_same_prompts():
 
 def test_lengths_that_cannot_be_are_refused():
     assert parse_contexts("256,1024, 64") == [64, 256, 1024]
-    with pytest.raises(UsageError, match="--context is 0"):
+    with pytest.raises(UsageError, match="is not a range"):
         parse_contexts("0")
     options = SweepOptions(
         conditions_of(context=(256, 8000)), turns=1, decoding=DecodingOptions(max_new_tokens=200)

@@ -25,6 +25,7 @@ from specbench.bench.grid import Sweep, SweepOptions, server_rows
 from specbench.bench.manifest import command_line, describe_run
 from specbench.bench.prompts import Prompt
 from specbench.bench.session import Session
+from specbench.generate import encode_messages
 from specbench.options import DecodingOptions
 from specbench.results.acceptance import positions
 from specbench.results.advice import review
@@ -190,9 +191,9 @@ def test_prompts_get_text_in_front_for_lengths_of_context(sweep, plain, fast, mo
     before = len(plain.asked)
     result = sweep(*asked, "--target", models / "target", "--repeats", 1, base=plain, drafting=fast)
     assert result.code == 0, result.err
-    sent = [body["prompt"] for body in plain.asked[before:] if body["prompt"].endswith("?")]
-    assert {len(tokenizer()(text)["input_ids"]) for text in sent} == {32, 64}
-    assert {text.rpartition("Question")[2] for text in sent} == {f" {i}?" for i in range(4)}
+    sent = [body for body in plain.asked[before:] if prompt_of(body).endswith("?")]
+    assert {len(encode_messages(tokenizer(), body["messages"])) for body in sent} == {32, 64}
+    assert {prompt_of(body).rpartition("Question")[2] for body in sent} == {f" {i}?" for i in range(4)}
     summary = summarize(load_results(tmp_path / "run"))
     assert len({row.config.id for row in summary.rows}) == 2 * 2
 

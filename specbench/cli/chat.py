@@ -34,7 +34,7 @@ def chat(
     system: opt.SystemOption = None,
     drafting: opt.DraftingOptions,
     decoding: Annotated[
-        DecodingOptions, opt.Fields("max_new_tokens", "format", max_new_tokens=_MAX_NEW_TOKENS)
+        DecodingOptions, opt.Fields("max_new_tokens", "ignore_eos", "format", max_new_tokens=_MAX_NEW_TOKENS)
     ],
     caching: CacheOptions,
     sampling: Annotated[SamplingOptions, opt.Fields("temperature", "top_k", "top_p", "seed")],

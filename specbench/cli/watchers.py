@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from specbench.base.errors import RunError, UsageError
 from specbench.base.textsafe import terminal_safe
@@ -71,36 +71,27 @@ class TraceOutput:
     """
 
     def __init__(self, path: Path | None, debug: bool) -> None:
-        self._path, self._view, self._file = path, None, None
+        self._path, self._view = path, None
+        self._file: TextIO | None = None
         self._problem: str | None = None
-        self._begun = False  # whether something was written
         if debug:
             from rich.console import Console
 
             from specbench.show.trace import TraceView
 
             self._view = TraceView(Console(stderr=True))
-        if path is not None:
-            try:
-                self._new = not path.exists()
-                self._file = path.open("a", encoding="utf-8")
-            except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-                reason = getattr(error, "strerror", None) or error
-                raise UsageError(
-                    f"The trace file {str(path)!r} cannot be written: {reason}.", "Give another --trace-file."
-                ) from error
+        if path is not None and (
+            path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+        ):
+            raise UsageError(f"The trace file {str(path)!r} cannot be written.", "Give another --trace-file.")
 
     def __enter__(self) -> TraceOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            try:
+            with suppress(OSError):
                 self._file.close()
-            except OSError as error:
-                self._problem = self._problem or str(error.strerror)
-            if not self._begun and self._new and self._path is not None:
-                self._path.unlink(missing_ok=True)
 
     @property
     def on_screen(self) -> bool:
@@ -127,23 +118,27 @@ class TraceOutput:
         from specbench.results.trace import TraceEnd
 
         figures = summary(result)
-        self._add(TraceEnd(**{name: figures[name] for name in TraceEnd.__struct_fields__}))
+        event = TraceEnd(**{name: figures[name] for name in TraceEnd.__struct_fields__})
+        if self._file is None:  # no pass has ended, or the file has failed
+            self._show(event)
+        else:
+            self._add(event)
 
     def _add(self, event: Event) -> None:
-        """Write and show one event; the end of a run without a forward pass is not written."""
-        from specbench.results.trace import TraceEnd, write_event
+        """Write and show one event."""
+        from specbench.results.trace import write_event
 
-        file = self._file if self._problem is None else None
-        if file is not None and (self._begun or not isinstance(event, TraceEnd)):
+        if self._path is not None and self._problem is None:
             try:
-                if not self._begun:
-                    self._begun = True
-                    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                        file.truncate(0)
-                    write_event(file, self._header)
-                write_event(file, event)
+                if self._file is None:
+                    self._file = self._path.open("w", encoding="utf-8")
+                    write_event(self._file, self._header)
+                write_event(self._file, event)
             except OSError as error:
                 self._problem = str(error.strerror)
+        self._show(event)
+
+    def _show(self, event: Event) -> None:
         if self._view is not None:
             self._view.show(event)
 
