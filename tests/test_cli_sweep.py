@@ -310,7 +310,7 @@ def test_progress_is_shown_with_the_time_left(tmp_path):
     engine = ScriptedEngine(fails=lambda c, p: RunError("no") if c.id == "d@2" and len(p) > 7 else None)
     with new_store(tmp_path, sweep) as store:
         for at in Session(sweep, store, engine).run():
-            show_cell(at, None, progress, said.append)  # type: ignore[arg-type]
+            show_cell(at, progress, said.append)  # type: ignore[arg-type]
     assert any("warming up: d γ=1" in text for text, _ in shown)
     assert shown[0][1] is None
     assert shown[-1] == ("measuring 30 30 of 30, 2 failed", 0.0)

@@ -55,7 +55,6 @@ class SweepProgress:
         failed: How many of those done have failed.
         seconds_left: An estimate; ``None`` before the first measurement.
         problem: Why forward passes could not be timed just now; empty if they could.
-        latest: What was measured last; ``None`` before the first measurement.
     """
 
     now: str
@@ -64,7 +63,6 @@ class SweepProgress:
     failed: int
     seconds_left: float | None
     problem: str
-    latest: Measurement | None = None
 
 
 class Session(Generic[Encoded]):
@@ -152,17 +150,16 @@ class Session(Generic[Encoded]):
                     measurement = self.measure(cell)
                     if cell.key not in warmed:
                         self.store.append(measurement)
-            latest = None
             for cell, problem in self._with_costs(left, chain([first], cells)):
-                yield self._progress(self.configs[cell.config].label, waiting, problem, latest)
+                yield self._progress(self.configs[cell.config].label, waiting, problem)
                 began = self._clock.now()
-                latest = self.store.append(self.measure(cell))
+                measured = self.store.append(self.measure(cell))
                 took = self._took.setdefault(cell.config, deque(maxlen=_LATEST))
                 took.append(self._clock.now() - began)
                 self.measured += 1
-                self.failed += latest.result is None
+                self.failed += measured.result is None
                 waiting[cell.config] -= 1
-            yield self._progress("", waiting, latest=latest)
+            yield self._progress("", waiting)
         if self._rule is not None:
             self._rule.end()
         self.finish()
@@ -254,9 +251,7 @@ class Session(Generic[Encoded]):
             seen[at] += 1
             before = at
 
-    def _progress(
-        self, doing: str, waiting: Mapping[str, int], problem: str = "", latest: Measurement | None = None
-    ) -> SweepProgress:
+    def _progress(self, doing: str, waiting: Mapping[str, int], problem: str = "") -> SweepProgress:
         means = {name: fmean(each) for name, each in self._took.items()}
         usual = fmean(means.values()) if means else None
         beaten = () if self._rule is None else self._rule.beaten
@@ -264,7 +259,7 @@ class Session(Generic[Encoded]):
             number * means.get(name, usual) for name, number in waiting.items() if name not in beaten
         )
         done = self.found + self.measured
-        return SweepProgress(doing, done, len(self.planned), self.failed, left_s, problem, latest)
+        return SweepProgress(doing, done, len(self.planned), self.failed, left_s, problem)
 
     def _answers_of(self, config: str, prompt: str, repeat: int) -> dict[int, Sequence[int] | str]:
         return self._answers.setdefault((config, prompt, repeat), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
@@ -60,7 +60,6 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
     Attributes:
         console: The console to print on while the bar is drawn.
-        above: Returns what is drawn above the line; ``None`` for nothing.
     """
 
     def __init__(self, quiet: bool = False, *, animated: bool = True) -> None:
@@ -68,12 +67,9 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         self.console = Console(stderr=True, highlight=False)
-        self.above: Callable[[], RenderableType] | None = None
 
         class Bar(Progress):
             def get_renderables(bar) -> Iterable[RenderableType]:  # noqa: N805
-                if self.above is not None:
-                    yield self.above()
                 for task in bar.tasks:
                     task.fields["time"] = "" if self._stage is None else self._stage.time
                 yield from super().get_renderables()

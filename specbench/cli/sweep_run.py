@@ -19,7 +19,7 @@ from specbench.bench.engines.launched import LaunchedEngine
 from specbench.bench.manifest import command_line, describe_run, open_run
 from specbench.cli.progress import StageProgress
 from specbench.cli.signals import exit_code_of_interrupt
-from specbench.cli.sweep_display import predicted, show_cell
+from specbench.cli.sweep_display import show_cell, show_predicted
 from specbench.config import FILE_NAME
 from specbench.results import advice
 from specbench.results.results import load_results
@@ -108,9 +108,10 @@ def run_session(session: Session[Any], start: LoadSnapshot, asked: ResultsOption
     with StageProgress(asked.quiet, animated=False) as progress:
         job.console = progress.console
         try:
-            table = predicted(session, progress, job.say) if session.left and not asked.quiet else None
+            if session.left and not asked.quiet:
+                show_predicted(session, progress, job.say)
             for at in session.run():
-                show_cell(at, table, progress, job.say)
+                show_cell(at, progress, job.say)
         except KeyboardInterrupt:
             interrupted = True
     results = load_results(folder)
