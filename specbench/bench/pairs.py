@@ -21,7 +21,7 @@ from specbench.decoding.metrics import time_split, tokens_per_second, tokens_per
 from specbench.decoding.theory import relative_pass
 from specbench.policies.costs import MeasuredCosts, passes_of
 from specbench.results.advice import disturbances, warn_of_disturbances
-from specbench.results.run import BUSY_WARNINGS, RunWarning
+from specbench.results.run import BUSY_WARNINGS
 
 if TYPE_CHECKING:
     from specbench.decoding.records import Generation, Step
@@ -32,8 +32,6 @@ MIN_PAIRS, MAX_PAIRS = 3, 12
 ENOUGH_S = 10.0
 """Pairs are added up to this time in all."""
 
-_TOLERANCE = 1.05
-_UNUSUAL = 1.25
 _MIN_STEPS = 8
 """Steps from which the median step is taken for the usual one."""
 
@@ -92,10 +90,9 @@ class Pairs:
 
         Returns:
             ``speedup``: geometric mean of the pairs' ratios of decode speeds; ``speedup_interval``: its 95% interval
-            over the pairs; ``speedup_total``: the same for total times; ``speedup_explained``: the speedup that the
-            tokens per step allow; ``explained``: the parts of this explanation (``explain``); ``repeats``: the times of
-            each pair; ``warnings``: as in ``run.json``. Without a pair only ``explained``, a prediction (``predict``),
-            which is ``None`` where other programs used the processor, and ``warnings``.
+            over the pairs; ``explained``: what the tokens per step and the usual times of steps allow (``explain``);
+            ``repeats``: the times of each pair; ``warnings``: as in ``run.json``. Without a pair only ``explained``, a
+            prediction (``predict``), which is ``None`` where other programs used the processor, and ``warnings``.
         """
         pairs = list(zip(self.speculative, self.plain, strict=False))
         count = len(self.speculative) + len(self.plain)
@@ -115,18 +112,13 @@ class Pairs:
                     "speculative": of_fast,
                     "plain": of_slow,
                     "speedup": _ratio(of_fast["tokens_per_second"], of_slow["tokens_per_second"]),
-                    "speedup_total": _ratio(_total_speed(of_fast), _total_speed(of_slow)),
                 }
             )
         speedup, interval = _mean([each["speedup"] for each in repeats])
         explanation = explain([fast for fast, _ in pairs], [slow for _, slow in pairs])
-        doubt = None if explanation is None or speedup is None else unexplained(speedup, explanation)
-        warnings += [doubt] if doubt else []
         return {
             "speedup": speedup,
             "speedup_interval": interval,
-            "speedup_total": _mean([each["speedup_total"] for each in repeats])[0],
-            "speedup_explained": explanation and explanation.usual,
             "explained": explanation and asdict(explanation),
             "repeats": repeats,
             "warnings": [to_dict(warning) for warning in warnings],
@@ -227,20 +219,6 @@ def _medians(
     return {key: median(values) for key, values in times.items()}
 
 
-def unexplained(speedup: float, explanation: Explanation) -> RunWarning | None:
-    """Return a warning if tokens per step and times of forward passes do not explain a speedup."""
-    usual = explanation.usual
-    if 1 / _UNUSUAL < speedup / usual < _UNUSUAL and speedup <= explanation.tokens * _TOLERANCE:
-        return None
-    message = (
-        f"The speedup of {speedup:.2f}× is not the {usual:.2f}× expected from {explanation.tokens:.2f} tokens per step"
-        " and the usual times of forward passes: some steps took much longer than others like them."
-    )
-    data = asdict(explanation) | {"speedup": speedup}
-    advice = "Measure again on a quiet machine, with more --repeats."
-    return RunWarning("speedup-unexplained", "warning", message, advice, data)
-
-
 def _times(generation: Generation) -> Json:
     ttft_s, times = time_split(generation.prefill, generation.steps)
     return {
@@ -249,12 +227,6 @@ def _times(generation: Generation) -> Json:
         "decode_s": times.total_s,
         "tokens_per_second": tokens_per_second(generation.prefill, generation.steps),
     }
-
-
-def _total_speed(times: Json) -> float | None:
-    """Return tokens per second from the start, prefill included."""
-    seconds = times["ttft_s"] + times["decode_s"]
-    return times["new_tokens"] / seconds if seconds else None
 
 
 def _ratio(fast: float | None, slow: float | None) -> float | None:
