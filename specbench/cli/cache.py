@@ -43,11 +43,6 @@ def cache(
         ]
     for line in lines:
         typer.echo(terminal_safe(line))
-    from specbench.kernels import describe
-
-    typer.echo("\nLayers are packed for this machine:")
-    for name, found in describe().items():
-        typer.echo(f"  {name}: {found}")
 
 
 def _size(number: int) -> str:

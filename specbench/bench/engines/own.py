@@ -343,6 +343,7 @@ def load_engine(
         UsageError: See ``check_engine``, or a drafter does not fit the target.
         RunError: The target cannot be loaded.
     """
+    from specbench.drafters.model import ModelDrafter
     from specbench.models.drafters import loading
     from specbench.models.load import load_model
 
@@ -358,8 +359,10 @@ def load_engine(
     assistants: dict[str, LanguageModel | SpecbenchError] = {}
     for each in loaded:
         if OtherLibrary("assisted") in options.others and isinstance(each.spec, SmallModel) and each.models:
+            if type(each.outcome) is not ModelDrafter:
+                assistants[each.name] = RunError("transformers cannot draft with this drafter.")
+                continue
             try:
-                _check_assistant(each.outcome)
                 assistants[each.name] = load_model(
                     each.spec.model,
                     loading(each.spec),
@@ -376,18 +379,3 @@ def load_engine(
         assistants=assistants,
         rate_answers=any(each.beams for each in options.others),
     )
-
-
-def _check_assistant(drafter: Drafter | SpecbenchError) -> None:
-    """Refuse drafters that transformers cannot use."""
-    from specbench.drafters.heads import HeadDrafter
-    from specbench.drafters.parallel import ParallelDrafter
-    from specbench.drafters.translate import TranslatingDrafter
-
-    if isinstance(drafter, HeadDrafter | ParallelDrafter):
-        raise RunError("transformers cannot draft with a trained head.")
-    if isinstance(drafter, TranslatingDrafter):
-        raise RunError(
-            "Assisted generation of transformers is not measured with a drafter whose tokenizer differs from the"
-            " target's."
-        )
