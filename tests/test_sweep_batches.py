@@ -396,7 +396,7 @@ def test_a_sweep_over_batches_from_beginning_to_end(sweep, tmp_path):
     ("arguments", "fragment"),
     [
         (("--batch", "8"), "There are only 4 prompts for 8 requests at a time"),
-        (("--batch", "0"), "--batch is 0"),
+        (("--batch", "0"), "not a range of batch sizes"),
         (("--batch", "2", "--turns", "2"), "first turn"),
         (("--batch", "2", "--arrivals", "poisson:2", "--arrivals", "poisson:2.0"), "given twice"),
         (("--batch", "2", "--baseline", "transformers"), "one prompt after the other"),
