@@ -198,12 +198,13 @@ def open_run(folder: Path, run: Run, *, may_grow: bool = True) -> RunStore:
     try:
         refuse_other(store.run, run)
         merged = merge_runs(store.run, run)
-        if not may_grow and (merged.options, merged.configs) != (store.run.options, store.run.configs):
+        ids, known = ([config.id for config in each.configs] for each in (merged, store.run))
+        if may_grow:
+            store.replace(merged)
+        elif (merged.options, ids) != (store.run.options, known):
             raise UsageError(
                 f"The run in {str(folder)!r} has other options.", "Restore them, or name another folder."
             )
-        if merged != msgspec.structs.replace(store.run, finished=None):
-            store.replace(merged)
     except BaseException:
         store.close()
         raise
