@@ -1,4 +1,4 @@
-"""Prompts with real text in front, cut so that each has an exact number of tokens (``--context``)."""
+"""Prompts with real text in front, cut so that each fits into a number of tokens (``--context``)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from specbench.rows import Condition
 
 _BUILT_IN = "documentation.txt"
 _PARAGRAPH = "\n\n"
-
-_STARTS = 20
-"""Paragraphs at which the text is tried to begin, until one has a cut with the exact number of tokens."""
-
-_NEAR = 30
-"""Letters on each side of the estimated cut among which one with the exact number of tokens is looked for."""
 
 
 def load_context_text() -> str:
@@ -41,7 +35,7 @@ def passage(text: str, mark: str) -> str:
 
 
 def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt:
-    """Return a prompt with as much of a text in front of its first turn as makes it exactly so long.
+    """Return a prompt with as much of a text in front of its first turn as fits into so many tokens.
 
     Args:
         prompt: The prompt.
@@ -50,31 +44,17 @@ def fill(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int])
         count: Returns the number of tokens of a prompt.
 
     Raises:
-        UsageError: The prompt alone is longer, the text is too short, or no cut gives this number of tokens.
+        UsageError: The prompt alone is longer, or the text is too short.
     """
-
-    alone = count(prompt)
-    if alone > tokens:
-        raise UsageError(
-            f"The prompt {prompt.id!r} has {alone:,} tokens, more than {tokens:,}.", "Leave it out."
-        )
-    for _ in range(_STARTS):
-        if (found := _cut(prompt, tokens, text, count)) is not None:
-            return found
-        text = text.partition(_PARAGRAPH)[2]
-    raise UsageError(
-        f"No cut of the text gives the prompt {prompt.id!r} exactly {tokens:,} tokens.",
-        "Give another length.",
-    )
-
-
-def _cut(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int]) -> Prompt | None:
-    """Return a prompt after the beginning of a text, see ``fill``; ``None`` if no cut near the best guess will do."""
 
     def cut(letters: int) -> Prompt:
         first = f"{text[:letters]}{_PARAGRAPH}{prompt.turns[0]}" if letters else prompt.turns[0]
         return replace(prompt, turns=(first, *prompt.turns[1:]))
 
+    if (alone := count(prompt)) > tokens:
+        raise UsageError(
+            f"The prompt {prompt.id!r} has {alone:,} tokens, more than {tokens:,}.", "Leave it out."
+        )
     low, high = 0, min(len(text), 8 * tokens)
     if count(cut(high)) < tokens:
         low, high = high, len(text)
@@ -82,12 +62,8 @@ def _cut(prompt: Prompt, tokens: int, text: str, count: Callable[[Prompt], int])
         raise UsageError(f"The text for --context ends before {tokens:,} tokens.", "Give a shorter length.")
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if count(cut(middle)) < tokens else (low, middle)
-    near = range(max(0, high - _NEAR), min(len(text), high + _NEAR) + 1)
-    for letters in sorted(near, key=lambda each: abs(each - high)):
-        if count(found := cut(letters)) == tokens:
-            return found
-    return None
+        low, high = (middle, high) if count(cut(middle)) <= tokens else (low, middle)
+    return cut(high) if count(cut(high)) <= tokens else cut(low)
 
 
 class ContextPrompts:
