@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -44,21 +43,6 @@ def test_slow_stages_are_printed_and_again_when_they_took_three_times_as_long(cl
         "measuring 9 generations: plain ... 11%, 1 min, 8 min left",
         "packing big ... 2 s",
     ]
-
-
-def test_a_stage_that_reports_nothing_is_printed_too(monkeypatch, capsys):
-    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    with StageProgress() as progress:
-        progress.update("starting", 0, None)  # every command starts
-        time.sleep(0.1)
-        progress.update("packing\x1b big", 0, None)
-        time.sleep(0.1)
-    assert capsys.readouterr().err == "packing\\x1b big ... 0 s\n"
-    with StageProgress(quiet=True) as progress:
-        progress.update("packing big", 0, None)
-        time.sleep(0.1)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ _LATER = 3
 """Each further line of a stage comes when it has taken this many times as long as at the line before."""
 
 _STARTING = "starting"
-_LOOK_S, _REDRAW_S = 0.25, 0.1
+_REDRAW_S = 0.1
 _BAR_CELLS, _BESIDE = 16, 46  # of the bar, and of it with percentage and times
 
 
@@ -52,11 +51,12 @@ def without_collector() -> Iterator[None]:
 class StageProgress(AbstractContextManager["StageProgress"]):
     """Draws the current stage with its time left on one line of a terminal, which is gone at the end.
 
-    Without a terminal, a stage that takes two seconds is printed, and again whenever it has taken three times as long.
+    Without a terminal, a stage that takes two seconds is printed when it reports, and again whenever it has taken three
+    times as long.
 
     Args:
         quiet: Draw and print nothing.
-        animated: Draw from a thread. Not while something is measured: then only ``update`` draws.
+        animated: Draw the bar from a thread. Not while something is measured: then only ``update`` draws.
 
     Attributes:
         console: The console to print on while the bar is drawn.
@@ -86,24 +86,18 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         )
         self._animated = animated
         self._prints = not quiet and not self.console.is_terminal
-        self._lock, self._over, self._clock = Lock(), Event(), Thread(target=self._print_lines, daemon=True)
         self._drawn = float("-inf")
         self._stage: _Stage | None = None
         self._task: TaskID | None = None
 
     def __enter__(self) -> StageProgress:
         self._bar.start()
-        if self._prints and self._animated:
-            self._clock.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        self._over.set()
-        if self._clock.ident is not None:
-            self._clock.join()
 
     def update(
         self, stage: str, done: int, total: int | None, note: str = "", left_s: float | None = None
@@ -128,18 +122,8 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         if not self._animated and now - self._drawn >= _REDRAW_S:
             self._drawn = now
             self._bar.refresh()
-            self._print_if_due()
-
-    def _print_lines(self) -> None:
-        while not self._over.wait(_LOOK_S):
-            self._print_if_due()
-
-    def _print_if_due(self) -> None:
-        """Print a line on the current stage if it is time."""
-        with self._lock:
-            at = self._stage
-            if self._prints and at is not None and at.name != _STARTING and at.is_due():
-                self.console.print(at.line(), markup=False, soft_wrap=True)
+        if self._prints and name != _STARTING and at.is_due():
+            self.console.print(at.line(), markup=False, soft_wrap=True)
 
 
 @dataclass
