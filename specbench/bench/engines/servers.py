@@ -301,12 +301,11 @@ class ServerEngine(BenchEngine[ServerPrompt]):
         else:
             coroutines = [client() for _ in range(workload.clients)]
         tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-        waiting = set(tasks)
         try:
-            while not is_done():
-                ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
+            for ended in asyncio.as_completed(tasks):
+                await ended
+                if is_done():
+                    break
             seconds = self._clock() - began
         finally:
             for task in tasks:
