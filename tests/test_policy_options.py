@@ -301,8 +301,6 @@ def test_a_sweep_of_rules_from_its_measurement_to_its_report(call, tmp_path, mod
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--draft-policy", "auto", "--gamma", "2"), ("--gamma is for the policy fixed", "or leave --gamma out")),
-        (("--draft-policy", "heuristic", "--gamma", "2"), ("write --draft-policy heuristic:gamma=N",)),
         (("--draft-policy", "fixed:gamma=2"), ("Give --gamma 2.",)),
         (("--draft-policy", "auto", "--draft-policy", "auto:max=16"), ("policy auto is given twice",)),
         (("--draft-policy", "egag"), ("policy egag reads the drafter's distribution, and lookup has none",)),
